@@ -1,0 +1,136 @@
+//! The attempt a handler runs in.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::Instant;
+use crate::{Error, Key, Lease, Store, Write};
+
+thread_local! {
+    /// The attempt whose body is being polled on this thread.
+    static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
+}
+
+/// The attempt this code runs in, `None` outside of the body of an idempotent function.
+///
+/// It follows the body's own `await`s. A task spawned by the body is on its own: hand it a clone of the [`Attempt`].
+///
+/// ```
+/// # use idem_runtime::{Error, MemoryStore, current, idempotent};
+/// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+/// async fn pay(store: &MemoryStore, id: u32) -> Result<String, Error> {
+///     let attempt = current().expect("inside an idempotent function");
+///     assert_eq!(attempt.number(), 1);
+///     // The same on every attempt, so the payment provider recognises a retry.
+///     Ok(attempt.child_key("charge"))
+/// }
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// # assert_eq!(pay(&MemoryStore::new(), 42).await.unwrap().len(), 36);
+/// # assert!(current().is_none());
+/// # });
+/// ```
+pub fn current() -> Option<Attempt> {
+    CURRENT.with_borrow(Clone::clone)
+}
+
+/// One run of a handler body under a reservation.
+#[derive(Clone)]
+pub struct Attempt {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) lease: Lease,
+    /// When the reservation was asked for, on the clock of the store handle.
+    pub(crate) reserved_at: Instant,
+    /// The attempt whose body made this call.
+    parent: Option<Arc<Attempt>>,
+}
+
+impl Attempt {
+    pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant) -> Self {
+        let parent = CURRENT.with_borrow(|current| current.clone().map(Arc::new));
+        Self { store, lease, reserved_at, parent }
+    }
+
+    /// The key of the operation.
+    pub fn key(&self) -> &Key {
+        &self.lease.key
+    }
+
+    /// The number of the attempt, from 1 and strictly increasing for a key: the fencing token to hand to a system that
+    /// can refuse writes of an older one.
+    pub fn number(&self) -> u32 {
+        self.lease.attempt
+    }
+
+    /// A key for a call to another API with idempotency keys of its own: a UUID made from this operation's key and
+    /// `name`, the same on every attempt.
+    pub fn child_key(&self, name: &str) -> String {
+        crate::fingerprint::child_key(self.key(), name)
+    }
+
+    /// How long the lease is sure to be held, without asking the store. Zero means that another attempt may have
+    /// taken over.
+    pub fn lease_remaining(&self) -> Duration {
+        self.store.heartbeats().lease_remaining(&self.lease, self.reserved_at)
+    }
+
+    /// Renews the lease now, to be sure that it is held just before a side effect.
+    ///
+    /// # Errors
+    /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer, so that nobody
+    /// knows.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the lease is renewed, or it is not.
+    pub async fn confirm_lease(&self) -> Result<(), Error> {
+        let store = self.store.name();
+        let asked_at = self.store.heartbeats().clock().now();
+        match self.store.renew(std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
+            Ok(Some(Write::Done)) => {
+                self.store.heartbeats().confirmed(self.lease.owner, asked_at);
+                Ok(())
+            }
+            Ok(_) => Err(Error::LeaseLost { key: self.key().clone(), store, attempt: self.number() }),
+            Err(source) => Err(Error::Store { key: self.key().clone(), store, started: true, source }),
+        }
+    }
+}
+
+impl fmt::Debug for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attempt").field("key", self.key()).field("number", &self.number()).finish_non_exhaustive()
+    }
+}
+
+/// Whether an attempt for `key` in `store` is running further up in this call tree.
+pub(crate) fn is_inside(key: &Key) -> bool {
+    CURRENT.with_borrow(|current| {
+        let mut attempt = current.as_ref();
+        while let Some(it) = attempt {
+            if it.key() == key {
+                return true;
+            }
+            attempt = it.parent.as_deref();
+        }
+        false
+    })
+}
+
+/// Makes an attempt the current one on this thread until it is dropped.
+pub(crate) struct Entered<'a> {
+    slot: &'a mut Option<Attempt>,
+}
+
+impl<'a> Entered<'a> {
+    pub(crate) fn enter(slot: &'a mut Option<Attempt>) -> Self {
+        CURRENT.with_borrow_mut(|current| std::mem::swap(current, slot));
+        Self { slot }
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        CURRENT.with_borrow_mut(|current| std::mem::swap(current, self.slot));
+    }
+}

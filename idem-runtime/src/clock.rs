@@ -1,0 +1,190 @@
+//! The only reader of time and the only source of randomness.
+#![allow(clippy::disallowed_methods)]
+
+use std::collections::hash_map::RandomState;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::hash::{BuildHasher, Hasher};
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
+
+/// A point on a [`Clock`]: the time since an origin that only this clock knows.
+///
+/// Instants of two clocks, and so of two machines, can't be compared; only durations travel.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Instant(Duration);
+
+impl Instant {
+    /// The point `since_origin` after the clock's origin.
+    pub const fn new(since_origin: Duration) -> Self {
+        Self(since_origin)
+    }
+
+    /// The time since the clock's origin.
+    pub const fn since_origin(self) -> Duration {
+        self.0
+    }
+
+    /// The time from `earlier` to `self`, zero if `earlier` is later.
+    pub const fn saturating_since(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+
+    /// The point `duration` later; the end of time where that overflows.
+    #[must_use]
+    pub const fn saturating_add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(duration))
+    }
+}
+
+/// A future that is ready when a [`Clock`] has moved on far enough.
+pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Where the library takes time and randomness from.
+///
+/// [`SystemClock`] is the real one. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
+pub trait Clock: fmt::Debug + Send + Sync + 'static {
+    /// The present. Never goes back.
+    fn now(&self) -> Instant;
+
+    /// A future that is ready once `duration` has passed.
+    fn sleep(&self, duration: Duration) -> Sleep;
+
+    /// 128 random bits; called once for each store handle, which derives its owner tokens from them.
+    fn entropy(&self) -> u128;
+}
+
+/// What `future` gives, or `None` if `limit` is over first.
+pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Output> {
+    let mut future = pin!(future);
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => limit.as_mut().poll(cx).map(|()| None),
+    })
+    .await
+}
+
+/// The machine's monotonic clock and tokio's timers.
+///
+/// Steps of the wall clock don't touch it.
+#[derive(Clone, Copy, Debug)]
+pub struct SystemClock {
+    origin: tokio::time::Instant,
+}
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self { origin: tokio::time::Instant::now() }
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Instant {
+        Instant(self.origin.elapsed())
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        Box::pin(tokio::time::sleep(duration))
+    }
+
+    fn entropy(&self) -> u128 {
+        // Each `RandomState` hashes with keys of its own that come from the operating system.
+        let half = || u128::from(RandomState::new().build_hasher().finish());
+        (half() << 64) | half()
+    }
+}
+
+/// A clock that moves only when told to, for tests.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use idem_runtime::{Clock, ManualClock, MemoryStore};
+/// let clock = ManualClock::new();
+/// let store = MemoryStore::with_clock(clock.clone());
+/// let before = clock.now();
+/// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
+/// assert_eq!(clock.now().saturating_since(before).as_secs(), 31);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct ManualClock {
+    state: std::sync::Arc<std::sync::Mutex<Manual>>,
+}
+
+#[derive(Debug, Default)]
+struct Manual {
+    now: Duration,
+    seed: u64,
+    sleepers: Vec<(Duration, std::task::Waker)>,
+}
+
+impl ManualClock {
+    /// A clock that stands at its origin.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A clock whose entropy is derived from `seed`, for runs that must repeat exactly.
+    pub fn seeded(seed: u64) -> Self {
+        let clock = Self::default();
+        clock.lock().seed = seed;
+        clock
+    }
+
+    /// Moves time forward and wakes every sleeper whose time has come.
+    pub fn advance(&self, duration: Duration) {
+        let due = {
+            let mut state = self.lock();
+            state.now = state.now.saturating_add(duration);
+            let now = state.now;
+            let (due, rest) = state.sleepers.drain(..).partition::<Vec<_>, _>(|(at, _)| *at <= now);
+            state.sleepers = rest;
+            due
+        };
+        due.into_iter().for_each(|(_, waker)| waker.wake());
+    }
+
+    /// The time until the next sleeper is due, `None` while nobody sleeps.
+    pub fn next_wake(&self) -> Option<Duration> {
+        let state = self.lock();
+        state.sleepers.iter().map(|(at, _)| at.saturating_sub(state.now)).min()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Manual> {
+        crate::sync::lock(&self.state)
+    }
+}
+
+impl Clock for ManualClock {
+    fn now(&self) -> Instant {
+        Instant(self.lock().now)
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        let until = self.lock().now.saturating_add(duration);
+        let clock = self.clone();
+        Box::pin(poll_fn(move |cx| {
+            let mut state = clock.lock();
+            if state.now >= until {
+                return Poll::Ready(());
+            }
+            if !state.sleepers.iter().any(|(at, waker)| *at == until && waker.will_wake(cx.waker())) {
+                state.sleepers.push((until, cx.waker().clone()));
+            }
+            Poll::Pending
+        }))
+    }
+
+    fn entropy(&self) -> u128 {
+        // SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+        let mut state = self.lock();
+        let mut next = || {
+            state.seed = state.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state.seed;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^ (z >> 31)
+        };
+        (u128::from(next()) << 64) | u128::from(next())
+    }
+}

@@ -1,0 +1,140 @@
+//! Results to bytes and back.
+
+use std::fmt;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// A result that could not be encoded or decoded.
+pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
+
+/// How results are written into records.
+///
+/// A record carries the name of its codec. Change [`Codec::NAME`] whenever the written form changes, so that no record
+/// is ever read as something else.
+///
+/// ```
+/// use idem_runtime::{Codec, CodecError, Json};
+/// use serde::{Serialize, de::DeserializeOwned};
+///
+/// /// JSON with line breaks, for people who read their store by hand.
+/// struct PrettyJson;
+///
+/// impl Codec for PrettyJson {
+///     const NAME: &'static str = "pretty-json";
+///
+///     fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
+///         serde_json::to_vec_pretty(value).map_err(Into::into)
+///     }
+///
+///     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+///         Json::decode(bytes)
+///     }
+/// }
+/// ```
+pub trait Codec: 'static {
+    /// The name under which records keep this form: 1 to 15 bytes of ASCII, the same in every release.
+    const NAME: &'static str;
+
+    /// Writes `value`.
+    ///
+    /// # Errors
+    /// Whatever keeps the value from being written. The completion is then recorded without its result.
+    fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError>;
+
+    /// Reads what [`encode`](Codec::encode) wrote.
+    ///
+    /// # Errors
+    /// Whatever keeps the bytes from being read as a `T`. The caller gets `Error::ResultUnavailable`, never a second run.
+    fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
+}
+
+/// JSON by `serde_json`, the default.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Json;
+
+impl Codec for Json {
+    const NAME: &'static str = "json";
+
+    fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
+        serde_json::to_vec(value).map_err(Into::into)
+    }
+
+    fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+        serde_json::from_slice(bytes).map_err(Into::into)
+    }
+}
+
+/// The name of a [`Codec`] as a record keeps it, without an allocation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CodecName {
+    len: u8,
+    bytes: [u8; Self::MAX_BYTES],
+}
+
+impl CodecName {
+    /// The longest name.
+    pub const MAX_BYTES: usize = 15;
+
+    /// The name of `C`; a name that can't be stored is a compile error where the codec is used.
+    pub const fn of<C: Codec>() -> Self {
+        const {
+            match Self::new(C::NAME.as_bytes()) {
+                Some(name) => name,
+                None => panic!("`Codec::NAME` must have 1 to 15 bytes of ASCII"),
+            }
+        }
+    }
+
+    /// The name in `name`, if it can be one.
+    pub const fn new(name: &[u8]) -> Option<Self> {
+        if name.is_empty() || name.len() > Self::MAX_BYTES || !name.is_ascii() {
+            return None;
+        }
+        let mut bytes = [0; Self::MAX_BYTES];
+        let mut at = 0;
+        while at < name.len() {
+            bytes[at] = name[at];
+            at += 1;
+        }
+        #[allow(clippy::cast_possible_truncation)] // At most 15, see above.
+        Some(Self { len: name.len() as u8, bytes })
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for CodecName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fit_or_are_refused() {
+        assert_eq!(CodecName::of::<Json>().as_str(), "json");
+        assert_eq!(CodecName::new(b""), None);
+        assert_eq!(CodecName::new(b"sixteen-bytes-xx"), None);
+        assert_eq!(CodecName::new("é".as_bytes()), None);
+    }
+
+    #[test]
+    fn falsy_results_survive() {
+        fn there_and_back<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(value: T) {
+            assert_eq!(Json::decode::<T>(&Json::encode(&value).unwrap()).unwrap(), value);
+        }
+        there_and_back(());
+        there_and_back(0);
+        there_and_back(false);
+        there_and_back(String::new());
+        there_and_back(Vec::<u8>::new());
+        there_and_back(None::<u8>);
+    }
+}

@@ -1,0 +1,343 @@
+//! How an operation is protected, as one value.
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+/// What a duplicate does while another attempt holds the key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum InProgress {
+    /// Returns [`Error::InProgress`](crate::Error::InProgress) at once.
+    #[default]
+    Reject,
+    /// Waits at most this long for the running attempt and then replays its result, or competes for the key if it failed.
+    Wait(Duration),
+}
+
+/// What the next delivery does after an attempt died without an answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnCrash {
+    /// Takes over once the lease has lapsed and runs the body again: at least once.
+    #[default]
+    Retry,
+    /// Returns [`Error::Interrupted`](crate::Error::Interrupted) until an operator decides: at most once.
+    Fail,
+}
+
+/// What happens when the key is `None` or empty.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum MissingKey {
+    /// Returns [`Error::MissingKey`](crate::Error::MissingKey).
+    #[default]
+    Reject,
+    /// Runs the body unprotected, without a store call.
+    Run,
+}
+
+/// What happens when the store can't reserve the key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnStoreError {
+    /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
+    #[default]
+    Fail,
+    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) says so.
+    Run,
+}
+
+/// What becomes of an error that the body returned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnError {
+    /// The key is freed: the next delivery runs the body again.
+    #[default]
+    Release,
+    /// The error is stored and replayed to every duplicate.
+    Record,
+}
+
+/// Whether the library acts, only watches, or stays out of the way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum Mode {
+    /// Duplicates are suppressed.
+    #[default]
+    Enforce,
+    /// Reserves, records and compares, and reports in the [`Outcome`](crate::Outcome) what would have been
+    /// suppressed, but always runs the body.
+    Shadow,
+    /// Runs the body; no store call.
+    Off,
+}
+
+/// A [`Mode`] that can be changed while the process runs.
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::{Mode, ModeSwitch, Policy};
+///
+/// static SHIPPING: ModeSwitch = ModeSwitch::new(Mode::Shadow);
+/// const POLICY: Policy = Policy::new(Duration::from_secs(7 * 86_400)).mode_switch(&SHIPPING);
+///
+/// SHIPPING.set(Mode::Enforce); // For example from an admin endpoint.
+/// assert_eq!(POLICY.current_mode(), Mode::Enforce);
+/// ```
+pub struct ModeSwitch(AtomicU8);
+
+impl ModeSwitch {
+    const MODES: [Mode; 3] = [Mode::Enforce, Mode::Shadow, Mode::Off];
+
+    /// A switch that stands at `mode`.
+    pub const fn new(mode: Mode) -> Self {
+        Self(AtomicU8::new(mode as u8))
+    }
+
+    /// Changes the mode for every call that begins from now on.
+    pub fn set(&self, mode: Mode) {
+        self.0.store(mode as u8, Ordering::Relaxed);
+    }
+
+    /// The present mode.
+    pub fn get(&self) -> Mode {
+        Self::MODES[usize::from(self.0.load(Ordering::Relaxed))]
+    }
+}
+
+impl fmt::Debug for ModeSwitch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ModeSwitch").field(&self.get()).finish()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum ModeSource {
+    Fixed(Mode),
+    Switch(&'static ModeSwitch),
+}
+
+/// How operations are protected: retention, lease, and what to do when something goes wrong.
+///
+/// A policy is a small `Copy` value that can be built in a `const`; the `#[idempotent]` attribute builds one from its
+/// options, and options written beside `policy = …` override that policy.
+///
+/// ```
+/// use std::time::Duration;
+/// use idem_runtime::{InProgress, OnCrash, Policy};
+///
+/// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
+///     .lease(Duration::from_secs(60))
+///     .in_progress(InProgress::Wait(Duration::from_secs(10)))
+///     .on_crash(OnCrash::Fail)
+///     .max_attempts(5);
+/// assert!(PAYMENTS.check().is_ok());
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    pub(crate) ttl: Duration,
+    pub(crate) lease: Duration,
+    pub(crate) in_progress: InProgress,
+    pub(crate) on_crash: OnCrash,
+    pub(crate) max_attempts: Option<NonZeroU32>,
+    pub(crate) missing_key: MissingKey,
+    pub(crate) on_store_error: OnStoreError,
+    pub(crate) max_result_bytes: usize,
+    mode: ModeSource,
+}
+
+impl Policy {
+    /// The lease where none is given.
+    pub const DEFAULT_LEASE: Duration = Duration::from_secs(30);
+    /// The shortest lease that can be renewed in time over a network.
+    pub const MIN_LEASE: Duration = Duration::from_millis(100);
+    /// The longest lease and the longest retention: 100 years.
+    pub const MAX_DURATION: Duration = Duration::from_secs(100 * 366 * 86_400);
+    /// How many bytes of result are recorded where nothing else is said: 256 KiB.
+    pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
+
+    /// Finished records are remembered for `ttl`, counted from completion; everything else stands at its default.
+    pub const fn new(ttl: Duration) -> Self {
+        Self {
+            ttl,
+            lease: Self::DEFAULT_LEASE,
+            in_progress: InProgress::Reject,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+            missing_key: MissingKey::Reject,
+            on_store_error: OnStoreError::Fail,
+            max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
+            mode: ModeSource::Fixed(Mode::Enforce),
+        }
+    }
+
+    /// How long a finished record is remembered, counted from completion; must exceed the broker's retention.
+    #[must_use]
+    pub const fn ttl(self, ttl: Duration) -> Self {
+        Self { ttl, ..self }
+    }
+
+    /// How long a pending record is honoured without a renewal; it is renewed every third of this.
+    #[must_use]
+    pub const fn lease(self, lease: Duration) -> Self {
+        Self { lease, ..self }
+    }
+
+    /// What a duplicate does while another attempt holds the key.
+    #[must_use]
+    pub const fn in_progress(self, in_progress: InProgress) -> Self {
+        Self { in_progress, ..self }
+    }
+
+    /// What the next delivery does after an attempt died without an answer.
+    #[must_use]
+    pub const fn on_crash(self, on_crash: OnCrash) -> Self {
+        Self { on_crash, ..self }
+    }
+
+    /// After `max_attempts` runs of the body without a recorded result, [`Error::AttemptsExhausted`] is returned
+    /// instead of another run.
+    ///
+    /// # Panics
+    /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
+    ///
+    /// [`Error::AttemptsExhausted`]: crate::Error::AttemptsExhausted
+    #[must_use]
+    pub const fn max_attempts(self, max_attempts: u32) -> Self {
+        let limit = NonZeroU32::new(max_attempts);
+        assert!(limit.is_some(), "`max_attempts` must be at least 1");
+        Self { max_attempts: limit, ..self }
+    }
+
+    /// What happens when the key is `None` or empty.
+    #[must_use]
+    pub const fn missing_key(self, missing_key: MissingKey) -> Self {
+        Self { missing_key, ..self }
+    }
+
+    /// What happens when the store can't reserve the key.
+    #[must_use]
+    pub const fn on_store_error(self, on_store_error: OnStoreError) -> Self {
+        Self { on_store_error, ..self }
+    }
+
+    /// The largest encoded result that is recorded. A larger one is returned to its caller, and the completion is
+    /// recorded without it: duplicates get [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    #[must_use]
+    pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
+        Self { max_result_bytes, ..self }
+    }
+
+    /// Fixes the mode.
+    #[must_use]
+    pub const fn mode(self, mode: Mode) -> Self {
+        Self { mode: ModeSource::Fixed(mode), ..self }
+    }
+
+    /// Takes the mode from a switch at the beginning of each call.
+    #[must_use]
+    pub const fn mode_switch(self, switch: &'static ModeSwitch) -> Self {
+        Self { mode: ModeSource::Switch(switch), ..self }
+    }
+
+    /// The mode a call that began now would have.
+    pub fn current_mode(&self) -> Mode {
+        match self.mode {
+            ModeSource::Fixed(mode) => mode,
+            ModeSource::Switch(switch) => switch.get(),
+        }
+    }
+
+    /// The time between two renewals: a third of the lease.
+    pub const fn beat(&self) -> Duration {
+        Duration::from_nanos((self.lease.as_nanos() / 3) as u64)
+    }
+
+    /// Whether the durations can be honoured.
+    ///
+    /// # Errors
+    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
+    pub const fn check(&self) -> Result<(), InvalidPolicy> {
+        if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
+            return Err(InvalidPolicy::LeaseTooShort(self.lease));
+        }
+        if self.lease.as_nanos() > Self::MAX_DURATION.as_nanos() || self.ttl.as_nanos() > Self::MAX_DURATION.as_nanos()
+        {
+            return Err(InvalidPolicy::TooLong);
+        }
+        // Counted in milliseconds, which is what stores keep.
+        if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
+            return Err(InvalidPolicy::TtlTooShort { ttl: self.ttl, beat: self.beat() });
+        }
+        Ok(())
+    }
+}
+
+/// A [`Policy`] that can't be honoured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum InvalidPolicy {
+    /// The lease is shorter than [`Policy::MIN_LEASE`].
+    LeaseTooShort(Duration),
+    /// The retention is zero or shorter than the time between two renewals.
+    TtlTooShort {
+        /// The retention that was asked for.
+        ttl: Duration,
+        /// The time between two renewals.
+        beat: Duration,
+    },
+    /// The lease or the retention is longer than [`Policy::MAX_DURATION`].
+    TooLong,
+}
+
+impl fmt::Display for InvalidPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LeaseTooShort(lease) => {
+                write!(
+                    f,
+                    "`lease` is {lease:?}, too short to be renewed in time; give at least {:?}",
+                    Policy::MIN_LEASE
+                )
+            }
+            Self::TtlTooShort { ttl, beat } => write!(
+                f,
+                "`ttl` is {ttl:?}, shorter than the time between two renewals ({beat:?}); \
+                 give more than the broker keeps a message"
+            ),
+            Self::TooLong => write!(f, "`lease` or `ttl` is longer than 100 years"),
+        }
+    }
+}
+
+impl std::error::Error for InvalidPolicy {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_checked() {
+        let policy = Policy::new(Duration::from_secs(60));
+        assert_eq!(policy.check(), Ok(()));
+        assert_eq!(policy.beat(), Duration::from_secs(10));
+        let short = Duration::from_millis(99);
+        assert_eq!(policy.lease(short).check(), Err(InvalidPolicy::LeaseTooShort(short)));
+        assert!(matches!(policy.ttl(Duration::ZERO).check(), Err(InvalidPolicy::TtlTooShort { .. })));
+        assert!(matches!(policy.ttl(Duration::from_secs(9)).check(), Err(InvalidPolicy::TtlTooShort { .. })));
+        assert_eq!(policy.ttl(Duration::from_secs(10)).check(), Ok(()));
+        assert_eq!(policy.ttl(Duration::MAX).check(), Err(InvalidPolicy::TooLong));
+    }
+
+    #[test]
+    fn a_switch_changes_a_const_policy() {
+        static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
+        const POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
+        for mode in ModeSwitch::MODES {
+            SWITCH.set(mode);
+            assert_eq!(POLICY.current_mode(), mode);
+        }
+    }
+}

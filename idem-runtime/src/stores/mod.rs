@@ -1,0 +1,6 @@
+//! One backend per file; each knows the contract and none of its siblings.
+
+#[cfg(feature = "memory")]
+pub(crate) mod memory;
+#[cfg(feature = "redis")]
+pub(crate) mod redis;
