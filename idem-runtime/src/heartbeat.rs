@@ -170,6 +170,14 @@ impl Heartbeats {
         }
     }
 
+    /// Until when the lease of `owner` is sure to be held, if this handle keeps it alive.
+    #[cfg(feature = "redis")]
+    pub(crate) fn held_until(&self, owner: Owner) -> Option<Instant> {
+        let shard = lock(self.shard(owner));
+        let registered = shard.get(&owner).filter(|registered| !registered.lost)?;
+        Some(registered.confirmed_at.saturating_add(registered.lease.lease))
+    }
+
     /// How long `lease` is sure to be held, if it was last confirmed at `confirmed_at` or by a beat since.
     pub(crate) fn lease_remaining(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         let confirmed_at = match lock(self.shard(lease.owner)).get(&lease.owner) {
@@ -210,7 +218,8 @@ impl Heartbeats {
         for shard in &self.shards {
             for registered in lock(shard).values().filter(|registered| !registered.lost) {
                 // Renewed a little early, many leases share one call and the shards are rarely walked.
-                if registered.due <= now.saturating_add(registered.beat() / 4) {
+                // The pause after a failure must be longer than that, or it would be none.
+                if registered.due <= now.saturating_add(registered.beat() / 8) {
                     leases.push(registered.lease.clone());
                 } else {
                     next = next.min(registered.due);

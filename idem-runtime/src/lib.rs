@@ -4,6 +4,8 @@
 mod attempt;
 mod clock;
 mod codec;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod ending;
 mod engine;
 mod error;

@@ -1,1 +1,166 @@
-//! tests
+//! What the test binaries share: a store that fails on command, and a clock they drive.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use idem_runtime::{
+    Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind,
+    StoreFuture, Write,
+};
+
+/// What a [`FaultyStore`] does with one call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// Hands it on.
+    None,
+    /// Fails before anything is written.
+    Before(StoreErrorKind),
+    /// Does it, and loses the answer.
+    After,
+    /// Does it after this many polls, and answers after as many more.
+    Slow(u32),
+    /// Never answers; nothing is written.
+    Hang,
+}
+
+/// The calls of the contract that change or read a record on behalf of an attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[allow(missing_docs)]
+pub enum Call {
+    Reserve,
+    Renew,
+    Finish,
+    Release,
+    Wait,
+}
+
+/// A store that hands its calls on to another one, and fails when a test tells it to.
+#[derive(Clone, Debug)]
+pub struct FaultyStore {
+    inner: Arc<dyn Store>,
+    plan: Arc<Mutex<Plan>>,
+}
+
+#[derive(Debug, Default)]
+struct Plan {
+    faults: VecDeque<(Call, Fault)>,
+    always: Vec<(Call, Fault)>,
+    calls: Vec<Call>,
+}
+
+impl FaultyStore {
+    /// Hands everything on until told otherwise.
+    pub fn new(inner: impl Store) -> Self {
+        Self { inner: inner.handle(), plan: Arc::default() }
+    }
+
+    /// The next call of this kind meets `fault`.
+    pub fn next(&self, call: Call, fault: Fault) {
+        self.plan.lock().unwrap().faults.push_back((call, fault));
+    }
+
+    /// Every call of this kind meets `fault` from now on.
+    pub fn always(&self, call: Call, fault: Fault) {
+        let mut plan = self.plan.lock().unwrap();
+        plan.always.retain(|(other, _)| *other != call);
+        plan.always.push((call, fault));
+    }
+
+    /// How many calls of this kind there were.
+    pub fn count(&self, call: Call) -> usize {
+        self.plan.lock().unwrap().calls.iter().filter(|it| **it == call).count()
+    }
+
+    fn meet(&self, call: Call) -> Fault {
+        let mut plan = self.plan.lock().unwrap();
+        plan.calls.push(call);
+        if let Some(at) = plan.faults.iter().position(|(other, _)| *other == call)
+            && let Some((_, fault)) = plan.faults.remove(at)
+        {
+            return fault;
+        }
+        plan.always.iter().find(|(other, _)| *other == call).map_or(Fault::None, |(_, fault)| *fault)
+    }
+
+    fn through<'a, T: Send + 'a>(
+        &self,
+        call: Call,
+        inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        match self.meet(call) {
+            Fault::None => inner(),
+            fault => StoreFuture::new(async move {
+                match fault {
+                    Fault::None => inner().await,
+                    Fault::Before(kind) => Err(StoreError::new(kind, "failed on command")),
+                    Fault::After => {
+                        inner().await?;
+                        Err(StoreError::new(StoreErrorKind::Unknown, "the answer got lost on command"))
+                    }
+                    Fault::Slow(polls) => {
+                        yields(polls).await;
+                        let answer = inner().await;
+                        yields(polls).await;
+                        answer
+                    }
+                    Fault::Hang => std::future::pending().await,
+                }
+            }),
+        }
+    }
+}
+
+/// Is pending this many times.
+pub async fn yields(polls: u32) {
+    for _ in 0..polls {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Lets every task that can run do so, on a runtime of one thread.
+pub async fn settle() {
+    yields(200).await;
+}
+
+impl Store for FaultyStore {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.inner.heartbeats()
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.through(Call::Reserve, move || self.inner.reserve(request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        self.through(Call::Renew, move || self.inner.renew(leases))
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.through(Call::Finish, move || self.inner.finish(lease, finish))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.through(Call::Release, move || self.inner.release(lease, release))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        self.through(Call::Wait, move || self.inner.wait(key, attempt, at_most))
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.inner.inspect(key)
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.inner.reopen(key, attempt)
+    }
+}

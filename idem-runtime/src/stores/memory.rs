@@ -100,9 +100,16 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Shard {
     slots: HashMap<Key, Slot>,
-    /// One entry for each slot, no later than the slot's own expiry.
+    /// For each slot the entry of its `listed_at`, no later than its expiry; entries of other times are out of date.
     expiries: BinaryHeap<Reverse<(Instant, Key)>>,
-    waiters: HashMap<Key, Arc<Notify>>,
+    waiters: HashMap<Key, Waiters>,
+}
+
+/// Those who wait for one key, and how many they are.
+#[derive(Debug, Default)]
+struct Waiters {
+    woken: Arc<Notify>,
+    count: usize,
 }
 
 #[derive(Debug)]
@@ -111,15 +118,27 @@ struct Slot {
     expires_at: Instant,
     /// Meaningful while the record is pending.
     lapses_at: Instant,
+    listed_at: Instant,
 }
 
 impl Slot {
+    /// A slot that is listed `ttl` from now: when it expires if it is finished at once, so that this needs no other entry.
     fn new(record: Record, ttl: Duration, now: Instant) -> Self {
         let lapses_at = match record.state {
             State::Pending { lease, .. } => now.saturating_add(lease),
             _ => now,
         };
-        Self { expires_at: now.saturating_add(record.retention(ttl)), lapses_at, record }
+        let expires_at = now.saturating_add(record.retention(ttl));
+        Self { expires_at, lapses_at, listed_at: now.saturating_add(ttl), record }
+    }
+
+    /// Writes `record`. If it now expires sooner than it is listed, the answer is the time to list it at.
+    fn write(&mut self, record: Record, ttl: Duration, now: Instant) -> Option<Instant> {
+        let listed_at = self.listed_at;
+        *self = Self::new(record, ttl, now);
+        let relist = self.expires_at < listed_at;
+        self.listed_at = listed_at.min(self.expires_at);
+        relist.then_some(self.listed_at)
     }
 }
 
@@ -136,13 +155,18 @@ impl Shard {
                 Some(Reverse((due, _))) if *due <= now => {}
                 _ => break,
             }
-            let Some(Reverse((_, key))) = self.expiries.pop() else { break };
-            match self.slots.get(&key) {
-                Some(slot) if slot.expires_at > now => self.expiries.push(Reverse((slot.expires_at, key))),
-                _ => {
+            let Some(Reverse((due, key))) = self.expiries.pop() else { break };
+            match self.slots.get_mut(&key) {
+                Some(slot) if slot.listed_at != due => {}
+                Some(slot) if slot.expires_at > now => {
+                    slot.listed_at = slot.expires_at;
+                    self.expiries.push(Reverse((slot.listed_at, key)));
+                }
+                Some(_) => {
                     self.slots.remove(&key);
                     removed += 1;
                 }
+                None => {}
             }
         }
         removed
@@ -151,9 +175,9 @@ impl Shard {
     /// Wakes whoever waits for `key`.
     fn wake(&mut self, key: &Key) {
         if !self.waiters.is_empty()
-            && let Some(waiter) = self.waiters.remove(key)
+            && let Some(waiters) = self.waiters.remove(key)
         {
-            waiter.notify_waiters();
+            waiters.woken.notify_waiters();
         }
     }
 }
@@ -198,8 +222,9 @@ impl Shared {
             }
             let record = Record::first(request);
             let lease = record.lease(request);
-            shard.slots.insert(request.key.clone(), Slot::new(record, request.ttl, now));
-            shard.expiries.push(Reverse((now.saturating_add(request.ttl), request.key.clone())));
+            let slot = Slot::new(record, request.ttl, now);
+            shard.expiries.push(Reverse((slot.listed_at, request.key.clone())));
+            shard.slots.insert(request.key.clone(), slot);
             return Ok(Reservation::Reserved { lease, takeover: false });
         };
         let (with, takeover) = if slot.expires_at > now {
@@ -211,7 +236,9 @@ impl Shared {
             (Record::first(request), false)
         };
         let lease = with.lease(request);
-        *slot = Slot::new(with, request.ttl, now);
+        if let Some(at) = slot.write(with, request.ttl, now) {
+            shard.expiries.push(Reverse((at, request.key.clone())));
+        }
         shard.wake(&request.key);
         Ok(Reservation::Reserved { lease, takeover })
     }
@@ -229,7 +256,9 @@ impl Shared {
             return if repeated { Write::Done } else { Write::Refused };
         }
         let record = Record { starts: slot.record.starts.saturating_sub(refund), state, ..slot.record.clone() };
-        *slot = Slot::new(record, lease.ttl, now);
+        if let Some(at) = slot.write(record, lease.ttl, now) {
+            shard.expiries.push(Reverse((at, lease.key.clone())));
+        }
         shard.wake(&lease.key);
         Write::Done
     }
@@ -297,7 +326,9 @@ impl Store for Shared {
             if !pending {
                 return StoreFuture::ready(Ok(()));
             }
-            let woken = Arc::clone(shard.waiters.entry(key.clone()).or_default());
+            let waiters = shard.waiters.entry(key.clone()).or_default();
+            waiters.count += 1;
+            let woken = Arc::clone(&waiters.woken);
             // Made while the lock is held, so that the next write to the record finds it.
             (Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())
         };
@@ -343,11 +374,12 @@ struct Waiter<'a> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let mut shard = lock(self.shard);
-        // The map's and this one.
-        if Arc::strong_count(&self.woken) <= 2
-            && shard.waiters.get(self.key).is_some_and(|entry| Arc::ptr_eq(entry, &self.woken))
-        {
-            shard.waiters.remove(self.key);
+        // Those who were woken have lost their entry, and the one that is there may be of others.
+        if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
+            waiters.count -= 1;
+            if waiters.count == 0 {
+                shard.waiters.remove(self.key);
+            }
         }
     }
 }

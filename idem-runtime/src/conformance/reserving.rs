@@ -1,0 +1,241 @@
+//! Who gets a key, and what the others are told.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::{Case, LONG, PAUSE, chain, completed, limited};
+use crate::{Lease, Record, Release, Reservation, Reserve, Write};
+
+pub(super) async fn first_reservation(case: &Case) {
+    let key = case.key("");
+    assert_eq!(case.inspect(&key).await, None, "a key that was never used has no record");
+    let request = case.request(&key);
+    let lease = case.reserved(&request, 1, "a key that was never used").await;
+    assert_eq!(lease, Record::first(&request).lease(&request), "the first lease");
+    assert_eq!(case.recorded(&key).await.record, Record::first(&request), "the first record");
+}
+
+pub(super) async fn reservation_repeated(case: &Case) {
+    let key = case.key("");
+    let request = case.request(&key);
+    let lease = case.reserved(&request, 1, "a key that was never used").await;
+    for _ in 0..4 {
+        let again = case.reserved(&request, 1, "repeated with the same owner token").await;
+        assert_eq!(again, lease, "a repeated reservation gets the same lease");
+    }
+    // Numbers above 1 are recognised too, and after a takeover the answer is the same.
+    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    let second = limited(case.request(&key), 2);
+    case.reserved(&second, 2, "a released key").await;
+    let again = case.reserved(&second, 2, "repeated with the same owner token, at the limit of attempts").await;
+    assert_eq!(again.starts, 2, "a repeated reservation starts no attempt");
+    assert_eq!(case.recorded(&key).await.record.attempt, 2, "a repeated reservation is no new attempt");
+}
+
+pub(super) async fn reservation_repeated_after_lapse(case: &Case) {
+    let key = case.key("");
+    let request = limited(case.short(&key), 1);
+    let lease = case.reserved(&request, 1, "a key that was never used").await;
+    case.lapse().await;
+    let (again, _) = case.wins(&request, "repeated with the same owner token after its lease lapsed").await;
+    assert_eq!(again, lease, "a repeated reservation gets the same lease");
+    assert_eq!(case.finish(&again, &completed("1")).await, Write::Done, "and may finish");
+}
+
+/// Checks that one of the racers won, as attempt `attempt`, and that the others were told so.
+fn one_winner(answers: &[(Reserve, Reservation)], attempt: u32, takeover: bool) -> Lease {
+    let winners: Vec<_> = answers
+        .iter()
+        .filter_map(|(request, answer)| match answer {
+            Reservation::Reserved { lease, takeover } => Some((request, lease, *takeover)),
+            _ => None,
+        })
+        .collect();
+    let attempts: Vec<_> = winners.iter().map(|(_, lease, _)| (lease.owner, lease.attempt)).collect();
+    assert_eq!(attempts.len(), 1, "exactly one attempt may run the body, these would: {attempts:?}");
+    let (request, lease, took_over) = winners[0];
+    assert_eq!((lease.owner, lease.attempt, took_over), (request.owner, attempt, takeover), "the winner's lease");
+    for (_, answer) in answers {
+        match answer {
+            Reservation::Reserved { .. } => {}
+            Reservation::Pending { attempt: running, lapses_in } => {
+                assert_eq!(*running, attempt, "the losers wait for the winner");
+                assert!(*lapses_in <= LONG && !lapses_in.is_zero(), "lapses in {lapses_in:?} of {LONG:?}");
+            }
+            other => panic!("a loser was told {other:?}"),
+        }
+    }
+    lease.clone()
+}
+
+pub(super) async fn one_winner_of_many(case: &Case) {
+    for round in 0..8 {
+        let key = case.key(&round.to_string());
+        let lease = one_winner(&case.race(&key).await, 1, false);
+        assert_eq!(case.recorded(&key).await.record.owner, lease.owner, "the record is the winner's");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the winner can finish");
+    }
+}
+
+pub(super) async fn one_winner_of_a_released_key(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    for attempt in 2..8 {
+        let lease = one_winner(&case.race(&key).await, attempt, false);
+        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    }
+}
+
+pub(super) async fn one_winner_of_a_takeover(case: &Case) {
+    for round in 0..4 {
+        let key = case.key(&round.to_string());
+        case.reserved(&case.short(&key), 1, "a key that was never used").await;
+        case.lapse().await;
+        let lease = one_winner(&case.race(&key).await, 2, true);
+        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the winner can finish");
+    }
+}
+
+pub(super) async fn one_attempt_at_a_time(case: &Case) {
+    const TASKS: usize = 8;
+    const ROUNDS: usize = 20;
+    let key = case.key("");
+    let inside = Arc::new(AtomicUsize::new(0));
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..TASKS {
+        let requests: Vec<_> = (0..ROUNDS).map(|_| case.request(&key)).collect();
+        let (store, inside) = (Arc::clone(case.store()), Arc::clone(&inside));
+        tasks.spawn(async move {
+            let mut numbers = Vec::new();
+            for request in requests {
+                let answer = store.reserve(&request).await.unwrap_or_else(|error| panic!("reserve: {}", chain(&error)));
+                let Reservation::Reserved { lease, .. } = answer else {
+                    tokio::task::yield_now().await;
+                    continue;
+                };
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two attempts hold the key at once");
+                tokio::task::yield_now().await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                numbers.push(lease.attempt);
+                let released = store.release(&lease, Release::Returned).await;
+                assert_eq!(released.unwrap_or_else(|error| panic!("release: {}", chain(&error))), Write::Done);
+            }
+            numbers
+        });
+    }
+    let mut numbers = case.soon(tasks.join_all(), "tasks that reserve and release").await.concat();
+    numbers.sort_unstable();
+    let expected: Vec<_> = (1..).take(numbers.len()).collect();
+    assert_eq!(numbers, expected, "each attempt has a number of its own");
+}
+
+pub(super) async fn live_lease_is_pending(case: &Case) {
+    let key = case.key("");
+    let earliest = case.now();
+    case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    case.sleep(PAUSE).await;
+    let answer = case.reserve(&case.request(&key)).await;
+    let Reservation::Pending { attempt: 1, lapses_in } = answer else {
+        panic!("a live lease of attempt 1 should be pending, is {answer:?}");
+    };
+    case.has_left(lapses_in, LONG, earliest, "a live lease");
+    assert!(lapses_in < LONG, "time passes: {lapses_in:?} are left of {LONG:?}");
+    // Whatever the duplicate asks for itself.
+    case.waits_for(&case.short(&key), 1, "a duplicate with a short lease").await;
+    case.waits_for(&limited(case.request(&key), 1), 1, "a duplicate at the limit of attempts").await;
+}
+
+pub(super) async fn takeover_is_a_new_attempt(case: &Case) {
+    let key = case.key("");
+    case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    case.takes_over(&case.short(&key), 2, "a lapsed lease").await;
+    case.lapse().await;
+    let request = case.request(&key);
+    let third = case.takes_over(&request, 3, "a lapsed lease").await;
+    assert_eq!(third.starts, 3, "every takeover starts a body");
+    case.waits_for(&case.request(&key), 3, "a lease that was taken over").await;
+    let record = case.recorded(&key).await.record;
+    assert_eq!(record.lease(&request), third, "the record is the successor's");
+}
+
+pub(super) async fn released_key_is_free(case: &Case) {
+    let key = case.key("");
+    for attempt in 1..=4 {
+        let lease = case.reserved(&case.request(&key), attempt, "a free key").await;
+        assert_eq!(lease.starts, attempt, "every attempt starts a body");
+        case.waits_for(&case.request(&key), attempt, "a live lease").await;
+        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    }
+}
+
+pub(super) async fn attempts_never_repeat(case: &Case) {
+    let key = case.key("");
+    let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+    let second = case.reserved(&case.request(&key), 2, "after a release").await;
+    assert_eq!(case.release(&second, Release::NotStarted).await, Write::Done);
+    case.reserved(&case.short(&key), 3, "after a release that never started").await;
+    case.lapse().await;
+    let fourth = case.takes_over(&case.request(&key), 4, "after a lapse").await;
+    assert_eq!(case.release(&fourth, Release::Interrupted).await, Write::Done);
+    assert_eq!(case.reopen(&key, 4).await, Write::Done);
+    let fifth = case.reserved(&case.request(&key), 5, "after an operator let it run again").await;
+    assert_eq!(case.finish(&fifth, &completed("1")).await, Write::Done);
+    assert_eq!(case.reopen(&key, 5).await, Write::Done);
+    case.reserved(&case.request(&key), 6, "after an operator gave its result up").await;
+}
+
+pub(super) async fn max_attempts_counts_releases(case: &Case) {
+    let key = case.key("");
+    for attempt in 1..=3 {
+        let lease = case.reserved(&limited(case.request(&key), 3), attempt, "within the limit").await;
+        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    }
+    for _ in 0..2 {
+        let exhausted = Reservation::Exhausted { attempts: 3 };
+        case.is_told(&limited(case.request(&key), 3), exhausted, "three of three attempts were released").await;
+    }
+    assert_eq!(case.recorded(&key).await.record.attempt, 3, "a refused attempt is none");
+}
+
+pub(super) async fn max_attempts_counts_lapses(case: &Case) {
+    let key = case.key("");
+    case.reserved(&limited(case.short(&key), 2), 1, "within the limit").await;
+    case.lapse().await;
+    let second = case.takes_over(&limited(case.short(&key), 2), 2, "within the limit").await;
+    case.lapse().await;
+    for _ in 0..2 {
+        let exhausted = Reservation::Exhausted { attempts: 2 };
+        case.is_told(&limited(case.request(&key), 2), exhausted, "two of two attempts lapsed").await;
+    }
+    assert_eq!(case.finish(&second, &completed("1")).await, Write::Done, "nobody took the last attempt over");
+}
+
+pub(super) async fn not_started_does_not_count(case: &Case) {
+    let key = case.key("");
+    for attempt in 1..=4 {
+        let lease = case.reserved(&limited(case.request(&key), 1), attempt, "no body has started").await;
+        assert_eq!(lease.starts, 1, "this attempt would be the first that starts a body");
+        assert_eq!(case.release(&lease, Release::NotStarted).await, Write::Done);
+        assert_eq!(case.recorded(&key).await.record.starts, 0, "no body has started");
+    }
+    let lease = case.reserved(&limited(case.request(&key), 1), 5, "no body has started").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    let exhausted = Reservation::Exhausted { attempts: 1 };
+    case.is_told(&limited(case.request(&key), 1), exhausted, "one of one attempts has started").await;
+}
+
+pub(super) async fn exhaustion_is_not_final(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&limited(case.request(&key), 1), 1, "within the limit").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    let exhausted = Reservation::Exhausted { attempts: 1 };
+    case.is_told(&limited(case.request(&key), 1), exhausted.clone(), "one of one attempts has started").await;
+    let lease = case.reserved(&limited(case.request(&key), 2), 2, "another attempt is allowed now").await;
+    case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, whatever the limit").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    case.is_told(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
+}

@@ -1,0 +1,106 @@
+//! What was recorded comes back as it was.
+
+use bytes::Bytes;
+
+use super::{Case, completed, stored};
+use crate::{CodecName, Finish, Payload, Record, Release, Reservation, Reserve, State, Write};
+
+/// Finishes an attempt at a key of its own, and checks every way to read it.
+async fn survives(case: &Case, name: &str, finish: &Finish) {
+    let key = case.key(name);
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, finish).await, Write::Done, "{name}");
+    let record = Record::after(&lease, finish.state());
+    for _ in 0..4 {
+        // Compared before it is printed: a failed `assert_eq` would show sizes only.
+        let answer = case.reserve(&case.request(&key)).await;
+        assert!(
+            answer == Reservation::Finished(record.clone()),
+            "{name}: should be {record:?}, is {answer:?}{}",
+            bytes(&answer)
+        );
+        assert_eq!(case.recorded(&key).await.record, record, "{name}: inspected");
+    }
+}
+
+/// The first bytes of a result.
+fn bytes(answer: &Reservation) -> String {
+    let Reservation::Finished(record) = answer else { return String::new() };
+    match &record.state {
+        State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => {
+            format!(" {:?}", bytes.slice(..bytes.len().min(64)))
+        }
+        _ => String::new(),
+    }
+}
+
+pub(super) async fn completed_is_replayed(case: &Case) {
+    survives(case, "first attempt", &completed("{\"parcel\":42}")).await;
+
+    let key = case.key("third attempt");
+    for attempt in 1..=2 {
+        let lease = case.reserved(&case.request(&key), attempt, "a free key").await;
+        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    }
+    let lease = case.reserved(&case.request(&key), 3, "a released key").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
+    // The owner's own repeated reservation finds the result as well.
+    case.is_told(&Reserve { owner: lease.owner, ..case.request(&key) }, finished, "met by its own owner").await;
+}
+
+pub(super) async fn failed_is_replayed(case: &Case) {
+    survives(case, "error", &Finish::Failed(stored("\"card declined\""))).await;
+}
+
+pub(super) async fn every_payload_survives(case: &Case) {
+    let every_byte: Vec<u8> = (0..=u8::MAX).chain((0..=u8::MAX).rev()).collect();
+    let results: [(&str, &[u8]); 10] = [
+        ("nothing", b""),
+        ("zero", b"0"),
+        ("null", b"null"),
+        ("false", b"false"),
+        ("empty text", b"\"\""),
+        ("empty list", b"[]"),
+        ("line breaks", b"\r\n\t \n"),
+        ("NUL", b"\0"),
+        ("not UTF-8", b"\xff\xfe\x80"),
+        ("every byte", &every_byte),
+    ];
+    for (name, bytes) in results {
+        survives(case, name, &Finish::Completed(stored(bytes))).await;
+        survives(case, &format!("{name}, failed"), &Finish::Failed(stored(bytes))).await;
+    }
+    for (name, payload) in [
+        ("too large", Payload::TooLarge { bytes: 1_000_000 }),
+        ("far too large", Payload::TooLarge { bytes: u64::MAX }),
+        ("too large by nothing", Payload::TooLarge { bytes: 0 }),
+        ("unencodable", Payload::Unencodable),
+    ] {
+        survives(case, name, &Finish::Completed(payload.clone())).await;
+        survives(case, &format!("{name}, failed"), &Finish::Failed(payload)).await;
+    }
+}
+
+pub(super) async fn large_result_survives(case: &Case) {
+    // Of bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let bytes: Vec<u8> = std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_be_bytes()[0]
+    })
+    .take(case.subject.largest_result)
+    .collect();
+    survives(case, "large", &Finish::Completed(stored(bytes))).await;
+}
+
+pub(super) async fn codec_name_survives(case: &Case) {
+    for name in ["c", "json", "exactly-15-long", "with space/:.%"] {
+        let codec = CodecName::new(name.as_bytes()).expect("a valid name");
+        let payload = Payload::Stored { codec, bytes: Bytes::from_static(b"json") };
+        survives(case, name, &Finish::Completed(payload)).await;
+    }
+}

@@ -1,0 +1,171 @@
+//! Handles, futures that are dropped, and servers that are not there.
+
+use std::collections::HashSet;
+
+use super::{Case, LONG, abandon, completed, stored};
+use crate::{Finish, OnCrash, Record, Release, Reservation, Reserve, State, StoreError, StoreErrorKind, Write};
+
+/// How often a call is polled before it is dropped.
+const POLLS: std::ops::Range<usize> = 0..6;
+
+pub(super) async fn handles_share(case: &Case) {
+    let store = &case.subject.store;
+    let handle = store.handle();
+    assert_eq!(handle.name(), store.name(), "a handle has the name of its store");
+    assert!(std::ptr::eq(handle.heartbeats(), store.heartbeats()), "a handle shares the heartbeats of its store");
+    let second = handle.handle();
+    drop(handle);
+    assert!(std::ptr::eq(second.heartbeats(), store.heartbeats()), "so does a handle of a handle");
+
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let record = case.ask(second.inspect(&key), "inspect").await.expect("a handle sees the records").record;
+    assert_eq!(record.owner, lease.owner, "a handle shares the records of its store");
+    assert_eq!(case.ask(second.finish(&lease, &completed("1")), "finish").await, Write::Done, "a handle can write");
+    assert!(case.recorded(&key).await.record.is_finished(), "the store sees what its handle has written");
+}
+
+pub(super) async fn owners_are_unique(case: &Case) {
+    const EACH: usize = 10_000;
+    let heartbeats = [case.subject.store.heartbeats(), case.subject.peer.heartbeats()];
+    let owners: HashSet<_> = (0..2 * EACH).map(|n| heartbeats[n % 2].new_owner()).collect();
+    assert_eq!(owners.len(), 2 * EACH, "no token is given twice");
+}
+
+pub(super) async fn dropped_reserve(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&format!("new:{polls}"));
+        let dropped = case.request(&key);
+        abandon(case, case.store().reserve(&dropped), polls).await;
+        // It took effect, or it didn't, or it does so later; one of the two wins in any case.
+        let other = case.request(&key);
+        let answers = [case.reserve(&other).await, case.reserve(&dropped).await];
+        let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Reserved { .. })).count();
+        assert_eq!(winners, 1, "dropped after {polls} polls: {answers:?}");
+        let waiting = answers.iter().filter(|answer| matches!(answer, Reservation::Pending { attempt: 1, .. })).count();
+        assert_eq!(waiting, 1, "dropped after {polls} polls: {answers:?}");
+
+        let key = case.key(&format!("lapsed:{polls}"));
+        case.reserved(&case.short(&key), 1, "a key that was never used").await;
+        case.lapse().await;
+        let dropped = case.request(&key);
+        abandon(case, case.store().reserve(&dropped), polls).await;
+        let (lease, _) = case.wins(&dropped, &format!("repeated after a takeover dropped after {polls} polls")).await;
+        assert_eq!((lease.attempt, lease.starts), (2, 2), "dropped after {polls} polls: one attempt, not two");
+    }
+}
+
+pub(super) async fn dropped_renew(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&polls.to_string());
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        let before = case.recorded(&key).await.record;
+        abandon(case, case.store().renew(std::slice::from_ref(&lease)), polls).await;
+        assert_eq!(case.recorded(&key).await.record, before, "dropped after {polls} polls");
+        assert_eq!(case.renew(&lease).await, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "dropped after {polls} polls");
+    }
+}
+
+pub(super) async fn dropped_finish(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&polls.to_string());
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        let finish = Finish::Completed(stored(vec![b'x'; 1 << 14]));
+        let before = case.recorded(&key).await.record;
+        let record = Record::after(&lease, finish.state());
+        abandon(case, case.store().finish(&lease, &finish), polls).await;
+        let between = case.recorded(&key).await.record;
+        assert!(between == before || between == record, "dropped after {polls} polls, half written: {between:?}");
+        assert_eq!(case.finish(&lease, &finish).await, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.recorded(&key).await.record, record, "dropped after {polls} polls, then repeated");
+    }
+}
+
+pub(super) async fn dropped_release(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&polls.to_string());
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        let before = case.recorded(&key).await.record;
+        let record = Record { starts: 0, ..Record::after(&lease, State::Released) };
+        abandon(case, case.store().release(&lease, Release::NotStarted), polls).await;
+        let between = case.recorded(&key).await.record;
+        assert!(between == before || between == record, "dropped after {polls} polls, half written: {between:?}");
+        let repeated = case.release(&lease, Release::NotStarted).await;
+        assert_eq!(repeated, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.recorded(&key).await.record, record, "dropped after {polls} polls, then repeated");
+        case.reserved(&case.request(&key), 2, "a released key").await;
+    }
+}
+
+pub(super) async fn dropped_reopen(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&polls.to_string());
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+        abandon(case, case.store().reopen(&key, 1), polls).await;
+        assert_eq!(case.reopen(&key, 1).await, Write::Done, "dropped after {polls} polls, then repeated");
+        case.reserved(&case.request(&key), 2, "a reopened key").await;
+    }
+}
+
+pub(super) async fn dropped_reads(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let before = case.recorded(&key).await.record;
+    for polls in POLLS {
+        abandon(case, case.store().inspect(&key), polls).await;
+        abandon(case, case.store().wait(&key, 1, LONG), polls).await;
+        assert_eq!(case.recorded(&key).await.record, before, "dropped after {polls} polls");
+    }
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+}
+
+pub(super) async fn unreachable_store(case: &Case) {
+    let Some(store) = &case.subject.unreachable else { return };
+    let key = case.key("");
+    let request = case.request(&key);
+    let lease = Record::first(&request).lease(&request);
+    for _ in 0..2 {
+        let answer = case.soon(store.reserve(&request), "reserve").await;
+        assert!(answer.is_err(), "a store that is not there reserved a key: {answer:?}");
+        let answer = case.soon(store.renew(std::slice::from_ref(&lease)), "renew").await;
+        assert!(answer.is_err(), "a store that is not there answered to a renewal: {answer:?}");
+        let answer = case.soon(store.finish(&lease, &completed("1")), "finish").await;
+        assert!(answer.is_err(), "a store that is not there answered to a finish: {answer:?}");
+        let answer = case.soon(store.release(&lease, Release::Returned), "release").await;
+        assert!(answer.is_err(), "a store that is not there answered to a release: {answer:?}");
+        let answer = case.soon(store.inspect(&key), "inspect").await;
+        assert!(answer.is_err(), "a store that is not there said what is recorded: {answer:?}");
+        let answer = case.soon(store.reopen(&key, 1), "reopen").await;
+        assert!(answer.is_err(), "a store that is not there reopened a key: {answer:?}");
+    }
+}
+
+pub(super) async fn foreign_value(case: &Case) {
+    let Some(spoil) = &case.subject.spoil else { return };
+    let key = case.key("");
+    spoil(key.clone()).await;
+    let request = case.request(&key);
+    let fail = Reserve { on_crash: OnCrash::Fail, ..case.request(&key) };
+    let lease = Record::first(&request).lease(&request);
+    for _ in 0..2 {
+        for request in [&request, &fail] {
+            let answer = case.soon(case.store().reserve(request), "reserve").await;
+            let kind = answer.as_ref().err().map(StoreError::kind);
+            assert_eq!(kind, Some(StoreErrorKind::Corrupt), "a reservation met a foreign value: {answer:?}");
+        }
+        let answer = case.soon(case.store().inspect(&key), "inspect").await;
+        let kind = answer.as_ref().err().map(StoreError::kind);
+        assert_eq!(kind, Some(StoreErrorKind::Corrupt), "an inspection met a foreign value: {answer:?}");
+        // The writes may be errors or refused; what they must not do is write.
+        let answer = case.soon(case.store().renew(std::slice::from_ref(&lease)), "renew").await;
+        assert!(answer.as_ref().map_or(true, |answers| *answers == [Write::Refused]), "a renewal: {answer:?}");
+        let answer = case.soon(case.store().finish(&lease, &completed("1")), "finish").await;
+        assert!(!matches!(answer, Ok(Write::Done)), "a finish overwrote a foreign value");
+        let answer = case.soon(case.store().release(&lease, Release::Returned), "release").await;
+        assert!(!matches!(answer, Ok(Write::Done)), "a release overwrote a foreign value");
+        let answer = case.soon(case.store().reopen(&key, 1), "reopen").await;
+        assert!(!matches!(answer, Ok(Write::Done)), "an operator's decision overwrote a foreign value");
+    }
+}

@@ -1,0 +1,133 @@
+//! A waiting duplicate is woken by the end of the attempt, and never hangs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Case, LONG, SHORT, abandon, chain, completed};
+use crate::{Key, Lease, OnCrash, Release, Reserve, State, Write};
+
+/// Long enough for a waiter to have told its server that it waits.
+const SETTLED: Duration = Duration::from_millis(100);
+
+/// Waits for attempt `attempt` on both handles, does `end`, and checks that the waiters return.
+async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl Future<Output = ()>, what: &str) {
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..waiters {
+        let (store, key) = (Arc::clone(case.store()), key.clone());
+        tasks.spawn(async move {
+            // A wait may return early. Whoever wants to know asks again; here, as often as it takes.
+            loop {
+                let waited = store.wait(&key, attempt, LONG).await;
+                waited.unwrap_or_else(|error| panic!("wait: {}", chain(&error)));
+                let found = store.inspect(&key).await.unwrap_or_else(|error| panic!("inspect: {}", chain(&error)));
+                let record = found.expect("the record is retained").record;
+                if record.attempt != attempt || !matches!(record.state, State::Pending { .. }) {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+        });
+    }
+    case.sleep(SETTLED).await;
+    end.await;
+    case.soon(tasks.join_all(), what).await;
+}
+
+async fn first(case: &Case, request: Reserve) -> Lease {
+    case.reserved(&request, 1, "a key that was never used").await
+}
+
+pub(super) async fn finish_wakes(case: &Case) {
+    let lease = first(case, case.request(&case.key(""))).await;
+    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done) };
+    wakes(case, &lease.key, 1, 2, end, "waiters after a finish").await;
+}
+
+pub(super) async fn release_wakes(case: &Case) {
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        let lease = first(case, case.request(&case.key(&format!("{release:?}")))).await;
+        let end = async { assert_eq!(case.release(&lease, release).await, Write::Done) };
+        wakes(case, &lease.key, 1, 2, end, &format!("waiters after a release ({release:?})")).await;
+    }
+}
+
+pub(super) async fn takeover_wakes(case: &Case) {
+    let key = case.key("");
+    first(case, case.short(&key)).await;
+    case.lapse().await;
+    let end = async {
+        case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    };
+    wakes(case, &key, 1, 2, end, "waiters after a takeover").await;
+}
+
+pub(super) async fn reopen_wakes(case: &Case) {
+    let key = case.key("");
+    first(case, Reserve { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
+    case.lapse().await;
+    let end = async { assert_eq!(case.reopen(&key, 1).await, Write::Done) };
+    wakes(case, &key, 1, 2, end, "waiters after an operator's decision").await;
+}
+
+pub(super) async fn all_waiters_wake(case: &Case) {
+    let key = case.key("");
+    let lease = first(case, case.request(&key)).await;
+    let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Write::Done) };
+    wakes(case, &key, 1, 32, end, "32 waiters after a release").await;
+    // And again: the next attempt's waiters are others.
+    let lease = case.reserved(&case.request(&key), 2, "a released key").await;
+    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done) };
+    wakes(case, &key, 2, 32, end, "32 waiters after a finish").await;
+}
+
+pub(super) async fn nothing_to_wait_for(case: &Case) {
+    let returns = async |key: &Key, attempt: u32, why: &str| {
+        for _ in 0..2 {
+            case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;
+        }
+    };
+    let key = case.key("absent");
+    returns(&key, 1, "there is no record").await;
+    returns(&key, 0, "there is no record").await;
+    assert_eq!(case.inspect(&key).await, None, "a wait makes no record");
+
+    let lease = first(case, case.request(&case.key("pending"))).await;
+    returns(&lease.key, 0, "an earlier attempt").await;
+    returns(&lease.key, 2, "a later attempt").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    returns(&lease.key, 1, "a finished record").await;
+
+    for release in [Release::Returned, Release::Interrupted] {
+        let lease = first(case, case.request(&case.key(&format!("{release:?}")))).await;
+        assert_eq!(case.release(&lease, release).await, Write::Done);
+        returns(&lease.key, 1, "a released record").await;
+    }
+}
+
+pub(super) async fn wait_is_bounded(case: &Case) {
+    let lease = first(case, case.request(&case.key(""))).await;
+    for at_most in [Duration::ZERO, Duration::from_nanos(1), Duration::from_millis(1), SHORT] {
+        for _ in 0..2 {
+            case.ask(case.store().wait(&lease.key, 1, at_most), &format!("wait for at most {at_most:?}")).await;
+        }
+    }
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+}
+
+pub(super) async fn abandoned_wait(case: &Case) {
+    let key = case.key("");
+    let lease = first(case, case.request(&key)).await;
+    let before = case.recorded(&key).await.record;
+    // Some give up on time, and some are dropped; one goes on.
+    let end = async {
+        for polls in 0..4 {
+            abandon(case, case.store().wait(&key, 1, LONG), polls).await;
+            case.ask(case.store().wait(&key, 1, SHORT), "wait").await;
+        }
+        assert_eq!(case.recorded(&key).await.record, before, "a waiter that gives up changes nothing");
+        case.waits_for(&case.request(&key), 1, "the lease that they waited for").await;
+        assert_eq!(case.renew(&lease).await, Write::Done, "the owner still holds its lease");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    };
+    wakes(case, &key, 1, 2, end, "waiters beside others that gave up").await;
+}

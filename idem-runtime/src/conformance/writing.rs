@@ -1,0 +1,298 @@
+//! Only the owner writes, and may repeat itself.
+
+use std::sync::Arc;
+
+use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
+use crate::{Finish, Lease, Payload, Record, Release, Reservation, State, Write};
+
+pub(super) async fn renewal_extends(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let before = case.recorded(&key).await.record;
+    for _ in 0..2 {
+        case.sleep(PAUSE).await;
+        let earliest = case.now();
+        assert_eq!(case.renew(&lease).await, Write::Done, "a live lease");
+        let renewed = case.recorded(&key).await;
+        let lapses_in = renewed.lapses_in.expect("a pending record has a lease");
+        case.has_left(lapses_in, LONG, earliest, "the lease after a renewal");
+        case.has_left(renewed.expires_in, LONG + LONG, earliest, "the retention after a renewal");
+        assert_eq!(renewed.record, before, "a renewal changes times only");
+    }
+}
+
+pub(super) async fn renewal_after_lapse(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    let earliest = case.now();
+    assert_eq!(case.renew(&lease).await, Write::Done, "nobody took the lapsed lease over");
+    let renewed = case.recorded(&key).await;
+    case.has_left(renewed.expires_in, SHORT + LONG, earliest, "the retention after a renewal");
+    assert_eq!(renewed.record.lease(&limited(case.short(&key), 1)).attempt, 1, "a renewal is no new attempt");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "and its owner may finish");
+}
+
+pub(super) async fn renewal_is_the_owners(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let other = forged(&lease, &case.request(&key));
+    case.changes_nothing(&key, case.renew(&other), "a renewal by somebody else").await;
+    assert_eq!(case.renew(&lease).await, Write::Done, "the owner can renew");
+}
+
+pub(super) async fn renewal_after_takeover(case: &Case) {
+    let key = case.key("");
+    let late = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    let lease = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    case.changes_nothing(&key, case.renew(&late), "a renewal after a takeover").await;
+    assert_eq!(case.renew(&lease).await, Write::Done, "the successor can renew");
+}
+
+pub(super) async fn renewal_after_the_end(case: &Case) {
+    let key = case.key("finished");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    case.changes_nothing(&key, case.renew(&lease), "a renewal after the finish").await;
+
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        let key = case.key(&format!("{release:?}"));
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        assert_eq!(case.release(&lease, release).await, Write::Done);
+        case.changes_nothing(&key, case.renew(&lease), "a renewal after the release").await;
+    }
+
+    let key = case.key("absent");
+    let never = Record::first(&case.request(&key)).lease(&case.request(&key));
+    assert_eq!(case.renew(&never).await, Write::Refused, "there is no record");
+    assert_eq!(case.inspect(&key).await, None, "a refused renewal makes no record");
+}
+
+pub(super) async fn renewals_answer_in_order(case: &Case) {
+    use Write::{Done, Refused};
+    let owned = |name: &'static str| {
+        let request = case.request(&case.key(name));
+        async move { case.reserved(&request, 1, "a key that was never used").await }
+    };
+    let [live, finished, released] = [owned("live").await, owned("finished").await, owned("released").await];
+    assert_eq!(case.finish(&finished, &completed("1")).await, Done);
+    assert_eq!(case.release(&released, Release::Returned).await, Done);
+    let foreign = forged(&live, &case.request(&live.key));
+    let absent = Lease { key: case.key("absent"), ..live.clone() };
+    let lapsed = case.reserved(&case.short(&case.key("lapsed")), 1, "a key that was never used").await;
+    let lost = case.reserved(&case.short(&case.key("lost")), 1, "a key that was never used").await;
+    case.lapse().await;
+    let successor = case.takes_over(&case.request(&lost.key), 2, "a lapsed lease").await;
+
+    let batch = [lost, live, finished, absent, lapsed, released, successor, foreign];
+    let expected = [Refused, Done, Refused, Refused, Done, Refused, Done, Refused];
+    for turn in 0..batch.len() {
+        let (mut batch, mut expected) = (batch.clone(), expected);
+        batch.rotate_left(turn);
+        expected.rotate_left(turn);
+        let answers = case.ask(case.store().renew(&batch), "renew a batch").await;
+        assert_eq!(answers, expected, "the answers for {batch:?}");
+    }
+}
+
+pub(super) async fn no_renewals(case: &Case) {
+    for _ in 0..2 {
+        assert_eq!(case.ask(case.store().renew(&[]), "renew nothing").await, [], "no leases, no answers");
+    }
+}
+
+pub(super) async fn many_renewals(case: &Case) {
+    const LEASES: usize = 2_000;
+    const TASKS: usize = 8;
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..TASKS {
+        let store = Arc::clone(case.store());
+        let name = |n| case.key(&format!("{task}:{n}"));
+        let requests: Vec<_> = (0..LEASES / TASKS).map(|n| case.request(&name(n))).collect();
+        tasks.spawn(async move {
+            let mut leases = Vec::new();
+            for request in requests {
+                match store.reserve(&request).await {
+                    Ok(Reservation::Reserved { lease, .. }) => leases.push(lease),
+                    other => panic!("a key that was never used: {other:?}"),
+                }
+            }
+            leases
+        });
+    }
+    let mut leases = tasks.join_all().await.concat();
+    // Every hundredth was never reserved.
+    let is_lost = |at: usize| at % 100 == 99;
+    for (at, lease) in leases.iter_mut().enumerate().filter(|(at, _)| is_lost(*at)) {
+        lease.key = case.key(&format!("absent:{at}"));
+    }
+    case.sleep(PAUSE).await;
+    let earliest = case.now();
+    let answers = case.ask(case.store().renew(&leases), "renew 2 000 leases").await;
+    let expected = |at| if is_lost(at) { Write::Refused } else { Write::Done };
+    assert_eq!(answers, (0..LEASES).map(expected).collect::<Vec<_>>(), "an answer for each lease, in order");
+    for at in [0, LEASES / 2, LEASES - 2] {
+        let lapses_in = case.recorded(&leases[at].key).await.lapses_in.expect("a pending record has a lease");
+        case.has_left(lapses_in, LONG, earliest, "a lease after a renewal of many");
+    }
+}
+
+pub(super) async fn finish_is_the_owners(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let other = forged(&lease, &case.request(&key));
+    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a finish by somebody else").await;
+    let failed = Finish::Failed(stored("2"));
+    case.changes_nothing(&key, case.finish(&other, &failed), "a failure by somebody else").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a second finish by somebody else").await;
+}
+
+pub(super) async fn finish_repeated(case: &Case) {
+    for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
+        let key = case.key(name);
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        for _ in 0..4 {
+            assert_eq!(case.finish(&lease, &finish).await, Write::Done, "{name}: repeated with the same owner token");
+            assert_eq!(case.recorded(&key).await.record, Record::after(&lease, finish.state()), "{name}");
+        }
+    }
+}
+
+pub(super) async fn finish_is_final(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    let before = case.recorded(&key).await;
+    case.sleep(PAUSE).await;
+    let record = Record::after(&lease, completed("1").state());
+    for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(Payload::Unencodable)] {
+        // Whatever the answer: for this owner the operation is finished, and nobody may see another result.
+        case.finish(&lease, &other).await;
+        let after = case.recorded(&key).await;
+        assert_eq!(after.record, record, "a finished record was changed to {other:?}");
+        let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
+        assert!(!put_off, "a repeated finish put the retention off: {before:?}, then {after:?}");
+    }
+    case.is_told(&case.request(&key), Reservation::Finished(record), "the result that was recorded first").await;
+}
+
+pub(super) async fn finish_after_lapse(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "nobody took the lapsed lease over");
+    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    case.is_told(&case.request(&key), finished, "completed after the lapse").await;
+}
+
+pub(super) async fn finish_after_takeover(case: &Case) {
+    let key = case.key("");
+    let late = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    let lease = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    case.changes_nothing(&key, case.finish(&late, &completed("late")), "a late completion").await;
+    let failed = Finish::Failed(stored("late"));
+    case.changes_nothing(&key, case.finish(&late, &failed), "a late failure").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the successor can finish");
+    case.changes_nothing(&key, case.finish(&late, &completed("late")), "a completion after the successor's").await;
+    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    case.is_told(&case.request(&key), finished, "the successor's result").await;
+}
+
+pub(super) async fn finish_after_release(case: &Case) {
+    for release in [Release::Returned, Release::NotStarted] {
+        let key = case.key(&format!("{release:?}"));
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        assert_eq!(case.release(&lease, release).await, Write::Done);
+        case.changes_nothing(&key, case.finish(&lease, &completed("1")), "a finish after the release").await;
+        let next = case.reserved(&case.request(&key), 2, "a released key").await;
+        case.changes_nothing(&key, case.finish(&lease, &completed("1")), "a finish after the next reservation").await;
+        assert_eq!(case.finish(&next, &completed("2")).await, Write::Done, "the successor can finish");
+    }
+}
+
+pub(super) async fn finish_of_nothing(case: &Case) {
+    let request = case.request(&case.key(""));
+    let never = Record::first(&request).lease(&request);
+    assert_eq!(case.finish(&never, &completed("1")).await, Write::Refused, "there is no record");
+    assert_eq!(case.inspect(&request.key).await, None, "a refused finish makes no record");
+}
+
+pub(super) async fn release_is_the_owners(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let other = forged(&lease, &case.request(&key));
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        case.changes_nothing(&key, case.release(&other, release), "a release by somebody else").await;
+    }
+    case.waits_for(&case.request(&key), 1, "the owner's lease").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    case.changes_nothing(&key, case.release(&other, Release::Returned), "a release of somebody else's result").await;
+}
+
+pub(super) async fn release_repeated(case: &Case) {
+    for (release, starts) in [(Release::Returned, 2), (Release::NotStarted, 1), (Release::Interrupted, 2)] {
+        let key = case.key(&format!("{release:?}"));
+        let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+        let lease = case.reserved(&case.request(&key), 2, "a released key").await;
+        let expected = Record { starts, ..Record::after(&lease, release.state()) };
+        for _ in 0..4 {
+            assert_eq!(
+                case.release(&lease, release).await,
+                Write::Done,
+                "{release:?}: repeated with the same owner token"
+            );
+            assert_eq!(case.recorded(&key).await.record, expected, "{release:?}: the record of it");
+        }
+    }
+}
+
+pub(super) async fn release_after_takeover(case: &Case) {
+    let key = case.key("");
+    let late = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    let lease = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        case.changes_nothing(&key, case.release(&late, release), "a late release").await;
+    }
+    case.waits_for(&case.request(&key), 2, "the successor's lease").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the successor can finish");
+    case.changes_nothing(&key, case.release(&late, Release::Returned), "a release after the successor's finish").await;
+}
+
+pub(super) async fn release_after_finish(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        case.changes_nothing(&key, case.release(&lease, release), "a release after the finish").await;
+    }
+    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    case.is_told(&case.request(&key), finished, "a result that was not undone").await;
+}
+
+pub(super) async fn release_of_nothing(case: &Case) {
+    let request = case.request(&case.key(""));
+    let never = Record::first(&request).lease(&request);
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        assert_eq!(case.release(&never, release).await, Write::Refused, "there is no record");
+        assert_eq!(case.inspect(&request.key).await, None, "a refused release makes no record");
+    }
+}
+
+pub(super) async fn release_ignores_the_number(case: &Case) {
+    let key = case.key("");
+    let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+    // Its answer gets lost: for all its caller knows, it was the first.
+    let request = case.request(&key);
+    let second = case.reserved(&request, 2, "a released key").await;
+    let unanswered = Record::first(&request).lease(&request);
+    assert_eq!(case.release(&unanswered, Release::NotStarted).await, Write::Done, "the owner token is right");
+    let expected = Record { starts: 1, ..Record::after(&second, State::Released) };
+    assert_eq!(case.recorded(&key).await.record, expected, "the record keeps its own attempt number");
+    case.reserved(&case.request(&key), 3, "a released key").await;
+}

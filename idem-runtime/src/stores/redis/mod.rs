@@ -1,0 +1,429 @@
+//! Records in a Redis or Valkey server.
+//!
+//! A record is one string in the [format](crate::record::format) that every byte store shares. `SET key record NX GET PX
+//! retention` reserves a key or returns its record in one round trip. There is no clock but the server's: each renewal
+//! sets the whole retention anew, so the age of a lease is the retention minus what is left of it. Only what changes a
+//! record that is there needs a script, and each script checks the owner token.
+
+mod connect;
+mod dispatch;
+mod wake;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use redis::{Cmd, Value};
+
+pub use self::connect::RedisOptions;
+use self::dispatch::{Completion, Dispatch, Failure};
+use self::wake::Wakeups;
+use crate::clock::Instant;
+use crate::record::format::{self, millis};
+use crate::store::forward;
+use crate::sync::lock;
+use crate::{
+    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State, Store,
+    StoreError, StoreErrorKind, StoreFuture, Write,
+};
+
+/// How often a reservation looks again at a record that changes under its eyes.
+const LOOKS: usize = 16;
+/// How many leases one script renews: a bound on how long the server does nothing else.
+const RENEWED_AT_ONCE: usize = 500;
+/// How many leases of others are remembered as held.
+const REMEMBERED: usize = 1024;
+
+/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer; one server, not a cluster.
+///
+/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest.
+/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it.
+/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash or a failover, or
+///   evicts, is forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise.
+/// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 512 MB.
+/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange, whatever the number of
+///   leases. Commands of concurrent tasks leave together; a lone command never waits.
+///
+/// Clones share the connection, which is multiplexed and reconnects. It lives on the tokio runtime it was made on.
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+/// use idem_runtime::RedisStore;
+/// let store = RedisStore::connect("redis://:password@localhost:6379/0").await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct RedisStore(Arc<Shared>);
+
+impl RedisStore {
+    /// Connects to the server at `url`: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature
+    /// `redis-tls`), `redis+unix:///path` for a socket. [`RedisOptions`] has more settings.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
+    /// something else, a replica, and a cluster node; [`StoreErrorKind::Unavailable`] if nobody answers.
+    pub async fn connect(url: &str) -> Result<Self, StoreError> {
+        Self::options().connect(url).await
+    }
+
+    /// Settings for a connection.
+    pub fn options() -> RedisOptions {
+        RedisOptions::default()
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+forward! { () RedisStore => shared; }
+
+struct Shared {
+    this: Weak<Shared>,
+    heartbeats: Heartbeats,
+    dispatch: Dispatch,
+    wakeups: Wakeups,
+    prefix: Box<str>,
+    /// Leases of other handles that are sure to hold until then: a hot key costs its duplicates one call each.
+    held: Mutex<HashMap<Owner, Instant>>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore").field("prefix", &self.prefix).finish_non_exhaustive()
+    }
+}
+
+/// A script that is not on the hot path.
+struct Script {
+    source: &'static str,
+    sha: String,
+}
+
+impl Shared {
+    fn name_of(&self, key: &Key) -> String {
+        [&self.prefix, key.as_str()].concat()
+    }
+
+    fn now(&self) -> Instant {
+        self.heartbeats.clock().now()
+    }
+
+    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let key = self.name_of(&request.key);
+        let first = Record::first(request);
+        let value = format::encode(&first);
+        let retention = millis(first.retention(request.ttl));
+        for _ in 0..LOOKS {
+            let found = match self.dispatch.reserve(key.as_bytes(), &value, retention).await.map_err(failed)? {
+                Value::Nil => {
+                    return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false });
+                }
+                Value::BulkString(found) => Bytes::from(found),
+                other => return Err(unexpected(&other)),
+            };
+            let record = format::decode(&found).map_err(corrupt)?;
+            let pending = matches!(record.state, State::Pending { .. });
+            if pending && let Some(lapses_in) = self.known_to_hold(record.owner) {
+                match record.meet(request, lapses_in) {
+                    Meeting::Answer(answer) => return Ok(answer),
+                    Meeting::Replace { .. } => unreachable!("a live lease is not replaced"),
+                }
+            }
+            // What follows if the lease has lapsed; for every other state there is no lease to ask about.
+            let meeting = record.meet(request, Duration::ZERO);
+            match &meeting {
+                Meeting::Answer(answer) if !pending || !depends_on_lease(answer) => return Ok(answer.clone()),
+                _ => {}
+            }
+            let asked_at = self.now();
+            match (self.take(&key, &found, &record, &meeting).await?, meeting) {
+                (Taken::Lapsed, Meeting::Answer(answer)) => return Ok(answer),
+                (Taken::Replaced, Meeting::Replace { with, takeover }) => {
+                    return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                }
+                (Taken::Held(lapses_in), _) => {
+                    self.remember(record.owner, asked_at.saturating_add(lapses_in));
+                    return Ok(Reservation::Pending { attempt: record.attempt, lapses_in });
+                }
+                (Taken::Changed, _) => {}
+                (taken, meeting) => {
+                    let message = format!("the server answered {taken:?} to {meeting:?}");
+                    return Err(StoreError::new(StoreErrorKind::Unknown, message));
+                }
+            }
+        }
+        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+    }
+
+    /// Replaces the record that was met, if it still is the one that was met and its lease has lapsed.
+    async fn take(&self, key: &str, found: &Bytes, met: &Record, meeting: &Meeting) -> Result<Taken, StoreError> {
+        let (lease, retention) = match met.state {
+            State::Pending { lease, ttl, .. } => (millis(lease), millis(lease.saturating_add(ttl))),
+            _ => (0, 0),
+        };
+        let (value, new_retention) = match meeting {
+            Meeting::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
+            Meeting::Answer(_) => (Vec::new(), 0),
+        };
+        let seen = [&found[5..6], &found[8..format::HEADER_BYTES]].concat();
+        let scripts = self.dispatch.scripts();
+        let taken = self
+            .call(&scripts.take, key, |command| {
+                command.arg(seen).arg(lease).arg(retention).arg(value).arg(new_retention);
+                command.arg(self.wakeups.channel());
+            })
+            .await?;
+        match taken {
+            Value::Int(-2) => Ok(Taken::Replaced),
+            Value::Int(-1) => Ok(Taken::Changed),
+            Value::Int(0) => Ok(Taken::Lapsed),
+            Value::Int(left) => Ok(Taken::Held(Duration::from_millis(left.unsigned_abs()))),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// How long a pending record's lease is sure to hold as far as this handle knows, without asking the server.
+    ///
+    /// A lease only ever grows while its record is pending, so what was true of it stays true; and only a length of time
+    /// is carried from the server's clock to this one's.
+    fn known_to_hold(&self, owner: Owner) -> Option<Duration> {
+        let now = self.now();
+        let until = self.heartbeats.held_until(owner).or_else(|| lock(&self.held).get(&owner).copied())?;
+        Some(until.saturating_since(now)).filter(|left| !left.is_zero())
+    }
+
+    fn remember(&self, owner: Owner, until: Instant) {
+        let now = self.now();
+        let mut held = lock(&self.held);
+        if held.len() >= REMEMBERED {
+            held.retain(|_, until| *until > now);
+        }
+        if held.len() < REMEMBERED {
+            held.insert(owner, until);
+        }
+    }
+
+    async fn renew_some(&self, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
+        let script = &self.dispatch.scripts().renew;
+        let renewed = self
+            .call_many(script, leases.iter().map(|lease| self.name_of(&lease.key)), |command| {
+                for lease in leases {
+                    command.arg(&lease.owner.as_bytes()[..]).arg(millis(lease.lease.saturating_add(lease.ttl)));
+                }
+            })
+            .await?;
+        match renewed {
+            Value::BulkString(answers) if answers.len() == leases.len() => {
+                Ok(answers.into_iter().map(|answer| if answer == b'1' { Write::Done } else { Write::Refused }).collect())
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Calls a script on one key.
+    async fn call(&self, script: &Script, key: &str, args: impl Fn(&mut Cmd)) -> Result<Value, StoreError> {
+        self.call_many(script, std::iter::once(key), args).await
+    }
+
+    async fn call_many<K: redis::ToRedisArgs>(
+        &self,
+        script: &Script,
+        keys: impl ExactSizeIterator<Item = K> + Clone,
+        args: impl Fn(&mut Cmd),
+    ) -> Result<Value, StoreError> {
+        let command = |name: &str, script: &str| {
+            let mut command = Cmd::new();
+            command.arg(name).arg(script).arg(keys.len());
+            keys.clone().for_each(|key| {
+                command.arg(key);
+            });
+            args(&mut command);
+            command
+        };
+        match self.dispatch.command(command("EVALSHA", &script.sha)).await {
+            // Restarted, failed over or flushed: nothing was written, and EVAL loads the script again.
+            Err(Failure::Refused(_, Some(redis::ServerErrorKind::NoScript))) => {
+                self.dispatch.command(command("EVAL", script.source)).await.map_err(failed)
+            }
+            answer => answer.map_err(failed),
+        }
+    }
+}
+
+/// Whether `answer` would be another one if the lease of the record still held.
+fn depends_on_lease(answer: &Reservation) -> bool {
+    matches!(answer, Reservation::Interrupted { .. } | Reservation::Exhausted { .. })
+}
+
+#[derive(Debug)]
+enum Taken {
+    Replaced,
+    Lapsed,
+    Changed,
+    Held(Duration),
+}
+
+fn written(value: &Value) -> Result<Write, StoreError> {
+    match value {
+        Value::Int(1) => Ok(Write::Done),
+        Value::Int(0) => Ok(Write::Refused),
+        other => Err(unexpected(other)),
+    }
+}
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "redis"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move {
+            let mut answers = Vec::with_capacity(leases.len());
+            for some in leases.chunks(RENEWED_AT_ONCE) {
+                answers.extend(self.renew_some(some).await?);
+            }
+            Ok(answers)
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            let key = self.name_of(&lease.key);
+            let value = format::encode(&Record::after(lease, finish.state()));
+            let completion = Completion {
+                key: key.as_bytes(),
+                owner: lease.owner.as_bytes(),
+                value: &value,
+                ttl_ms: millis(lease.ttl),
+            };
+            let done = self.dispatch.complete(&completion).await.map_err(failed)?;
+            Ok(if done { Write::Done } else { Write::Refused })
+        })
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            let (state, refund) = match release {
+                Release::Returned => ("R", 0),
+                Release::NotStarted => ("R", 1),
+                Release::Interrupted => ("I", 0),
+            };
+            let script = &self.dispatch.scripts().release;
+            let released = self
+                .call(script, &self.name_of(&lease.key), |command| {
+                    command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
+                    command.arg(self.wakeups.channel());
+                })
+                .await?;
+            written(&released)
+        })
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            let name = self.name_of(key);
+            let watch = async || {
+                let script = &self.dispatch.scripts().watch;
+                let pending = self.call(script, &name, |command| {
+                    command.arg(&attempt.to_be_bytes()[..]);
+                });
+                Ok(written(&pending.await?)? == Write::Done)
+            };
+            self.wakeups.wait(&name, at_most, self.heartbeats.clock(), watch).await
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let script = &self.dispatch.scripts().inspect;
+            let found = self.call(script, &self.name_of(key), |_| {}).await?;
+            let Value::Array(parts) = found else { return Err(unexpected(&found)) };
+            let [value, Value::Int(left)] = &parts[..] else { return Err(unexpected(&Value::Array(parts))) };
+            let value = match value {
+                Value::Nil => return Ok(None),
+                Value::BulkString(value) => Bytes::copy_from_slice(value),
+                other => return Err(unexpected(other)),
+            };
+            let record = format::decode(&value).map_err(corrupt)?;
+            let expires_in = Duration::from_millis(u64::try_from(*left).unwrap_or_default());
+            let lapses_in = match record.state {
+                State::Pending { ttl, .. } => Some(expires_in.saturating_sub(ttl)),
+                _ => None,
+            };
+            Ok(Some(Inspection { record, expires_in, lapses_in }))
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            let script = &self.dispatch.scripts().reopen;
+            let reopened = self
+                .call(script, &self.name_of(key), |command| {
+                    command.arg(&attempt.to_be_bytes()[..]).arg(self.wakeups.channel());
+                })
+                .await?;
+            written(&reopened)
+        })
+    }
+}
+
+fn corrupt(error: format::FormatError) -> StoreError {
+    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
+}
+
+/// An answer that no command of this store has. The value itself may be a payload and is not shown.
+fn unexpected(value: &Value) -> StoreError {
+    let kind = match value {
+        Value::Nil => "nil",
+        Value::Int(_) => "a number",
+        Value::BulkString(_) => "a string",
+        Value::Array(_) => "an array",
+        _ => "something else",
+    };
+    StoreError::new(StoreErrorKind::Unknown, format!("the server answered {kind} where that makes no sense"))
+}
+
+fn failed(failure: Failure) -> StoreError {
+    use redis::ServerErrorKind as Kind;
+    match failure {
+        // A script can't be half done: it checks everything before its first write.
+        Failure::Refused(message, kind) => {
+            let code = message.split_whitespace().next().unwrap_or_default().trim_end_matches(':');
+            let kind = match (kind, code) {
+                (_, "WRONGTYPE") => StoreErrorKind::Corrupt,
+                (_, "NOAUTH" | "WRONGPASS") | (Some(Kind::NoPerm), _) => StoreErrorKind::Misconfigured,
+                _ => StoreErrorKind::Unavailable,
+            };
+            StoreError::new(kind, format!("the server refused: {message}"))
+        }
+        Failure::NotSent(error) => {
+            StoreError::new(StoreErrorKind::Unavailable, "the server can't be reached").with_source(error)
+        }
+        Failure::Broken(error) => {
+            StoreError::new(StoreErrorKind::Unknown, "the connection broke before the answer came").with_source(error)
+        }
+        Failure::TimedOut => StoreError::new(StoreErrorKind::Unknown, "the server did not answer in time"),
+        Failure::Lost => StoreError::new(StoreErrorKind::Unknown, "the answer got lost on its way"),
+    }
+}

@@ -1,0 +1,161 @@
+//! Wakes the duplicates that wait for an attempt of another process.
+//!
+//! A waiter marks the pending record; whatever ends the attempt finds the mark and publishes the key. An attempt that
+//! nobody waits for publishes nothing.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use futures_util::stream::Stream;
+use redis::Client;
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+
+use crate::clock::{Clock, race};
+use crate::sync::lock;
+use crate::{StoreError, SystemClock};
+
+/// How often a waiter asks if its connection can't subscribe.
+const POLL: Duration = Duration::from_millis(50);
+/// How often a waiter asks although it is subscribed: a publication can get lost with its connection.
+const SAFETY_POLL: Duration = Duration::from_secs(2);
+/// The pause before a subscription that broke is made again.
+const RESUBSCRIBE: Duration = Duration::from_millis(100);
+
+/// The waiters of one store handle and the subscription that wakes them.
+pub(super) struct Wakeups {
+    client: Option<Client>,
+    channel: String,
+    waiting: Arc<Waiting>,
+    subscription: OnceLock<Subscription>,
+}
+
+#[derive(Default)]
+struct Waiting(Mutex<HashMap<String, Arc<Notify>>>);
+
+struct Subscription {
+    /// Whether publications arrive.
+    live: watch::Receiver<bool>,
+    task: AbortHandle,
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Wakeups {
+    /// Subscribes with connections of `client`.
+    pub(super) fn new(client: Client) -> Self {
+        Self { client: Some(client), ..Self::polling() }
+    }
+
+    /// Asks again and again.
+    pub(super) fn polling() -> Self {
+        Self { client: None, channel: String::new(), waiting: Arc::default(), subscription: OnceLock::new() }
+    }
+
+    pub(super) fn on(self, channel: String) -> Self {
+        Self { channel, ..self }
+    }
+
+    /// Where the ends of attempts are published.
+    pub(super) fn channel(&self) -> &str {
+        &self.channel
+    }
+
+    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and says whether there is something
+    /// to wait for; it is called once the subscription is there, so that the publication can't be missed.
+    pub(super) async fn wait(
+        &self,
+        key: &str,
+        at_most: Duration,
+        clock: &dyn Clock,
+        mark: impl AsyncFn() -> Result<bool, StoreError>,
+    ) -> Result<(), StoreError> {
+        let waiter = self.waiting.join(key);
+        let mut woken = pin!(waiter.notify.notified());
+        woken.as_mut().enable();
+        let subscribed = self.subscribe(clock).await;
+        if mark().await? {
+            let interval = if subscribed { SAFETY_POLL } else { POLL };
+            race(woken, clock.sleep(at_most.min(interval))).await;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that publications arrive, if they can.
+    async fn subscribe(&self, clock: &dyn Clock) -> bool {
+        let Some(client) = &self.client else { return false };
+        let subscription = self.subscription.get_or_init(|| {
+            let (sender, live) = watch::channel(false);
+            let listening = listen(client.clone(), self.channel.clone(), Arc::clone(&self.waiting), sender);
+            Subscription { live, task: tokio::spawn(listening).abort_handle() }
+        });
+        let mut live = subscription.live.clone();
+        let subscribed = race(live.wait_for(|live| *live), clock.sleep(POLL)).await;
+        matches!(subscribed, Some(Ok(_)))
+    }
+}
+
+/// Hands publications on to the waiters, over a connection of its own that is made anew whenever it breaks.
+async fn listen(client: Client, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
+    let clock = SystemClock::default();
+    loop {
+        if let Ok(mut connection) = client.get_async_pubsub().await
+            && connection.subscribe(&channel).await.is_ok()
+        {
+            live.send_replace(true);
+            let mut messages = pin!(connection.into_on_message());
+            while let Some(message) = poll_fn(|cx| messages.as_mut().poll_next(cx)).await {
+                waiting.wake(&String::from_utf8_lossy(message.get_payload_bytes()));
+            }
+            live.send_replace(false);
+            // Whatever was published meanwhile is lost: everybody asks again.
+            waiting.wake_all();
+        }
+        clock.sleep(RESUBSCRIBE).await;
+    }
+}
+
+impl Waiting {
+    fn join(&self, key: &str) -> Waiter<'_> {
+        let mut waiting = lock(&self.0);
+        let notify = match waiting.get(key) {
+            Some(notify) => Arc::clone(notify),
+            None => Arc::clone(waiting.entry(key.to_owned()).or_default()),
+        };
+        Waiter { waiting: self, key: key.to_owned(), notify }
+    }
+
+    fn wake(&self, key: &str) {
+        if let Some(notify) = lock(&self.0).get(key) {
+            notify.notify_waiters();
+        }
+    }
+
+    fn wake_all(&self) {
+        lock(&self.0).values().for_each(|notify| notify.notify_waiters());
+    }
+}
+
+/// One waiting duplicate; the last one for a key takes the entry away.
+struct Waiter<'a> {
+    waiting: &'a Waiting,
+    key: String,
+    notify: Arc<Notify>,
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut waiting = lock(&self.waiting.0);
+        // The map's and this one.
+        if Arc::strong_count(&self.notify) <= 2 {
+            waiting.remove(&self.key);
+        }
+    }
+}

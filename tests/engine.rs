@@ -1,0 +1,1075 @@
+//! The engine against a store that fails on command and a clock that tests drive.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use idem_runtime::{
+    Codec, CodecError, Disposition, Error, InProgress, Json, Key, ManualClock, MemoryStore, MissingKey, Mode,
+    ModeSwitch, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, State, Store,
+    StoreErrorKind, Suppressed, Unavailable, current, observe, record_results, record_results_if, record_values, run,
+};
+use idem_tests::{Call, Fault, FaultyStore, settle};
+use serde::{Deserialize, Serialize};
+
+const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(TTL);
+
+#[derive(Debug, Serialize, Deserialize, PartialEq)]
+enum Failure {
+    Declined(u32),
+    #[serde(skip)]
+    Idempotency(ErrorText),
+}
+
+/// `Error` has no equality; its text is enough to compare failures by.
+#[derive(Debug, PartialEq, Default)]
+struct ErrorText(String);
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Idempotency(ErrorText(error.to_string()))
+    }
+}
+
+struct World {
+    clock: ManualClock,
+    store: FaultyStore,
+    runs: AtomicU32,
+}
+
+impl World {
+    fn new() -> Self {
+        let clock = ManualClock::new();
+        let store = FaultyStore::new(MemoryStore::with_clock(clock.clone()));
+        Self { clock, store, runs: AtomicU32::new(0) }
+    }
+
+    fn key(name: &str) -> Key {
+        Key::new("test", name).unwrap()
+    }
+
+    fn operation(&self, policy: Policy) -> Operation {
+        Operation::new(&self.store, Ok(Self::key("k")), policy)
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs.load(Ordering::SeqCst)
+    }
+
+    /// A body that counts its runs and returns their number.
+    async fn body(&self) -> Result<u32, Error> {
+        Ok(self.runs.fetch_add(1, Ordering::SeqCst) + 1)
+    }
+
+    /// One call with that body.
+    async fn call(&self, policy: Policy) -> (Result<u32, Error>, Outcome) {
+        observe(run(self.operation(policy), record_values::<Json>(), self.body())).await
+    }
+
+    async fn call_failing(&self, policy: Policy) -> (Result<u32, Failure>, Outcome) {
+        let body = async {
+            let number = self.runs.fetch_add(1, Ordering::SeqCst) + 1;
+            Err(Failure::Declined(number))
+        };
+        observe(run(self.operation(policy), record_values::<Json>(), body)).await
+    }
+
+    /// A call whose body never ends, up to its first `await`.
+    async fn hang(&self, policy: Policy) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
+        let operation = self.operation(policy);
+        let mut call = Box::pin(run(operation, record_values::<Json>(), async {
+            self.runs.fetch_add(1, Ordering::SeqCst);
+            std::future::pending().await
+        }));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        call
+    }
+
+    /// A process that died in its body: the record stays pending and nobody renews it.
+    async fn crash(&self, policy: Policy) {
+        let dead = FaultyStore::new(self.store.handle());
+        dead.always(Call::Renew, Fault::Hang);
+        let request = idem_runtime::Reserve {
+            key: Self::key("k"),
+            owner: dead.heartbeats().new_owner(),
+            lease: LEASE,
+            ttl: TTL,
+            fingerprint: None,
+            on_crash: if matches!(format!("{policy:?}"), text if text.contains("on_crash: Fail")) {
+                OnCrash::Fail
+            } else {
+                OnCrash::Retry
+            },
+            max_attempts: None,
+        };
+        assert!(matches!(dead.reserve(&request).await, Ok(idem_runtime::Reservation::Reserved { .. })));
+    }
+
+    async fn record(&self) -> Option<Record> {
+        self.store.inspect(&Self::key("k")).await.unwrap().map(|it| it.record)
+    }
+
+    async fn state(&self) -> State {
+        self.record().await.expect("a record").state
+    }
+}
+
+async fn poll_once<F: Future + ?Sized>(mut future: std::pin::Pin<&mut F>) -> Poll<F::Output> {
+    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
+}
+
+#[tokio::test]
+async fn a_duplicate_replays_the_first_result() {
+    let world = World::new();
+    let (first, outcome) = world.call(POLICY).await;
+    assert_eq!(first.unwrap(), 1);
+    assert!(outcome.executed() && outcome.recorded() && outcome.result_stored() && !outcome.replayed());
+    assert_eq!((outcome.attempt(), outcome.disposition()), (Some(1), Disposition::Ack));
+    for _ in 0..3 {
+        let (duplicate, outcome) = world.call(POLICY).await;
+        assert_eq!(duplicate.unwrap(), 1);
+        assert!(outcome.replayed() && !outcome.executed());
+        assert_eq!((outcome.attempt(), outcome.disposition()), (Some(1), Disposition::Ack));
+        assert_eq!(outcome.key().unwrap().text(), "k");
+    }
+    assert_eq!(world.runs(), 1);
+    assert_eq!(world.store.count(Call::Reserve), 4, "one store call for a replay");
+    assert_eq!((world.store.count(Call::Finish), world.store.count(Call::Renew)), (1, 0));
+}
+
+#[tokio::test]
+async fn retention_counts_from_completion() {
+    let world = World::new();
+    let (go, gate) = tokio::sync::oneshot::channel::<()>();
+    let call = run(world.operation(POLICY), record_values::<Json>(), async {
+        gate.await.ok();
+        world.body().await
+    });
+    let finish = async {
+        settle().await;
+        world.clock.advance(LEASE / 2);
+        settle().await;
+        go.send(()).unwrap();
+    };
+    futures::join!(call, finish).0.unwrap();
+    world.clock.advance(TTL - Duration::from_millis(1));
+    assert!(world.call(POLICY).await.1.replayed());
+    world.clock.advance(Duration::from_millis(1));
+    assert!(world.call(POLICY).await.1.executed(), "the retention is over");
+}
+
+#[tokio::test]
+async fn a_running_attempt_turns_duplicates_away() {
+    let world = World::new();
+    let running = world.hang(POLICY).await;
+    world.clock.advance(Duration::from_secs(5));
+    let (duplicate, outcome) = world.call(POLICY).await;
+    let Err(Error::InProgress { attempt: 1, retry_after, .. }) = duplicate else { panic!("{duplicate:?}") };
+    assert_eq!(retry_after, LEASE - Duration::from_secs(5));
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: Some(retry_after) });
+    assert!(!outcome.executed());
+    drop(running);
+    assert!(world.call(POLICY).await.1.executed());
+}
+
+#[tokio::test]
+async fn a_waiting_duplicate_is_woken_by_the_completion() {
+    let world = World::new();
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let (go, gate) = tokio::sync::oneshot::channel::<()>();
+    let first = run(world.operation(wait), record_values::<Json>(), async {
+        gate.await.ok();
+        world.body().await
+    });
+    let duplicates = futures::future::join_all((0..20).map(|_| world.call(wait)));
+    let finish = async {
+        settle().await;
+        go.send(()).unwrap();
+    };
+    // No time passes: a poll could never end.
+    let (first, duplicates, ()) = futures::join!(first, duplicates, finish);
+    assert_eq!(first.unwrap(), 1);
+    for (result, outcome) in duplicates {
+        assert_eq!(result.unwrap(), 1);
+        assert!(outcome.waited() && outcome.replayed());
+    }
+}
+
+#[tokio::test]
+async fn waiting_ends_when_its_time_is_over() {
+    let world = World::new();
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let running = world.hang(wait).await;
+    let waiting = world.call(wait);
+    let time = async {
+        for _ in 0..11 {
+            settle().await;
+            world.clock.advance(Duration::from_secs(1));
+        }
+    };
+    let ((result, outcome), ()) = futures::join!(waiting, time);
+    assert!(matches!(result, Err(Error::InProgress { .. })));
+    assert!(outcome.waited() && !outcome.executed());
+    // Whoever gave up has not touched the owner's record.
+    assert!(matches!(world.state().await, State::Pending { .. }));
+    drop(running);
+}
+
+#[tokio::test]
+async fn when_the_owner_fails_exactly_one_waiter_runs() {
+    let world = World::new();
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let (go, gate) = tokio::sync::oneshot::channel::<()>();
+    let first = run(world.operation(wait), record_values::<Json>(), async {
+        gate.await.ok();
+        Err::<u32, _>(Failure::Declined(0))
+    });
+    let duplicates = futures::future::join_all((0..20).map(|_| world.call(wait)));
+    let finish = async {
+        settle().await;
+        go.send(()).unwrap();
+    };
+    let (first, duplicates, ()) = futures::join!(first, duplicates, finish);
+    assert_eq!(first, Err(Failure::Declined(0)));
+    assert_eq!(duplicates.iter().filter(|(_, outcome)| outcome.executed()).count(), 1);
+    assert!(duplicates.iter().all(|(result, _)| matches!(result, Ok(1))));
+    assert_eq!(world.runs(), 1);
+}
+
+#[tokio::test]
+async fn an_error_frees_the_key() {
+    let world = World::new();
+    let (failed, outcome) = world.call_failing(POLICY).await;
+    assert_eq!(failed, Err(Failure::Declined(1)));
+    assert!(outcome.executed() && !outcome.recorded());
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    let (retried, outcome) = world.call(POLICY).await;
+    assert_eq!(retried.unwrap(), 2);
+    assert_eq!(outcome.attempt(), Some(2), "fencing numbers don't repeat after a release");
+    assert!(!outcome.took_over());
+}
+
+#[tokio::test]
+async fn a_recorded_error_is_replayed() {
+    let world = World::new();
+    for attempt in 0..3 {
+        let body = async {
+            world.runs.fetch_add(1, Ordering::SeqCst);
+            Err::<u32, _>(Failure::Declined(7))
+        };
+        let (result, outcome) = observe(run(world.operation(POLICY), record_results::<Json>(), body)).await;
+        assert_eq!(result, Err(Failure::Declined(7)));
+        assert_eq!((outcome.executed(), outcome.replayed()), (attempt == 0, attempt > 0));
+        assert!(outcome.recorded());
+        assert_eq!(outcome.disposition(), Disposition::DeadLetter, "no delivery can succeed");
+    }
+    assert_eq!(world.runs(), 1);
+    // A handler that doesn't read errors doesn't run either.
+    let (result, outcome) = world.call(POLICY).await;
+    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::RecordedError, .. })), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+}
+
+#[tokio::test]
+async fn a_function_decides_which_errors_are_recorded() {
+    let world = World::new();
+    let decide = |error: &Failure| match error {
+        Failure::Declined(code) if *code > 1 => OnError::Record,
+        _ => OnError::Release,
+    };
+    for (code, executed) in [(1, true), (2, true), (3, false)] {
+        let body = async { Err::<u32, _>(Failure::Declined(code)) };
+        let (_, outcome) = observe(run(world.operation(POLICY), record_results_if::<Json, _>(decide), body)).await;
+        assert_eq!(outcome.executed(), executed, "{code}");
+    }
+}
+
+#[tokio::test]
+async fn an_error_that_does_not_encode_is_returned_and_released() {
+    let world = World::new();
+    let body = async { Err::<u32, _>(Failure::Idempotency(ErrorText("unserializable".into()))) };
+    let (result, outcome) = observe(run(world.operation(POLICY), record_results::<Json>(), body)).await;
+    assert_eq!(result, Err(Failure::Idempotency(ErrorText("unserializable".into()))));
+    assert!(!outcome.recorded());
+    assert_eq!(world.state().await, State::Released);
+}
+
+#[tokio::test]
+async fn a_crash_blocks_the_key_for_one_lease_and_is_then_taken_over() {
+    let world = World::new();
+    world.crash(POLICY).await;
+    world.clock.advance(LEASE - Duration::from_millis(1));
+    assert!(matches!(world.call(POLICY).await.0, Err(Error::InProgress { .. })));
+    world.clock.advance(Duration::from_millis(1));
+    let (result, outcome) = world.call(POLICY).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(outcome.took_over());
+    assert_eq!(outcome.attempt(), Some(2));
+}
+
+#[tokio::test]
+async fn under_fail_a_crash_needs_an_operator() {
+    let world = World::new();
+    let policy = POLICY.on_crash(OnCrash::Fail);
+    world.crash(policy).await;
+    world.clock.advance(LEASE);
+    for policy in [policy, POLICY] {
+        let (result, outcome) = world.call(policy).await;
+        assert!(matches!(result, Err(Error::Interrupted { attempt: 1, .. })), "{result:?}");
+        assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    }
+    assert_eq!(world.runs(), 0);
+    world.store.reopen(&World::key("k"), 1).await.unwrap();
+    assert_eq!(world.call(policy).await.1.attempt(), Some(2));
+}
+
+#[tokio::test]
+async fn cancellation_frees_the_key_at_once() {
+    let world = World::new();
+    drop(world.hang(POLICY).await);
+    assert_eq!(world.state().await, State::Released);
+    assert_eq!(world.call(POLICY).await.1.attempt(), Some(2));
+}
+
+#[tokio::test]
+async fn under_fail_cancellation_counts_as_interrupted() {
+    let world = World::new();
+    let policy = POLICY.on_crash(OnCrash::Fail);
+    drop(world.hang(policy).await);
+    assert_eq!(world.state().await, State::Interrupted);
+    assert!(matches!(world.call(policy).await.0, Err(Error::Interrupted { .. })));
+    assert_eq!(world.runs(), 1);
+}
+
+#[tokio::test]
+async fn a_panic_frees_the_key_at_once() {
+    let world = std::sync::Arc::new(World::new());
+    for (policy, state) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
+        let shared = std::sync::Arc::clone(&world);
+        let panicked = tokio::spawn(async move {
+            let operation = shared.operation(policy);
+            run(operation, record_values::<Json>(), async { panic!("in the body") as Result<u32, Error> }).await
+        });
+        assert!(panicked.await.unwrap_err().is_panic());
+        assert_eq!(world.state().await, state);
+    }
+    // The thread is not left believing that it is inside of an attempt.
+    assert!(current().is_none());
+}
+
+#[tokio::test]
+async fn attempts_are_limited() {
+    let world = World::new();
+    let policy = POLICY.max_attempts(2);
+    for _ in 0..2 {
+        assert!(world.call_failing(policy).await.1.executed());
+    }
+    let (result, outcome) = world.call(policy).await;
+    assert!(matches!(result, Err(Error::AttemptsExhausted { attempts: 2, .. })), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    assert_eq!(world.runs(), 2);
+}
+
+#[tokio::test]
+async fn an_attempt_whose_body_never_started_does_not_count() {
+    let world = World::new();
+    let policy = POLICY.max_attempts(1);
+    for _ in 0..3 {
+        world.store.next(Call::Reserve, Fault::Slow(1));
+        let mut call = Box::pin(world.call(policy));
+        // Reserved in the store, cancelled before the answer arrived.
+        for _ in 0..2 {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+        }
+        drop(call);
+        assert_eq!(world.state().await, State::Released);
+    }
+    let (result, outcome) = world.call(policy).await;
+    assert_eq!(result.unwrap(), 1);
+    assert_eq!(outcome.attempt(), Some(4));
+}
+
+#[tokio::test]
+async fn fingerprints_are_compared_in_every_state() {
+    let world = World::new();
+    let call = async |payload: &str| {
+        let operation = world.operation(POLICY).fingerprint(payload);
+        observe(run(operation, record_values::<Json>(), world.body())).await
+    };
+    let mismatch = async |state: &str| {
+        let (result, outcome) = call("b").await;
+        assert!(matches!(result, Err(Error::FingerprintMismatch { .. })), "{state}: {result:?}");
+        assert_eq!(outcome.disposition(), Disposition::DeadLetter, "{state}");
+    };
+    let mut running = Box::pin(run(
+        world.operation(POLICY).fingerprint("a"),
+        record_values::<Json>(),
+        std::future::pending::<Result<u32, Error>>(),
+    ));
+    assert!(poll_once(running.as_mut()).await.is_pending());
+    mismatch("pending").await;
+    drop(running);
+    mismatch("released").await;
+    assert!(call("a").await.1.executed());
+    mismatch("completed").await;
+    assert!(call("a").await.1.replayed());
+    assert_eq!(world.runs(), 1);
+}
+
+#[tokio::test]
+async fn a_fingerprint_that_fails_is_an_error_and_not_a_match() {
+    struct Broken;
+    impl Serialize for Broken {
+        fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+            Err(serde::ser::Error::custom("broken payload"))
+        }
+    }
+    let world = World::new();
+    let operation = world.operation(POLICY).fingerprint(&Broken);
+    let result = run(operation, record_values::<Json>(), world.body()).await;
+    assert!(matches!(result, Err(Error::InvalidFingerprint { .. })), "{result:?}");
+    assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 0));
+}
+
+#[tokio::test]
+async fn a_missing_key_is_rejected_or_runs_without_a_store_call() {
+    let world = World::new();
+    let call = async |policy| {
+        let operation = Operation::new(&world.store, Key::new("test", ""), policy);
+        observe(run(operation, record_values::<Json>(), world.body())).await
+    };
+    let (result, outcome) = call(POLICY).await;
+    assert!(matches!(&result, Err(Error::MissingKey { scope }) if scope == "test"), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    assert_eq!(world.runs(), 0);
+    for n in 1..=2 {
+        let (result, outcome) = call(POLICY.missing_key(MissingKey::Run)).await;
+        assert_eq!(result.unwrap(), n);
+        assert!(outcome.executed() && !outcome.recorded());
+        assert_eq!(outcome.attempt(), None);
+    }
+    assert_eq!(world.store.count(Call::Reserve), 0);
+}
+
+#[tokio::test]
+async fn a_key_that_is_not_valid_never_runs() {
+    let world = World::new();
+    let long = "x".repeat(Key::MAX_BYTES);
+    for key in [Key::new("test", long.as_str()), Key::new("test", [0xff].as_slice()), Key::new("a/b", "k")] {
+        let operation = Operation::new(&world.store, key, POLICY.missing_key(MissingKey::Run));
+        let result = run(operation, record_values::<Json>(), world.body()).await;
+        assert!(matches!(result, Err(Error::InvalidKey { .. })), "{result:?}");
+    }
+    assert_eq!(world.runs(), 0);
+}
+
+#[tokio::test]
+async fn a_policy_that_can_not_be_honoured_never_runs() {
+    let world = World::new();
+    for policy in [POLICY.ttl(Duration::ZERO), POLICY.ttl(LEASE / 4), POLICY.lease(Duration::from_millis(99))] {
+        let (result, outcome) = world.call(policy).await;
+        assert!(matches!(result, Err(Error::InvalidPolicy { .. })), "{result:?}");
+        assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    }
+    assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 0));
+}
+
+#[tokio::test]
+async fn a_store_that_fails_is_never_read_as_no_record() {
+    for kind in [StoreErrorKind::Corrupt, StoreErrorKind::Misconfigured, StoreErrorKind::Full] {
+        let world = World::new();
+        world.store.always(Call::Reserve, Fault::Before(kind));
+        let (result, outcome) = world.call(POLICY).await;
+        assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");
+        assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+        assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 1), "a retry can't help");
+
+        let (result, outcome) = world.call(POLICY.on_store_error(OnStoreError::Run)).await;
+        assert_eq!(result.unwrap(), 1);
+        assert!(outcome.executed() && !outcome.recorded());
+        assert_eq!(outcome.suppressed(), Some(Suppressed::Store));
+    }
+}
+
+/// Lets time pass until `future` is ready.
+async fn driving<F: Future>(clock: &ManualClock, future: F) -> F::Output {
+    let mut future = pin!(future);
+    for _ in 0..10_000 {
+        if let Poll::Ready(output) = poll_once(future.as_mut()).await {
+            return output;
+        }
+        settle().await;
+        if let Some(next) = clock.next_wake() {
+            clock.advance(next);
+        }
+    }
+    panic!("hangs");
+}
+
+#[tokio::test]
+async fn a_reservation_whose_answer_got_lost_is_recognised() {
+    let world = World::new();
+    world.store.next(Call::Reserve, Fault::After);
+    let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
+    assert_eq!(result.unwrap(), 1);
+    assert_eq!(outcome.attempt(), Some(1), "not somebody else's, and not a second attempt");
+    assert_eq!(world.store.count(Call::Reserve), 2);
+}
+
+#[tokio::test]
+async fn a_reservation_that_is_given_up_is_released() {
+    let world = World::new();
+    world.store.always(Call::Reserve, Fault::After);
+    let (result, _) = driving(&world.clock, world.call(POLICY)).await;
+    assert!(matches!(&result, Err(Error::Store { source, .. }) if source.may_have_landed()), "{result:?}");
+    assert_eq!(world.runs(), 0);
+    assert_eq!(world.state().await, State::Released, "not held for a lease by nobody");
+    assert_eq!(world.record().await.unwrap().starts, 0);
+}
+
+#[tokio::test]
+async fn a_completion_whose_answer_got_lost_is_recognised() {
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::After);
+    let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(outcome.recorded());
+    assert_eq!(world.store.count(Call::Finish), 2);
+    assert!(world.call(POLICY).await.1.replayed());
+}
+
+#[tokio::test]
+async fn recording_is_retried_while_the_lease_can_be_held() {
+    let world = World::new();
+    for _ in 0..5 {
+        world.store.next(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    }
+    let (result, _) = driving(&world.clock, world.call(POLICY)).await;
+    assert_eq!(result.unwrap(), 1);
+    assert_eq!(world.store.count(Call::Finish), 6);
+}
+
+#[tokio::test]
+async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
+    let world = World::new();
+    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
+    let Err(Error::Unrecorded { attempt: 1, source, .. }) = result else { panic!("{result:?}") };
+    assert_eq!(source.kind(), StoreErrorKind::Unavailable);
+    assert!(outcome.executed() && !outcome.recorded());
+    // Held until the lease lapses, then the next delivery runs.
+    assert!(matches!(world.state().await, State::Pending { .. }));
+    assert!(matches!(outcome.disposition(), Disposition::Retry { after: Some(_) }));
+    world.clock.advance(LEASE);
+    world.store.always(Call::Finish, Fault::None);
+    assert_eq!(world.call(POLICY).await.1.attempt(), Some(2));
+}
+
+#[tokio::test]
+async fn a_release_that_fails_does_not_hide_the_bodys_own_error() {
+    let world = World::new();
+    world.store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    let (result, _) = world.call_failing(POLICY).await;
+    assert_eq!(result, Err(Failure::Declined(1)));
+    driving(&world.clock, world.store.heartbeats().flush()).await;
+    assert_eq!(world.state().await, State::Released, "freed late");
+}
+
+#[tokio::test]
+async fn results_that_can_not_be_stored_end_the_operation_all_the_same() {
+    struct Mute;
+    impl Codec for Mute {
+        const NAME: &'static str = "mute";
+        fn encode<T: Serialize>(_: &T) -> Result<Vec<u8>, CodecError> {
+            Err("can't".into())
+        }
+        fn decode<T: serde::de::DeserializeOwned>(_: &[u8]) -> Result<T, CodecError> {
+            Err("can't".into())
+        }
+    }
+    let world = World::new();
+    let (result, outcome) = world.call(POLICY.max_result_bytes(0)).await;
+    assert_eq!(result.unwrap(), 1, "the first caller gets its value");
+    assert!(outcome.recorded() && !outcome.result_stored());
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+    let (result, outcome) = world.call(POLICY).await;
+    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. })));
+    assert_eq!((outcome.disposition(), world.runs()), (Disposition::Ack, 1));
+
+    let world = World::new();
+    let call = async || observe(run(world.operation(POLICY), record_values::<Mute>(), world.body())).await;
+    assert_eq!(call().await.0.unwrap(), 1);
+    let (result, _) = call().await;
+    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::Unencodable, .. })));
+    assert_eq!(world.runs(), 1);
+}
+
+#[tokio::test]
+async fn results_that_no_longer_decode_never_run_again() {
+    struct Other;
+    impl Codec for Other {
+        const NAME: &'static str = "other";
+        fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
+            Json::encode(value)
+        }
+        fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+            Json::decode(bytes)
+        }
+    }
+    let world = World::new();
+    world.call(POLICY).await.0.unwrap();
+    let body = async { Ok::<_, Error>(vec!["a list now".to_owned()]) };
+    let result = run(world.operation(POLICY), record_values::<Json>(), body).await;
+    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::Undecodable { .. }, .. })));
+    let result = run(world.operation(POLICY), record_values::<Other>(), world.body()).await;
+    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::OtherCodec { .. }, .. })));
+    assert_eq!(world.runs(), 1);
+    assert!(matches!(world.state().await, State::Completed(Payload::Stored { .. })), "left alone");
+}
+
+#[tokio::test]
+async fn falsy_results_are_results() {
+    async fn twice<T: Serialize + serde::de::DeserializeOwned + PartialEq + std::fmt::Debug + Clone>(value: T) {
+        let world = World::new();
+        for replayed in [false, true] {
+            let body = async { Ok::<_, Error>(value.clone()) };
+            let (result, outcome) = observe(run(world.operation(POLICY), record_values::<Json>(), body)).await;
+            assert_eq!(result.unwrap(), value);
+            assert_eq!(outcome.replayed(), replayed);
+        }
+    }
+    twice(()).await;
+    twice(0).await;
+    twice(false).await;
+    twice(String::new()).await;
+    twice(Vec::<u8>::new()).await;
+    twice(None::<u8>).await;
+}
+
+#[tokio::test]
+async fn a_heartbeat_keeps_a_slow_handler_alive() {
+    let world = World::new();
+    let (go, gate) = tokio::sync::oneshot::channel::<()>();
+    let call = run(world.operation(POLICY), record_values::<Json>(), async {
+        gate.await.ok();
+        world.body().await
+    });
+    let time = async {
+        for _ in 0..50 {
+            settle().await;
+            world.clock.advance(Duration::from_secs(5));
+            settle().await;
+            assert!(matches!(world.call(POLICY).await.0, Err(Error::InProgress { .. })));
+        }
+        go.send(()).unwrap();
+    };
+    let (result, ()) = futures::join!(call, time);
+    assert_eq!(result.unwrap(), 1);
+    let beats = world.store.count(Call::Renew);
+    assert!((20..=35).contains(&beats), "250 s at a beat of 10 s: {beats}");
+    assert_eq!(world.store.heartbeats().live(), 0);
+}
+
+#[tokio::test]
+async fn one_call_renews_all_leases() {
+    let world = World::new();
+    let calls: Vec<_> = (0..1000)
+        .map(|n| {
+            let key = Ok(World::key(&format!("k{n}")));
+            let operation = Operation::new(&world.store, key, POLICY);
+            let mut call =
+                Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<(), Error>>()));
+            assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+            call
+        })
+        .collect();
+    assert_eq!(world.store.heartbeats().live(), 1000);
+    settle().await;
+    world.clock.advance(LEASE / 3);
+    settle().await;
+    assert_eq!(world.store.count(Call::Renew), 1);
+    drop(calls);
+    assert_eq!(world.store.heartbeats().live(), 0);
+}
+
+#[tokio::test]
+async fn a_handler_that_is_ready_at_once_is_not_registered() {
+    let world = World::new();
+    let seen = Cell::new(usize::MAX);
+    run(world.operation(POLICY), record_values::<Json>(), async {
+        seen.set(world.store.heartbeats().live());
+        Ok::<_, Error>(())
+    })
+    .await
+    .unwrap();
+    assert_eq!(seen.get(), 0);
+}
+
+#[tokio::test]
+async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
+    struct Cancelled(Rc<Cell<bool>>);
+    impl Drop for Cancelled {
+        fn drop(&mut self) {
+            self.0.set(true);
+        }
+    }
+    let world = World::new();
+    // The first attempt can't renew: its process is cut off from the store.
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    let cancelled = Rc::new(Cell::new(false));
+    let guard = Cancelled(Rc::clone(&cancelled));
+    let first = observe(run(world.operation(POLICY), record_values::<Json>(), async move {
+        let _guard = guard;
+        assert_eq!(current().unwrap().number(), 1);
+        std::future::pending::<Result<u32, Error>>().await
+    }));
+    let others = async {
+        settle().await;
+        world.clock.advance(LEASE);
+        settle().await;
+        assert!(!cancelled.get(), "a store that fails has not said that the lease is lost");
+        let second = world.hang(POLICY).await;
+        world.store.always(Call::Renew, Fault::None);
+        world.clock.advance(LEASE / 3);
+        settle().await;
+        second
+    };
+    let ((result, outcome), second) = futures::join!(first, others);
+    assert!(matches!(result, Err(Error::LeaseLost { attempt: 1, .. })), "{result:?}");
+    assert!(cancelled.get() && outcome.executed() && !outcome.recorded());
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    let record = world.record().await.unwrap();
+    assert_eq!(record.attempt, 2);
+    assert!(matches!(record.state, State::Pending { .. }));
+    drop(second);
+}
+
+#[tokio::test]
+async fn a_late_completion_is_refused_after_a_takeover_only() {
+    let world = World::new();
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    let stalled = async |taken_over: bool| {
+        let (go, gate) = tokio::sync::oneshot::channel::<()>();
+        let call = run(world.operation(POLICY), record_values::<Json>(), async {
+            gate.await.ok();
+            Ok::<_, Error>(99)
+        });
+        let meanwhile = async {
+            settle().await;
+            world.clock.advance(LEASE * 2);
+            settle().await;
+            if taken_over {
+                assert_eq!(world.call(POLICY).await.0.unwrap(), 1);
+            }
+            go.send(()).unwrap();
+        };
+        futures::join!(call, meanwhile).0
+    };
+    let result = stalled(true).await;
+    assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
+    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the successor's result stands");
+
+    world.clock.advance(TTL);
+    assert_eq!(stalled(false).await.unwrap(), 99);
+    assert_eq!(world.call(POLICY).await.0.unwrap(), 99);
+}
+
+#[tokio::test]
+async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::Slow(1));
+    let mut call = Box::pin(world.call(POLICY));
+    assert!(poll_once(call.as_mut()).await.is_pending(), "recording");
+    assert_eq!(world.runs(), 1);
+    drop(call);
+    world.store.heartbeats().flush().await;
+    assert!(world.call(POLICY).await.1.replayed());
+    assert_eq!(world.runs(), 1);
+}
+
+/// Drops a call after every number of polls there is, with a store that is pending before and after each effect.
+#[tokio::test]
+async fn a_call_can_be_dropped_at_every_await() {
+    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+        let policy = POLICY.on_crash(on_crash);
+        for polls in 0.. {
+            let world = World::new();
+            for call in [Call::Reserve, Call::Finish, Call::Release] {
+                world.store.always(call, Fault::Slow(2));
+            }
+            let started = Cell::new(false);
+            let returned = Cell::new(false);
+            let body = async {
+                started.set(true);
+                idem_tests::yields(2).await;
+                returned.set(true);
+                Ok::<_, Error>(7)
+            };
+            let mut call = Box::pin(run(world.operation(policy), record_values::<Json>(), body));
+            let mut ended = false;
+            for _ in 0..polls {
+                if poll_once(call.as_mut()).await.is_ready() {
+                    ended = true;
+                    break;
+                }
+            }
+            drop(call);
+            world.store.heartbeats().flush().await;
+            let state = world.record().await.map(|record| record.state);
+            match (started.get(), returned.get()) {
+                (_, true) => assert!(matches!(state, Some(State::Completed(_))), "{polls}: {state:?}"),
+                (true, false) if on_crash == OnCrash::Fail => assert_eq!(state, Some(State::Interrupted), "{polls}"),
+                (true, false) => assert_eq!(state, Some(State::Released), "{polls}"),
+                // Reserved or not, nobody is kept from running.
+                (false, _) => assert!(matches!(state, None | Some(State::Released)), "{polls}: {state:?}"),
+            }
+            assert_eq!(world.store.heartbeats().live(), 0);
+            let (next, outcome) = world.call(policy).await;
+            match (returned.get(), started.get(), on_crash) {
+                (true, ..) => assert!(outcome.replayed() && next.unwrap() == 7),
+                (false, true, OnCrash::Fail) => assert!(matches!(next, Err(Error::Interrupted { .. }))),
+                _ => assert!(outcome.executed()),
+            }
+            if ended {
+                assert!(polls > 8, "every await was met: {polls}");
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn shadow_mode_always_runs_and_reports() {
+    let world = World::new();
+    let shadow = POLICY.mode(Mode::Shadow);
+    assert!(world.call(shadow).await.1.recorded(), "records like the real thing");
+    let (result, outcome) = world.call(shadow).await;
+    assert_eq!(result.unwrap(), 2, "runs again");
+    assert!(outcome.executed() && !outcome.recorded());
+    assert_eq!(outcome.suppressed(), Some(Suppressed::Replay));
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the first result stands");
+
+    let world = World::new();
+    let running = world.hang(shadow.in_progress(InProgress::Wait(LEASE))).await;
+    let (_, outcome) = world.call(shadow.in_progress(InProgress::Wait(LEASE))).await;
+    assert!(outcome.executed() && !outcome.waited());
+    assert_eq!(outcome.suppressed(), Some(Suppressed::InProgress));
+    drop(running);
+
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    let (result, outcome) = world.call(shadow).await;
+    assert!(result.is_ok());
+    assert_eq!(outcome.suppressed(), Some(Suppressed::Store));
+    let operation = Operation::new(&world.store, Key::new("test", ""), shadow);
+    let (_, outcome) = observe(run(operation, record_values::<Json>(), world.body())).await;
+    assert_eq!(outcome.suppressed(), Some(Suppressed::Invalid));
+}
+
+#[tokio::test]
+async fn in_shadow_mode_nothing_that_fails_reaches_the_caller() {
+    let world = World::new();
+    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Misconfigured));
+    let (result, outcome) = world.call(POLICY.mode(Mode::Shadow)).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(!outcome.recorded());
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+}
+
+#[tokio::test]
+async fn the_mode_is_switched_while_the_process_runs() {
+    static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
+    let world = World::new();
+    let policy = POLICY.mode_switch(&SWITCH);
+    for n in 1..=2 {
+        let (result, outcome) = world.call(policy).await;
+        assert_eq!(result.unwrap(), n);
+        assert_eq!(outcome.suppressed(), None);
+    }
+    assert_eq!(world.store.count(Call::Reserve), 0, "off means no store call");
+    SWITCH.set(Mode::Enforce);
+    assert_eq!(world.call(policy).await.0.unwrap(), 3);
+    assert!(world.call(policy).await.1.replayed());
+}
+
+#[tokio::test]
+async fn the_current_attempt_is_known_to_the_body_only() {
+    let world = World::new();
+    assert!(current().is_none());
+    let inside = async {
+        tokio::task::yield_now().await;
+        let attempt = current().expect("inside");
+        assert_eq!((attempt.key().text(), attempt.number()), ("k", 1));
+        assert!(attempt.lease_remaining() <= LEASE && !attempt.lease_remaining().is_zero());
+        attempt.confirm_lease().await?;
+        Ok::<_, Error>(attempt.child_key("charge"))
+    };
+    let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), inside));
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    assert!(current().is_none(), "not between polls");
+    let child = call.await.unwrap();
+    assert!(current().is_none());
+    assert_eq!(world.store.count(Call::Renew), 1);
+
+    // The same on a later attempt, another for another key.
+    let next = async |name: &str| {
+        let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY.ttl(TTL * 2));
+        let body = async { Ok::<_, Error>(current().unwrap().child_key("charge")) };
+        run(operation, record_values::<Json>(), body).await.unwrap()
+    };
+    world.clock.advance(TTL);
+    assert_eq!(next("k").await, child);
+    assert_ne!(next("other").await, child);
+}
+
+#[tokio::test]
+async fn confirming_a_lost_lease_says_so() {
+    let world = World::new();
+    let result = run(world.operation(POLICY), record_values::<Json>(), async {
+        let attempt = current().unwrap();
+        world.clock.advance(LEASE);
+        assert_eq!(attempt.lease_remaining(), Duration::ZERO);
+        assert!(world.call(POLICY).await.1.took_over());
+        attempt.confirm_lease().await
+    })
+    .await;
+    assert!(matches!(result, Err(Error::LeaseLost { attempt: 1, .. })), "{result:?}");
+}
+
+#[tokio::test]
+async fn handlers_may_call_handlers() {
+    let world = World::new();
+    let inner = || {
+        let operation = Operation::new(&world.store, Ok(World::key("inner")), POLICY);
+        run(operation, record_values::<Json>(), async {
+            assert_eq!(current().unwrap().key().text(), "inner");
+            Ok::<_, Error>(1)
+        })
+    };
+    let outer = async {
+        let (a, outcome) = observe(inner()).await;
+        assert!(outcome.executed());
+        assert_eq!(current().unwrap().key().text(), "k");
+        let (b, outcome) = observe(inner()).await;
+        assert!(outcome.replayed());
+        Ok::<_, Error>(a? + b?)
+    };
+    let (sum, outcome) = observe(run(world.operation(POLICY), record_values::<Json>(), outer)).await;
+    assert_eq!(sum.unwrap(), 2);
+    assert_eq!(outcome.key().unwrap().text(), "k", "what the body calls is its own affair");
+    assert!(outcome.executed());
+}
+
+#[tokio::test]
+async fn a_handler_that_calls_itself_is_turned_away() {
+    let world = World::new();
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let result = run(world.operation(wait), record_values::<Json>(), async {
+        let between = Operation::new(&world.store, Ok(World::key("between")), wait);
+        run(between, record_values::<Json>(), world.call_result(wait)).await
+    })
+    .await;
+    // No time passes here: a deadlock would hang.
+    assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
+}
+
+impl World {
+    /// As [`World::call`], for somebody else to observe.
+    async fn call_result(&self, policy: Policy) -> Result<u32, Error> {
+        run(self.operation(policy), record_values::<Json>(), self.body()).await
+    }
+}
+
+#[tokio::test]
+async fn the_last_of_several_calls_is_observed() {
+    let world = World::new();
+    let (result, outcome) = observe(async {
+        world.call_result(POLICY).await?;
+        world.call_result(POLICY.lease(Duration::ZERO)).await?;
+        world.call_result(POLICY).await
+    })
+    .await;
+    assert!(matches!(result, Err(Error::InvalidPolicy { .. })));
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter, "the one that failed");
+    let ((), outcome) = observe(async {}).await;
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: None }, "nothing idempotent happened");
+    assert!(!outcome.executed());
+}
+
+#[test]
+fn heartbeats_move_to_a_living_runtime() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let world = World::new();
+    let (first, second) = (runtime(), runtime());
+    // The renewal task starts on the first runtime...
+    first.block_on(async {
+        drop(world.hang(POLICY).await);
+        settle().await;
+    });
+    second.block_on(async {
+        let mut call = world.hang(POLICY).await;
+        // ...which is gone now.
+        first.shutdown_background();
+        for _ in 0..10 {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+            settle().await;
+            world.clock.advance(LEASE / 3);
+            settle().await;
+        }
+        assert!(matches!(world.call(POLICY).await.0, Err(Error::InProgress { .. })));
+    });
+}
+
+#[tokio::test]
+async fn errors_name_key_store_and_what_happened() {
+    let world = World::new();
+    let running = world.hang(POLICY).await;
+    let error = world.call(POLICY).await.0.unwrap_err();
+    let text = error.to_string();
+    for part in ["test/k", "memory", "the body did not run"] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert_eq!(anyhow::Error::from(error).to_string(), text);
+    let error = world.call(POLICY).await.0.unwrap_err();
+    assert_eq!(std::io::Error::from(error).kind(), std::io::ErrorKind::ResourceBusy);
+    let boxed: Box<dyn std::error::Error + Send + Sync> = world.call(POLICY).await.0.unwrap_err().into();
+    assert_eq!(boxed.to_string(), text);
+    drop(running);
+}
+
+#[test]
+fn payloads_and_tokens_are_not_shown() {
+    let payload =
+        Payload::Stored { codec: idem_runtime::CodecName::of::<Json>(), bytes: br#"{"card":"4111"}"#.to_vec().into() };
+    assert!(!format!("{payload:?}").contains("4111"));
+    let owner = idem_runtime::Owner::from_bytes([0xab; 16]);
+    assert_eq!(format!("{owner:?}"), "abababababababab…");
+}
+
+#[test]
+fn futures_do_not_double_with_depth() {
+    fn wrap<F: Future<Output = Result<u32, Error>>>(
+        world: &World,
+        body: F,
+    ) -> impl Future<Output = Result<u32, Error>> {
+        run(world.operation(POLICY), record_values::<Json>(), body)
+    }
+    let world = World::new();
+    let plain = std::mem::size_of_val(&world.body());
+    let (one, two, three) = {
+        let one = wrap(&world, world.body());
+        let two = wrap(&world, wrap(&world, world.body()));
+        let three = wrap(&world, wrap(&world, wrap(&world, world.body())));
+        (std::mem::size_of_val(&one), std::mem::size_of_val(&two), std::mem::size_of_val(&three))
+    };
+    let layer = one - plain;
+    println!("a plain future of {plain} bytes; {layer} more for each protected call around it");
+    assert!(layer <= 2048, "{layer}");
+    assert!(two <= one + layer + 16 && three <= two + layer + 16, "{one} {two} {three}");
+}
