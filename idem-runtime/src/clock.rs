@@ -65,6 +65,22 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
     .await
 }
 
+/// What all of `futures` give, in their order, run concurrently.
+#[cfg(feature = "redis")]
+pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
+    let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
+    poll_fn(|cx| {
+        for (future, output) in futures.iter_mut().zip(&mut outputs).filter(|(_, output)| output.is_none()) {
+            if let Poll::Ready(ready) = Pin::new(future).poll(cx) {
+                *output = Some(ready);
+            }
+        }
+        if outputs.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    outputs.into_iter().flatten().collect()
+}
+
 /// The machine's monotonic clock and tokio's timers.
 ///
 /// Steps of the wall clock don't touch it.

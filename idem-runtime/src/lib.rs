@@ -29,6 +29,8 @@ pub use engine::{Operation, run};
 pub use error::{Error, Unavailable};
 pub use fingerprint::{Fingerprint, FingerprintError};
 pub use heartbeat::Heartbeats;
+#[cfg(feature = "redis")]
+pub use stores::redis::{RedisOptions, RedisStore};
 #[cfg(feature = "macros")]
 pub use idem_macros::idempotent;
 pub use key::{Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};

@@ -259,6 +259,7 @@ pub trait ValueWanted<T> {}
 impl<T: Serialize + DeserializeOwned, E> ValueWanted<T> for Returning<Result<T, E>> {}
 
 pub trait ValueIsRecorded<T> {
+    #[must_use]
     fn idem_value(self) -> Self;
 }
 
@@ -281,6 +282,7 @@ pub trait ErrorWanted<E> {}
 impl<T, E: From<Error>> ErrorWanted<E> for Returning<Result<T, E>> {}
 
 pub trait TakesError<E> {
+    #[must_use]
     fn idem_error(self) -> Self;
 }
 
@@ -303,6 +305,7 @@ pub trait RecordedErrorWanted<E> {}
 impl<T, E: Serialize + DeserializeOwned> RecordedErrorWanted<E> for Returning<Result<T, E>> {}
 
 pub trait ErrorIsRecorded<E> {
+    #[must_use]
     fn idem_recorded_error(self) -> Self;
 }
 

@@ -1,5 +1,10 @@
 //! What the test binaries share: a store that fails on command, and a clock they drive.
 
+#![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
+
+pub mod proxy;
+pub mod server;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

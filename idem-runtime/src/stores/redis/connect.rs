@@ -106,7 +106,7 @@ impl RedisOptions {
         let timed_out = || Err(StoreError::new(StoreErrorKind::Unavailable, "the server did not answer in time"));
         let scripts = prepared.unwrap_or_else(timed_out)?;
         let wakeups = wakeups.on(format!("{prefix}wake"));
-        let dispatch = Dispatch::new(connection, scripts, wakeups.channel(), response_timeout);
+        let dispatch = Dispatch::new(connection, clock.clone(), scripts, wakeups.channel(), response_timeout);
         Ok(RedisStore(Arc::new_cyclic(|this| Shared {
             this: this.clone(),
             heartbeats: Heartbeats::new(clock),
@@ -128,19 +128,17 @@ async fn prepare(connection: &mut dyn AnyConnection) -> Result<Scripts, StoreErr
         _ => return Err(misconfigured("the server does not answer `INFO` as Redis does".to_owned())),
     };
     Server::read(&info).check()?;
-    let mut loaded = Vec::new();
-    for source in Scripts::SOURCES {
+    let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
+    for script in &mut scripts {
         let mut load = Cmd::new();
-        load.arg("SCRIPT").arg("LOAD").arg(source);
-        match connection.req_packed_command(&load).await.map_err(|error| not_connected(&error))? {
-            Value::BulkString(sha) => {
-                loaded.push(Script { source, sha: String::from_utf8_lossy(&sha).into_owned() });
-            }
-            Value::SimpleString(sha) => loaded.push(Script { source, sha }),
+        load.arg("SCRIPT").arg("LOAD").arg(script.source);
+        script.sha = match connection.req_packed_command(&load).await.map_err(|error| not_connected(&error))? {
+            Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
+            Value::SimpleString(sha) => sha,
             _ => return Err(misconfigured("the server does not load scripts as Redis does".to_owned())),
-        }
+        };
     }
-    Ok(Scripts::new(loaded))
+    Ok(Scripts::new(scripts))
 }
 
 /// Servers that speak the protocol without being Redis.

@@ -32,7 +32,7 @@ use crate::{
 /// How often a reservation looks again at a record that changes under its eyes.
 const LOOKS: usize = 16;
 /// How many leases one script renews: a bound on how long the server does nothing else.
-const RENEWED_AT_ONCE: usize = 500;
+const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of others are remembered as held.
 const REMEMBERED: usize = 1024;
 
@@ -178,7 +178,7 @@ impl Shared {
         let scripts = self.dispatch.scripts();
         let taken = self
             .call(&scripts.take, key, |command| {
-                command.arg(seen).arg(lease).arg(retention).arg(value).arg(new_retention);
+                command.arg(&seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
                 command.arg(self.wakeups.channel());
             })
             .await?;
@@ -299,9 +299,11 @@ impl Store for Shared {
 
     fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
         StoreFuture::new(async move {
+            // Sent together and answered together: one exchange, in calls that are short for the server.
+            let mut calls: Vec<_> = leases.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
             let mut answers = Vec::with_capacity(leases.len());
-            for some in leases.chunks(RENEWED_AT_ONCE) {
-                answers.extend(self.renew_some(some).await?);
+            for renewed in crate::clock::all(&mut calls).await {
+                answers.extend(renewed?);
             }
             Ok(answers)
         })
@@ -317,8 +319,7 @@ impl Store for Shared {
                 value: &value,
                 ttl_ms: millis(lease.ttl),
             };
-            let done = self.dispatch.complete(&completion).await.map_err(failed)?;
-            Ok(if done { Write::Done } else { Write::Refused })
+            written(&self.dispatch.finish(&completion).await.map_err(failed)?)
         })
     }
 
@@ -343,14 +344,14 @@ impl Store for Shared {
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let name = self.name_of(key);
-            let watch = async || {
+            let mark = async {
                 let script = &self.dispatch.scripts().watch;
                 let pending = self.call(script, &name, |command| {
                     command.arg(&attempt.to_be_bytes()[..]);
                 });
                 Ok(written(&pending.await?)? == Write::Done)
             };
-            self.wakeups.wait(&name, at_most, self.heartbeats.clock(), watch).await
+            self.wakeups.wait(&name, at_most, self.heartbeats.clock(), mark).await
         })
     }
 
@@ -417,8 +418,8 @@ fn failed(failure: Failure) -> StoreError {
             };
             StoreError::new(kind, format!("the server refused: {message}"))
         }
-        Failure::NotSent(error) => {
-            StoreError::new(StoreErrorKind::Unavailable, "the server can't be reached").with_source(error)
+        Failure::NotSent(reason) => {
+            StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
         }
         Failure::Broken(error) => {
             StoreError::new(StoreErrorKind::Unknown, "the connection broke before the answer came").with_source(error)

@@ -69,19 +69,19 @@ impl Wakeups {
     }
 
     /// Waits until `key` is published, at most `at_most`. `mark` marks the record and says whether there is something
-    /// to wait for; it is called once the subscription is there, so that the publication can't be missed.
+    /// to wait for; it is awaited once the subscription is there, so that the publication can't be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
         at_most: Duration,
         clock: &dyn Clock,
-        mark: impl AsyncFn() -> Result<bool, StoreError>,
+        mark: impl Future<Output = Result<bool, StoreError>>,
     ) -> Result<(), StoreError> {
         let waiter = self.waiting.join(key);
         let mut woken = pin!(waiter.notify.notified());
         woken.as_mut().enable();
         let subscribed = self.subscribe(clock).await;
-        if mark().await? {
+        if mark.await? {
             let interval = if subscribed { SAFETY_POLL } else { POLL };
             race(woken, clock.sleep(at_most.min(interval))).await;
         }

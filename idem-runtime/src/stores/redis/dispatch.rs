@@ -1,0 +1,699 @@
+//! Sends what many tasks want of the server over one connection.
+//!
+//! - A lone command never waits: while few are in flight, each goes straight to the connection, driven by its caller.
+//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
+//!   pipeline: one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
+//! - Completions that gathered become one script call for up to [`FINISHED_AT_ONCE`] keys.
+//! - Reservations that gathered are first looked up with one `MGET` while most turn out to be replays: a tenth of the
+//!   work for the server. Whatever is absent is then reserved; a value that is there is what `SET … NX GET` would have
+//!   answered.
+//! - A batch belongs to its lane. A caller that goes away only leaves an answer that nobody reads.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use redis::aio::ConnectionLike;
+use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
+use tokio::runtime::Handle;
+
+use super::Script;
+use crate::clock::{Clock, Instant, race};
+use crate::sync::lock;
+
+/// Commands in flight up to which each is sent by itself.
+const DIRECT: usize = 24;
+/// The same for completions: fewer, because scripts gain more from being one.
+const DIRECT_FINISH: usize = 1;
+/// Batches in flight at a time.
+const LANES: usize = 6;
+/// Operations in one batch.
+const BATCH: usize = 256;
+/// Bytes of keys and values above which a batch takes no more.
+const BATCH_BYTES: usize = 256 * 1024;
+/// Keys in one call of a script: a bound on how long the server does nothing else, about 0.14 ms.
+const FINISHED_AT_ONCE: usize = 64;
+/// Reservations from which on a batch looks before it reserves, if it expects replays.
+const LOOK_FIRST: usize = 8;
+
+/// A connection of any kind that is multiplexed: its clones share it.
+pub(super) trait AnyConnection: ConnectionLike + Send + Sync {
+    fn boxed_clone(&self) -> Box<dyn AnyConnection>;
+}
+
+impl<C: ConnectionLike + Clone + Send + Sync + 'static> AnyConnection for C {
+    fn boxed_clone(&self) -> Box<dyn AnyConnection> {
+        Box::new(self.clone())
+    }
+}
+
+/// The scripts as the server knows them.
+#[derive(Debug)]
+pub(super) struct Scripts {
+    finish: Script,
+    finish_one: Script,
+    pub(super) inspect: Script,
+    pub(super) release: Script,
+    pub(super) renew: Script,
+    pub(super) reopen: Script,
+    pub(super) take: Script,
+    pub(super) watch: Script,
+}
+
+impl Scripts {
+    pub(super) const SOURCES: [&str; 8] = [
+        include_str!("finish.lua"),
+        include_str!("finish_one.lua"),
+        include_str!("inspect.lua"),
+        include_str!("release.lua"),
+        include_str!("renew.lua"),
+        include_str!("reopen.lua"),
+        include_str!("take.lua"),
+        include_str!("watch.lua"),
+    ];
+
+    /// From what loading [`Scripts::SOURCES`] gave, in their order.
+    pub(super) fn new([finish, finish_one, inspect, release, renew, reopen, take, watch]: [Script; 8]) -> Self {
+        Self { finish, finish_one, inspect, release, renew, reopen, take, watch }
+    }
+}
+
+/// Why an operation got no answer of the server that it can use.
+#[derive(Clone, Debug)]
+pub(super) enum Failure {
+    /// The server refused this operation: nothing was written by it.
+    Refused(Arc<str>, Option<ServerErrorKind>),
+    /// No connection, or none that took the batch in time: nothing was sent.
+    NotSent(Arc<str>),
+    /// The exchange broke off: it may have landed.
+    Broken(Arc<RedisError>),
+    /// No answer in time: it may have landed.
+    TimedOut,
+    /// The runtime dropped the batch, or the answer makes no sense: it may have landed.
+    Lost,
+}
+
+pub(super) type Answer = Result<Value, Failure>;
+
+impl Failure {
+    /// What a failed exchange means. A reply of the server is no error here, except while a connection is being set up;
+    /// either way nothing was written.
+    fn of(error: RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(kind) => Self::Refused(error.to_string().into(), Some(kind)),
+            ErrorKind::AuthenticationFailed
+            | ErrorKind::InvalidClientConfig
+            | ErrorKind::Client
+            | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
+            // So a connection manager fails commands while it can't reconnect.
+            _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
+            _ if error.is_timeout() => Self::TimedOut,
+            // A closed connection looks the same whether or not the command was written before.
+            _ => Self::Broken(Arc::new(error)),
+        }
+    }
+}
+
+/// One reply of the server as the answer of its own operation.
+fn answer(value: Value) -> Answer {
+    match value {
+        Value::ServerError(error) => Err(Failure::Refused(error.to_string().into(), error.kind())),
+        value => Ok(value),
+    }
+}
+
+/// An owner-checked completion.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completion<'a> {
+    pub(super) key: &'a [u8],
+    pub(super) owner: &'a [u8; 16],
+    pub(super) value: &'a [u8],
+    pub(super) ttl_ms: u64,
+}
+
+/// A reservation or completion in [`Gather::bytes`]: key, value and (completions) owner, end to end.
+struct Entry {
+    slot: usize,
+    at: usize,
+    key: usize,
+    value: usize,
+    ttl_ms: u64,
+}
+
+/// Operations on their way into one batch. Their bytes lie in one buffer, so that an operation allocates nothing before
+/// its batch is sent.
+struct Gather {
+    bytes: Vec<u8>,
+    reserves: Vec<Entry>,
+    completions: Vec<Entry>,
+    commands: Vec<(usize, Cmd)>,
+    /// When the first operation joined.
+    opened: Instant,
+    replies: Arc<Replies>,
+}
+
+impl Gather {
+    fn new(opened: Instant) -> Self {
+        let (bytes, replies) = (Vec::new(), Arc::default());
+        Self { bytes, reserves: Vec::new(), completions: Vec::new(), commands: Vec::new(), opened, replies }
+    }
+
+    fn len(&self) -> usize {
+        self.reserves.len() + self.completions.len() + self.commands.len()
+    }
+
+    fn is_full(&self) -> bool {
+        self.len() >= BATCH || self.bytes.len() >= BATCH_BYTES
+    }
+
+    fn entry(&mut self, key: &[u8], value: &[u8], ttl_ms: u64) -> Entry {
+        let (slot, at) = (self.replies.open(), self.bytes.len());
+        self.bytes.extend_from_slice(key);
+        self.bytes.extend_from_slice(value);
+        Entry { slot, at, key: key.len(), value: value.len(), ttl_ms }
+    }
+
+    fn key(&self, entry: &Entry) -> &[u8] {
+        &self.bytes[entry.at..entry.at + entry.key]
+    }
+
+    fn value(&self, entry: &Entry) -> &[u8] {
+        let at = entry.at + entry.key;
+        &self.bytes[at..at + entry.value]
+    }
+
+    fn reserve(&self, entry: &Entry) -> Cmd {
+        reserve(self.key(entry), self.value(entry), entry.ttl_ms)
+    }
+
+    fn completion(&self, entry: &Entry) -> Completion<'_> {
+        let owner = self.bytes[entry.at + entry.key + entry.value..].first_chunk();
+        Completion {
+            key: self.key(entry),
+            value: self.value(entry),
+            owner: owner.expect("pushed with the entry"),
+            ttl_ms: entry.ttl_ms,
+        }
+    }
+
+    /// Ready for other operations, with the room it has.
+    fn clear(&mut self) {
+        self.bytes.clear();
+        self.reserves.clear();
+        self.completions.clear();
+        self.commands.clear();
+        self.replies = Arc::default();
+    }
+}
+
+/// The answers of one batch, shared by its lane and its callers.
+#[derive(Default)]
+struct Replies(Mutex<Vec<Slot>>);
+
+#[derive(Default)]
+enum Slot {
+    #[default]
+    Empty,
+    Waiting(Waker),
+    Done(Answer),
+}
+
+impl Replies {
+    fn open(&self) -> usize {
+        let mut slots = lock(&self.0);
+        slots.push(Slot::Empty);
+        slots.len() - 1
+    }
+
+    /// Sets answers and wakes whoever waits for them, after the lock is released.
+    fn deliver(&self, answers: impl Iterator<Item = (usize, Answer)>) {
+        let mut wakers = Vec::with_capacity(answers.size_hint().0);
+        let mut slots = lock(&self.0);
+        for (slot, answer) in answers {
+            if let Slot::Waiting(waker) = std::mem::replace(&mut slots[slot], Slot::Done(answer)) {
+                wakers.push(waker);
+            }
+        }
+        drop(slots);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Answers everything that isn't answered yet.
+    fn fail(&self, failure: &Failure) {
+        let open: Vec<usize> = {
+            let slots = lock(&self.0);
+            (0..slots.len()).filter(|&i| !matches!(slots[i], Slot::Done(_))).collect()
+        };
+        self.deliver(open.into_iter().map(|slot| (slot, Err(failure.clone()))));
+    }
+}
+
+/// Waits for one answer of a batch.
+struct Reply {
+    replies: Arc<Replies>,
+    slot: usize,
+}
+
+impl Future for Reply {
+    type Output = Answer;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+        let slot = &mut lock(&self.replies.0)[self.slot];
+        match std::mem::take(slot) {
+            Slot::Done(answer) => Poll::Ready(answer),
+            Slot::Waiting(waker) if waker.will_wake(cx.waker()) => {
+                *slot = Slot::Waiting(waker);
+                Poll::Pending
+            }
+            _ => {
+                *slot = Slot::Waiting(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+/// One connection and everything in flight on it.
+pub(super) struct Dispatch(Arc<Shared>);
+
+struct Shared {
+    connection: Box<dyn AnyConnection>,
+    clock: Arc<dyn Clock>,
+    scripts: Scripts,
+    channel: String,
+    timeout: Duration,
+    runtime: Handle,
+    /// Commands in flight that their callers drive.
+    direct: AtomicUsize,
+    /// Lanes running; written under `queue`, read without it as a hint.
+    lanes: AtomicUsize,
+    /// How many of 256 reservations were replays lately.
+    replays: AtomicUsize,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+struct Queue {
+    gathers: VecDeque<Gather>,
+    spare: Vec<Gather>,
+}
+
+struct InFlight<'a>(&'a AtomicUsize);
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Dispatch {
+    /// Sends over `connection` from tasks of the current runtime; an exchange may take `timeout`.
+    pub(super) fn new(
+        connection: Box<dyn AnyConnection>,
+        clock: Arc<dyn Clock>,
+        scripts: Scripts,
+        channel: &str,
+        timeout: Duration,
+    ) -> Self {
+        Self(Arc::new(Shared {
+            connection,
+            clock,
+            scripts,
+            channel: channel.to_owned(),
+            timeout,
+            runtime: Handle::current(),
+            direct: AtomicUsize::new(0),
+            lanes: AtomicUsize::new(0),
+            replays: AtomicUsize::new(0),
+            queue: Mutex::default(),
+        }))
+    }
+
+    pub(super) fn scripts(&self) -> &Scripts {
+        &self.0.scripts
+    }
+
+    /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
+    pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
+        if let Some(_in_flight) = self.0.enter(DIRECT) {
+            return self.0.exchange(&reserve(key, value, ttl_ms)).await;
+        }
+        let add = |gather: &mut Gather| {
+            let entry = gather.entry(key, value, ttl_ms);
+            let slot = entry.slot;
+            gather.reserves.push(entry);
+            slot
+        };
+        self.0.gather(add).await
+    }
+
+    /// Whether the record is this owner's and finished now.
+    pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
+        if let Some(_in_flight) = self.0.enter(DIRECT_FINISH) {
+            let Shared { scripts: Scripts { finish_one, .. }, channel, .. } = &*self.0;
+            let call = |name, script| finish(name, script, channel, std::iter::once(*completion));
+            return match self.0.exchange(&call("EVALSHA", &finish_one.sha)).await {
+                Err(Failure::Refused(_, Some(ServerErrorKind::NoScript))) => {
+                    self.0.exchange(&call("EVAL", finish_one.source)).await
+                }
+                answer => answer,
+            };
+        }
+        let add = |gather: &mut Gather| {
+            let entry = gather.entry(completion.key, completion.value, completion.ttl_ms);
+            gather.bytes.extend_from_slice(completion.owner);
+            let slot = entry.slot;
+            gather.completions.push(entry);
+            slot
+        };
+        self.0.gather(add).await
+    }
+
+    /// Any other command.
+    pub(super) async fn command(&self, command: Cmd) -> Answer {
+        if let Some(_in_flight) = self.0.enter(DIRECT) {
+            return self.0.exchange(&command).await;
+        }
+        let add = |gather: &mut Gather| {
+            let slot = gather.replies.open();
+            gather.commands.push((slot, command));
+            slot
+        };
+        self.0.gather(add).await
+    }
+}
+
+impl Shared {
+    /// A place among the commands sent one by one, if one is free and nothing gathers.
+    fn enter(&self, limit: usize) -> Option<InFlight<'_>> {
+        if self.lanes.load(Ordering::Relaxed) != 0 {
+            return None;
+        }
+        if self.direct.fetch_add(1, Ordering::Relaxed) < limit {
+            return Some(InFlight(&self.direct));
+        }
+        self.direct.fetch_sub(1, Ordering::Relaxed);
+        None
+    }
+
+    async fn exchange(&self, command: &Cmd) -> Answer {
+        let mut connection = self.connection.boxed_clone();
+        match race(connection.req_packed_command(command), self.clock.sleep(self.timeout)).await {
+            Some(Ok(value)) => answer(value),
+            Some(Err(error)) => Err(Failure::of(error)),
+            None => Err(Failure::TimedOut),
+        }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        lock(&self.queue)
+    }
+
+    /// The batch a lane sends next; none gives the lane's place back. Both under one lock, or an operation that gathers
+    /// in between would be left there.
+    fn next(&self) -> Option<Gather> {
+        let mut queue = self.queue();
+        let next = queue.gathers.pop_front();
+        if next.is_none() {
+            self.lanes.fetch_sub(1, Ordering::Relaxed);
+        }
+        next
+    }
+
+    /// Keeps the buffers of a batch that was sent for another, unless they grew out of the ordinary.
+    fn keep(&self, mut gather: Gather) {
+        gather.clear();
+        let mut queue = self.queue();
+        if queue.spare.len() < LANES && gather.bytes.capacity() <= 2 * BATCH_BYTES {
+            queue.spare.push(gather);
+        }
+    }
+
+    /// Adds an operation to the batch that gathers, and sees to it that a lane will take it.
+    fn gather(self: &Arc<Self>, add: impl FnOnce(&mut Gather) -> usize) -> Reply {
+        let mut queue = self.queue();
+        if queue.gathers.back().is_none_or(Gather::is_full) {
+            let opened = self.clock.now();
+            let gather = queue.spare.pop().map(|spare| Gather { opened, ..spare });
+            queue.gathers.push_back(gather.unwrap_or_else(|| Gather::new(opened)));
+        }
+        let gather = queue.gathers.back_mut().expect("just pushed");
+        let slot = add(gather);
+        let reply = Reply { replies: Arc::clone(&gather.replies), slot };
+        let lanes = self.lanes.load(Ordering::Relaxed);
+        if lanes < LANES {
+            self.lanes.store(lanes + 1, Ordering::Relaxed);
+            drop(queue);
+            self.runtime.spawn(Lane { shared: Arc::clone(self), running: true }.run());
+        }
+        reply
+    }
+
+    /// Notes how many of `asked` reservations met a value.
+    fn met(&self, values: usize, asked: usize) {
+        let before = self.replays.load(Ordering::Relaxed);
+        self.replays.store((3 * before + 256 * values / asked.max(1)) / 4, Ordering::Relaxed);
+    }
+
+    async fn send(&self, connection: &mut dyn AnyConnection, gather: &mut Gather) {
+        let replies = Arc::clone(&gather.replies);
+        let calls: Vec<Range<usize>> = chunks(gather.completions.len(), FINISHED_AT_ONCE).collect();
+        let look_first = gather.reserves.len() >= LOOK_FIRST && self.replays.load(Ordering::Relaxed) >= 128;
+
+        let mut pipeline = Pipeline::with_capacity(gather.reserves.len() + gather.commands.len() + calls.len());
+        if look_first {
+            let mut look = Cmd::with_capacity(gather.reserves.len() + 1, gather.bytes.len());
+            look.arg("MGET");
+            gather.reserves.iter().for_each(|entry| {
+                look.arg(gather.key(entry));
+            });
+            pipeline.add_command(look);
+        } else {
+            for entry in &gather.reserves {
+                pipeline.add_command(gather.reserve(entry));
+            }
+        }
+        let mut others = Vec::with_capacity(gather.commands.len());
+        for (slot, command) in gather.commands.drain(..) {
+            others.push(slot);
+            pipeline.add_command(command);
+        }
+        for call in &calls {
+            pipeline.add_command(self.finish(gather, call, false));
+        }
+        let mut values = match self.exchange_all(connection, &pipeline).await {
+            Ok(values) => values.into_iter(),
+            Err(failure) => return replies.fail(&failure),
+        };
+        drop(pipeline);
+
+        let mut absent = Vec::new();
+        let mut again = Pipeline::new();
+        if look_first {
+            absent = self.found(gather, values.next());
+            absent.iter().for_each(|entry| {
+                again.add_command(gather.reserve(entry));
+            });
+        } else if !gather.reserves.is_empty() {
+            let mut met = 0;
+            replies.deliver(gather.reserves.iter().map(|entry| {
+                let value = values.next();
+                met += usize::from(matches!(value, Some(Value::BulkString(_))));
+                // Never nil for want of an answer: nil means "reserved".
+                (entry.slot, value.map_or(Err(Failure::Lost), answer))
+            }));
+            self.met(met, gather.reserves.len());
+        }
+        replies.deliver(others.into_iter().map(|slot| (slot, values.next().map_or(Err(Failure::Lost), answer))));
+        let mut unknown = Vec::new();
+        for (call, value) in calls.into_iter().zip(values) {
+            match &value {
+                // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written.
+                Value::ServerError(error) if error.kind() == Some(ServerErrorKind::NoScript) => {
+                    again.add_command(self.finish(gather, &call, true));
+                    unknown.push(call);
+                }
+                _ => settle(&replies, &gather.completions[call], value),
+            }
+        }
+
+        if again.is_empty() {
+            return;
+        }
+        let mut values = match self.exchange_all(connection, &again).await {
+            Ok(values) => values.into_iter(),
+            Err(failure) => return replies.fail(&failure),
+        };
+        replies.deliver(
+            absent.into_iter().map(|entry| (entry.slot, values.next().map_or(Err(Failure::Lost), answer))),
+        );
+        for (call, value) in unknown.into_iter().zip(values) {
+            settle(&replies, &gather.completions[call], value);
+        }
+    }
+
+    /// Delivers the values that are there, and says which reservations met none.
+    fn found<'a>(&self, gather: &'a Gather, value: Option<Value>) -> Vec<&'a Entry> {
+        let values = match value {
+            Some(Value::Array(values)) if values.len() == gather.reserves.len() => values,
+            // Nothing was written yet, so whoever asked may be told so.
+            Some(Value::ServerError(error)) => {
+                let failure = Failure::Refused(error.to_string().into(), error.kind());
+                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
+                return Vec::new();
+            }
+            _ => {
+                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(Failure::Lost))));
+                return Vec::new();
+            }
+        };
+        let mut absent = Vec::new();
+        gather.replies.deliver(gather.reserves.iter().zip(values).filter_map(|(entry, value)| match value {
+            Value::Nil => {
+                absent.push(entry);
+                None
+            }
+            value => Some((entry.slot, answer(value))),
+        }));
+        self.met(gather.reserves.len() - absent.len(), gather.reserves.len());
+        absent
+    }
+
+    fn finish(&self, gather: &Gather, call: &Range<usize>, with_source: bool) -> Cmd {
+        let Script { source, sha } = &self.scripts.finish;
+        let (name, script) = if with_source { ("EVAL", *source) } else { ("EVALSHA", sha.as_str()) };
+        let completions = gather.completions[call.clone()].iter().map(|entry| gather.completion(entry));
+        finish(name, script, &self.channel, completions)
+    }
+
+    async fn exchange_all(&self, connection: &mut dyn AnyConnection, pipeline: &Pipeline) -> Result<Vec<Value>, Failure> {
+        // Not `query_async`: that turns one error of the server into the failure of the whole pipeline.
+        let exchange = connection.req_packed_commands(pipeline, 0, pipeline.len());
+        match race(exchange, self.clock.sleep(self.timeout)).await {
+            Some(Ok(values)) if values.len() == pipeline.len() => Ok(values),
+            Some(Ok(_)) => Err(Failure::Lost),
+            Some(Err(error)) => Err(Failure::of(error)),
+            None => Err(Failure::TimedOut),
+        }
+    }
+}
+
+/// A task that sends batches until nothing gathers any more.
+struct Lane {
+    shared: Arc<Shared>,
+    running: bool,
+}
+
+impl Lane {
+    async fn run(mut self) {
+        let mut connection = self.shared.connection.boxed_clone();
+        loop {
+            let shared = &self.shared;
+            let Some(mut gather) = shared.next() else {
+                self.running = false;
+                return;
+            };
+            let operations = gather.len();
+            let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
+            if shared.clock.now().saturating_since(gather.opened) > shared.timeout {
+                // The server stalls. What waited this long is not sent any more: no operation takes longer than two
+                // timeouts, and its caller knows that it did not land.
+                gather.replies.fail(&Failure::NotSent("the server did not answer what was sent before".into()));
+            } else {
+                shared.send(&mut *connection, &mut gather).await;
+            }
+            unanswered.0 = None;
+            shared.keep(gather);
+            // The callers that were just woken run first, so that what they ask next is in the next batch.
+            if operations > 1 {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+}
+
+impl Drop for Lane {
+    /// Only a lane that panicked or whose runtime went away is still running here: it gives its place back and fails
+    /// what waits for a lane, since no other may come.
+    fn drop(&mut self) {
+        if self.running {
+            let mut queue = self.shared.queue();
+            self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
+            let waiting = std::mem::take(&mut queue.gathers);
+            drop(queue);
+            for gather in waiting {
+                gather.replies.fail(&Failure::NotSent("the runtime of the connection has shut down".into()));
+            }
+        }
+    }
+}
+
+/// Fails what a lane leaves unanswered, should its task be dropped or panic.
+struct Unanswered(Option<Arc<Replies>>);
+
+impl Drop for Unanswered {
+    fn drop(&mut self) {
+        if let Some(replies) = &self.0 {
+            replies.fail(&Failure::Lost);
+        }
+    }
+}
+
+fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(size).map(move |from| from..len.min(from + size))
+}
+
+/// Gives the keys of one script call their answers.
+fn settle(replies: &Replies, entries: &[Entry], value: Value) {
+    let (answers, error): (Vec<u8>, Arc<str>) = match value {
+        Value::BulkString(answers) => (answers, "".into()),
+        Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
+            Ok([Value::BulkString(answers), Value::BulkString(error)]) => {
+                (answers, String::from_utf8_lossy(&error).into())
+            }
+            _ => (Vec::new(), "".into()),
+        },
+        other => {
+            let failure = answer(other).err().unwrap_or(Failure::Lost);
+            return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone()))));
+        }
+    };
+    replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
+        let answer = match answers.get(i) {
+            Some(b'1') => Ok(Value::Int(1)),
+            Some(b'0') => Ok(Value::Int(0)),
+            Some(b'E') => Err(Failure::Refused(Arc::clone(&error), None)),
+            _ => Err(Failure::Lost),
+        };
+        (entry.slot, answer)
+    }));
+}
+
+fn reserve(key: &[u8], value: &[u8], ttl_ms: u64) -> Cmd {
+    let mut command = Cmd::with_capacity(7, key.len() + value.len() + 32);
+    command.arg("SET").arg(key).arg(value).arg("NX").arg("GET").arg("PX").arg(ttl_ms);
+    command
+}
+
+fn finish<'a>(
+    name: &str,
+    script: &str,
+    channel: &str,
+    completions: impl ExactSizeIterator<Item = Completion<'a>> + Clone,
+) -> Cmd {
+    let bytes: usize = completions.clone().map(|it| it.key.len() + it.value.len() + 36).sum();
+    let mut command = Cmd::with_capacity(4 + 4 * completions.len(), bytes + script.len() + channel.len() + 16);
+    command.arg(name).arg(script).arg(completions.len());
+    for it in completions.clone() {
+        command.arg(it.key);
+    }
+    command.arg(channel);
+    for it in completions {
+        command.arg(&it.owner[..]).arg(it.value).arg(it.ttl_ms);
+    }
+    command
+}

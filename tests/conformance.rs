@@ -1,0 +1,161 @@
+//! Every clause of the contract for every store, and a proof that each clause can fail.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use idem_runtime::conformance::{CLAUSES, Clause};
+use idem_runtime::{MemoryStore, store_conformance};
+use idem_tests::server::Kind;
+
+#[path = "conformance/plain.rs"]
+mod plain;
+
+use plain::{Mistake, Plain};
+
+store_conformance!(memory, MemoryStore::new());
+store_conformance!(redis, Kind::Redis.subject().await);
+store_conformance!(valkey, Kind::Valkey.subject().await);
+store_conformance!(plain_without_a_mistake, Plain::subject(Mistake::None));
+
+/// Each mistake, and the clauses that catch it.
+#[rustfmt::skip]
+const CAUGHT: &[(Mistake, &[&str])] = &[
+    (Mistake::LeaseCutShort, &["first_reservation"]),
+    (Mistake::RepeatIsADuplicate, &["reservation_repeated"]),
+    (Mistake::RepeatIsATakeover, &["reservation_repeated_after_lapse"]),
+    (Mistake::ReadThenWrite, &["one_winner_of_many", "one_winner_of_a_released_key", "one_winner_of_a_takeover"]),
+    (Mistake::NobodyWaits, &["one_attempt_at_a_time", "live_lease_is_pending"]),
+    (Mistake::TakeoverKeepsNumber, &["takeover_is_a_new_attempt", "finish_after_takeover"]),
+    (Mistake::TakeoverUnannounced, &["takeover_is_a_new_attempt"]),
+    (Mistake::ReleaseDeletes, &["released_key_is_free", "attempts_never_repeat"]),
+    (Mistake::ReleaseRefunds, &["max_attempts_counts_releases"]),
+    (Mistake::LapseDoesNotCount, &["max_attempts_counts_lapses"]),
+    (Mistake::NotStartedCounts, &["not_started_does_not_count"]),
+    (Mistake::NotStartedTakesNumberBack, &["not_started_does_not_count", "attempts_never_repeat"]),
+    (Mistake::LimitBeforeResult, &["exhaustion_is_not_final"]),
+    (Mistake::LimitBeforeLease, &["live_lease_is_pending", "exhaustion_is_not_final"]),
+    (Mistake::LiveLeaseHasNoTimeLeft, &["live_lease_is_pending"]),
+    (Mistake::OneTimeForLeaseAndRetention, &["takeover_is_a_new_attempt", "finish_after_lapse"]),
+
+    (Mistake::HolderFailIgnored, &["crashed_under_fail"]),
+    (Mistake::NewcomerFailIgnored, &["crash_met_under_fail"]),
+    (Mistake::InterruptedIsReleased, &["marked_interrupted"]),
+    (Mistake::FailIsInterruptedAtOnce, &["live_lease_under_fail"]),
+    (Mistake::NoLateFinish, &["finish_after_lapse", "late_finish_under_fail"]),
+
+    (Mistake::FingerprintOnlyOnceFinished, &[
+        "mismatch_while_pending", "mismatch_once_released", "mismatch_at_takeover", "mismatch_once_interrupted",
+        "mismatch_once_exhausted",
+    ]),
+    (Mistake::FingerprintNotAtTakeover, &["mismatch_at_takeover"]),
+    (Mistake::FingerprintNotOnReplay, &["mismatch_on_replay"]),
+    (Mistake::FingerprintNotOnceReleased, &["mismatch_once_released"]),
+    (Mistake::AbsentFingerprintDiffers, &["missing_fingerprint_matches"]),
+    (Mistake::FingerprintLostAtFinish, &["fingerprint_survives", "mismatch_on_replay"]),
+    (Mistake::FingerprintLostAtTakeover, &["fingerprint_survives"]),
+    (Mistake::FingerprintLostAtRelease, &["fingerprint_survives", "mismatch_once_released"]),
+
+    (Mistake::RenewByKey, &["renewal_is_the_owners", "renewal_after_takeover", "renewals_answer_in_order"]),
+    (Mistake::RenewDoesNothing, &["renewal_extends"]),
+    (Mistake::NoLateRenew, &["renewal_after_lapse"]),
+    (Mistake::RenewAfterTheEnd, &["renewal_after_the_end"]),
+    (Mistake::RefusedRenewExtends, &["renewal_is_the_owners", "renewal_after_takeover"]),
+    (Mistake::RenewGroupsAnswers, &["renewals_answer_in_order"]),
+    (Mistake::RenewAllOrNothing, &["renewals_answer_in_order"]),
+    (Mistake::EmptyBatchFails, &["no_renewals"]),
+    (Mistake::BatchOfAThousand, &["many_renewals"]),
+    (Mistake::FinishByKey, &["finish_is_the_owners", "finish_after_takeover"]),
+    (Mistake::FinishNotRepeatable, &["finish_repeated"]),
+    (Mistake::FinishOverwrites, &["finish_is_final"]),
+    (Mistake::FinishRepeatedExtends, &["finish_is_final"]),
+    (Mistake::FinishAfterRelease, &["finish_after_release", "marked_interrupted", "reopen_lapsed"]),
+    (Mistake::FinishUpserts, &["finish_of_nothing", "pending_record_is_forgotten"]),
+    (Mistake::ReleaseByKey, &["release_is_the_owners", "release_after_takeover"]),
+    (Mistake::ReleaseNotRepeatable, &["release_repeated"]),
+    (Mistake::RefundTwice, &["release_repeated"]),
+    (Mistake::ReleaseDeletesResult, &["release_after_finish"]),
+    (Mistake::ReleaseUpserts, &["release_of_nothing"]),
+    (Mistake::ReleaseChecksNumber, &["release_ignores_the_number"]),
+
+    (Mistake::ResultRunsAgain, &["completed_is_replayed", "failed_is_replayed"]),
+    (Mistake::FailedIsCompleted, &["failed_is_replayed"]),
+    (Mistake::FalsyIsNothing, &["every_payload_survives"]),
+    (Mistake::TextOnly, &["every_payload_survives"]),
+    (Mistake::SizeIsForgotten, &["every_payload_survives"]),
+    (Mistake::LargeIsCut, &["large_result_survives"]),
+    (Mistake::CodecIsForgotten, &["codec_name_survives"]),
+
+    (Mistake::LetterCaseIgnored, &["similar_keys_are_distinct"]),
+    (Mistake::SpaceTrimmed, &["similar_keys_are_distinct"]),
+    (Mistake::ScopeIgnored, &["similar_keys_are_distinct"]),
+    (Mistake::KeysCutShort, &["long_keys_are_distinct"]),
+
+    (Mistake::NeverForgets, &["result_is_forgotten", "released_record_is_forgotten", "pending_record_is_forgotten"]),
+    (Mistake::PendingNeverExpires, &["pending_record_is_forgotten", "retention_of_a_pending_record"]),
+    (Mistake::TtlFromReservation, &["retention_starts_at_the_end"]),
+    (Mistake::PendingExpiresAtTtl, &["pending_record_outlives_ttl", "retention_of_a_pending_record"]),
+    (Mistake::TtlSurvivesTakeover, &["retention_of_a_pending_record"]),
+
+    (Mistake::NeverWakes, &["finish_wakes", "release_wakes", "takeover_wakes", "reopen_wakes", "all_waiters_wake"]),
+    (Mistake::OnlyFinishWakes, &["release_wakes", "takeover_wakes", "reopen_wakes"]),
+    (Mistake::WakesOne, &["all_waiters_wake"]),
+    (Mistake::WaitsForAnyAttempt, &["nothing_to_wait_for"]),
+    (Mistake::WaitsForFinished, &["nothing_to_wait_for"]),
+    (Mistake::WaitsUnbounded, &["wait_is_bounded"]),
+    (Mistake::WaiterReleases, &["abandoned_wait"]),
+
+    (Mistake::LapseHidden, &["inspection"]),
+    (Mistake::CrashPolicyForgotten, &["inspection", "crashed_under_fail"]),
+    (Mistake::ReopensLiveLease, &["reopen_refused"]),
+    (Mistake::ReopensAnyAttempt, &["reopen_refused"]),
+    (Mistake::ReopenDeletes, &["reopen_interrupted", "reopen_finished", "reopen_lapsed", "reopen_released"]),
+    (Mistake::ReopenSparesResults, &["reopen_finished"]),
+    (Mistake::ReopenKeepsStarts, &["reopen_released"]),
+    (Mistake::ReopenRenewsRetention, &["reopen_keeps_retention"]),
+    (Mistake::ReopenUpserts, &["reopen_refused"]),
+
+    (Mistake::HandleIsACopy, &["handles_share"]),
+    (Mistake::OwnersRepeat, &["owners_are_unique"]),
+    (Mistake::TornWrites, &["dropped_reserve", "dropped_renew", "dropped_finish", "dropped_release", "dropped_reopen"]),
+    (Mistake::TornReads, &["dropped_reads"]),
+    (Mistake::ErrorsAreAbsent, &["unreachable_store"]),
+    (Mistake::ForeignIsAbsent, &["foreign_value"]),
+];
+
+#[test]
+fn every_mistake_is_caught() {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(4).enable_time().build().unwrap();
+    let checks: Vec<_> = CAUGHT
+        .iter()
+        .flat_map(|(mistake, clauses)| clauses.iter().map(move |clause| (*mistake, *clause)))
+        .map(|(mistake, clause)| {
+            let subject = Plain::subject(mistake).patience(Duration::from_secs(3));
+            let check =
+                Clause::named(clause).unwrap_or_else(|| panic!("no clause is called `{clause}`")).check(subject);
+            (mistake, clause, runtime.spawn(check))
+        })
+        .collect();
+    let mut missed = Vec::new();
+    for (mistake, clause, check) in checks {
+        match runtime.block_on(check) {
+            Ok(()) => missed.push(format!("{clause} does not catch {mistake:?}")),
+            Err(error) => {
+                let panic = error.into_panic();
+                let text = panic.downcast_ref::<String>().map_or("without words", String::as_str);
+                println!("{mistake:?} is caught by {clause}: {}", text.replace('\n', ";"));
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{missed:#?}");
+}
+
+#[test]
+fn every_clause_catches_a_mistake() {
+    let catching: HashSet<_> = CAUGHT.iter().flat_map(|(_, clauses)| *clauses).copied().collect();
+    let idle: Vec<_> = CLAUSES.iter().map(Clause::name).filter(|name| !catching.contains(name)).collect();
+    assert_eq!(idle, [""; 0], "these clauses are not proven to catch anything");
+    let made: HashSet<_> = CAUGHT.iter().map(|(mistake, _)| format!("{mistake:?}")).collect();
+    let unused: Vec<_> = Mistake::ALL.iter().filter(|mistake| !made.contains(&format!("{mistake:?}"))).collect();
+    assert!(unused.is_empty(), "no clause is named for these mistakes: {unused:?}");
+}

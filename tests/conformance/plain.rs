@@ -1,0 +1,598 @@
+//! A second store, as plain as can be, that makes one mistake on request.
+//!
+//! It shares no decision with the library (not even `Record::meet`), so that it checks the suite as much as the suite
+//! checks it. Most mistakes were found in the field; see `pitfalls.md` of the project's brief.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use idem_runtime::conformance::Subject;
+use idem_runtime::{
+    Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, Owner, Payload,
+    Record, Release, Reservation, Reserve, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture, SystemClock,
+    Write,
+};
+use tokio::sync::Notify;
+
+macro_rules! mistakes {
+    ($($name:ident,)*) => {
+        /// What a broken store does.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        pub(crate) enum Mistake { None, $($name,)* }
+
+        impl Mistake {
+            pub(crate) const ALL: &[Self] = &[$(Self::$name,)*];
+        }
+    };
+}
+
+mistakes! {
+    // Reserving.
+    LeaseCutShort, RepeatIsADuplicate, RepeatIsATakeover, ReadThenWrite, NobodyWaits, TakeoverKeepsNumber,
+    TakeoverUnannounced, ReleaseDeletes, ReleaseRefunds, LapseDoesNotCount, NotStartedCounts, NotStartedTakesNumberBack,
+    LimitBeforeResult, LimitBeforeLease, LiveLeaseHasNoTimeLeft, OneTimeForLeaseAndRetention,
+    // Crashes.
+    HolderFailIgnored, NewcomerFailIgnored, InterruptedIsReleased, FailIsInterruptedAtOnce, NoLateFinish,
+    // Fingerprints.
+    FingerprintOnlyOnceFinished, FingerprintNotAtTakeover, FingerprintNotOnReplay, FingerprintNotOnceReleased,
+    AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
+    // Writing.
+    RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
+    RenewAllOrNothing, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOverwrites,
+    FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
+    ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber,
+    // Results.
+    ResultRunsAgain, FailedIsCompleted, FalsyIsNothing, TextOnly, SizeIsForgotten, LargeIsCut, CodecIsForgotten,
+    // Keys.
+    LetterCaseIgnored, SpaceTrimmed, ScopeIgnored, KeysCutShort,
+    // Retention.
+    NeverForgets, PendingNeverExpires, TtlFromReservation, PendingExpiresAtTtl, TtlSurvivesTakeover,
+    // Waiting.
+    NeverWakes, OnlyFinishWakes, WakesOne, WaitsForAnyAttempt, WaitsForFinished, WaitsUnbounded, WaiterReleases,
+    // Operators.
+    LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenSparesResults,
+    ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts,
+    // Robustness.
+    HandleIsACopy, OwnersRepeat, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
+}
+
+use Mistake as M;
+
+#[derive(Clone, Debug)]
+struct Slot {
+    record: Record,
+    lapses_at: Instant,
+    expires_at: Instant,
+}
+
+#[derive(Clone, Debug)]
+enum Value {
+    Slot(Slot),
+    Foreign,
+}
+
+type Values = HashMap<String, Value>;
+
+#[derive(Debug, Default)]
+struct Shared {
+    values: Mutex<Values>,
+    written: Notify,
+}
+
+/// The store.
+#[derive(Clone, Debug)]
+pub(crate) struct Plain {
+    mistake: Mistake,
+    reachable: bool,
+    shared: Arc<Shared>,
+    heartbeats: Arc<Heartbeats>,
+}
+
+impl Plain {
+    pub(crate) fn new(mistake: Mistake) -> Self {
+        Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
+    }
+
+    /// With everything a subject can have.
+    pub(crate) fn subject(mistake: Mistake) -> Subject {
+        let store = Self::new(mistake);
+        let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };
+        let unreachable = Self { reachable: false, ..store.clone() };
+        let spoiled = store.clone();
+        let spoil = move |key: Key| {
+            let name = spoiled.key(&key);
+            spoiled.shared.values.lock().unwrap().insert(name, Value::Foreign);
+            async {}
+        };
+        Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
+    }
+
+    fn is(&self, mistake: Mistake) -> bool {
+        self.mistake == mistake
+    }
+
+    fn now(&self) -> Instant {
+        self.heartbeats.clock().now()
+    }
+
+    fn key(&self, key: &Key) -> String {
+        match self.mistake {
+            M::LetterCaseIgnored => key.as_str().to_lowercase(),
+            M::SpaceTrimmed => key.as_str().trim().to_owned(),
+            M::ScopeIgnored => key.text().to_owned(),
+            M::KeysCutShort => key.as_str().chars().take(255).collect(),
+            _ => key.as_str().to_owned(),
+        }
+    }
+
+    /// Does `step` with the record of `key`, in one step, unless that is the mistake.
+    fn one<'a, T: Send + 'a>(
+        &'a self,
+        key: &'a Key,
+        writes: bool,
+        mut step: impl FnMut(&mut Option<Slot>) -> T + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        StoreFuture::new(async move {
+            if !self.reachable {
+                if !self.is(M::ErrorsAreAbsent) {
+                    return Err(StoreError::new(StoreErrorKind::Unavailable, "no server"));
+                }
+                return Ok(step(&mut None));
+            }
+            let name = self.key(key);
+            let take = |values: &mut Values| match values.remove(&name) {
+                Some(Value::Slot(slot)) => {
+                    Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
+                }
+                Some(Value::Foreign) if !self.is(M::ForeignIsAbsent) => {
+                    values.insert(name.clone(), Value::Foreign);
+                    Err(StoreError::new(StoreErrorKind::Corrupt, "not a record"))
+                }
+                _ => Ok(None),
+            };
+            let put = |values: &mut Values, slot: Option<Slot>| {
+                if let Some(slot) = slot {
+                    values.insert(name.clone(), Value::Slot(slot));
+                }
+            };
+            let torn = self.is(if writes { M::TornWrites } else { M::TornReads });
+            if torn || self.is(M::ReadThenWrite) {
+                let mut slot = {
+                    let mut values = self.shared.values.lock().unwrap();
+                    let slot = take(&mut values)?;
+                    if !torn {
+                        put(&mut values, slot.clone());
+                    }
+                    slot
+                };
+                pause(3).await;
+                let answer = step(&mut slot);
+                put(&mut self.shared.values.lock().unwrap(), slot);
+                return Ok(answer);
+            }
+            let mut values = self.shared.values.lock().unwrap();
+            let mut slot = take(&mut values)?;
+            let answer = step(&mut slot);
+            put(&mut values, slot);
+            Ok(answer)
+        })
+    }
+
+    fn wake(&self, by_finish: bool) {
+        match self.mistake {
+            M::NeverWakes => {}
+            M::OnlyFinishWakes if !by_finish => {}
+            M::WakesOne => self.shared.written.notify_one(),
+            _ => self.shared.written.notify_waiters(),
+        }
+    }
+
+    fn pending(&self, request: &Reserve, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
+        let now = self.now();
+        let recorded =
+            record.and_then(|slot| slot.record.fingerprint).filter(|_| !self.is(M::FingerprintLostAtTakeover));
+        let state = State::Pending {
+            lease: if self.is(M::LeaseCutShort) { request.lease / 2 } else { request.lease },
+            ttl: request.ttl,
+            on_crash: if self.is(M::CrashPolicyForgotten) { OnCrash::Retry } else { request.on_crash },
+        };
+        let fingerprint = request.fingerprint.or(recorded);
+        let retention = match self.mistake {
+            M::PendingExpiresAtTtl => request.ttl,
+            M::PendingNeverExpires => Duration::from_secs(100_000),
+            M::OneTimeForLeaseAndRetention => request.lease,
+            _ => request.lease + request.ttl,
+        };
+        let expires_at = match record {
+            Some(slot) if self.is(M::TtlSurvivesTakeover) => slot.expires_at,
+            _ => now.saturating_add(retention),
+        };
+        Slot {
+            record: Record { owner: request.owner, attempt, starts, fingerprint, state },
+            lapses_at: now.saturating_add(request.lease),
+            expires_at,
+        }
+    }
+
+    fn mismatches(&self, record: &Record, lapsed: bool, request: &Reserve) -> bool {
+        let checked = match self.mistake {
+            M::FingerprintOnlyOnceFinished => record.is_finished(),
+            M::FingerprintNotOnReplay => !record.is_finished(),
+            M::FingerprintNotOnceReleased => record.state != State::Released,
+            M::FingerprintNotAtTakeover => !(lapsed && matches!(record.state, State::Pending { .. })),
+            _ => true,
+        };
+        checked
+            && match (record.fingerprint, request.fingerprint) {
+                (Some(recorded), Some(presented)) => recorded != presented,
+                (None, None) => false,
+                _ => self.is(M::AbsentFingerprintDiffers),
+            }
+    }
+
+    fn admit(&self, slot: &mut Option<Slot>, request: &Reserve) -> Reservation {
+        let now = self.now();
+        let reserved = |lease: Lease, takeover| Reservation::Reserved {
+            lease: Lease { lease: request.lease, on_crash: request.on_crash, ..lease },
+            takeover: takeover && !self.is(M::TakeoverUnannounced),
+        };
+        let Some(found) = slot.as_ref() else {
+            let first = slot.insert(self.pending(request, 1, 1, None));
+            return reserved(first.record.lease(request), false);
+        };
+        let record = &found.record;
+        let lapses_in = found.lapses_at.saturating_since(now);
+        let lapsed = lapses_in.is_zero();
+        let attempt = record.attempt;
+        if self.mismatches(record, lapsed, request) {
+            return Reservation::Mismatch { attempt };
+        }
+        let used_up = request.max_attempts.is_some_and(|max| record.starts >= max.get());
+        if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
+        {
+            return Reservation::Exhausted { attempts: record.starts };
+        }
+        let mut takeover = false;
+        match &record.state {
+            State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
+            State::Completed(_) | State::Failed(_) => return Reservation::Finished(record.clone()),
+            State::Interrupted => return Reservation::Interrupted { attempt },
+            State::Released => {}
+            State::Pending { on_crash, .. } => {
+                let own = record.owner == request.owner && !self.is(M::RepeatIsADuplicate);
+                if own && !(lapsed && self.is(M::RepeatIsATakeover)) {
+                    return reserved(record.lease(request), false);
+                }
+                let holder = *on_crash == OnCrash::Fail && !self.is(M::HolderFailIgnored);
+                let newcomer = request.on_crash == OnCrash::Fail && !self.is(M::NewcomerFailIgnored);
+                if !lapsed && !self.is(M::NobodyWaits) {
+                    if holder && self.is(M::FailIsInterruptedAtOnce) {
+                        return Reservation::Interrupted { attempt };
+                    }
+                    let lapses_in = if self.is(M::LiveLeaseHasNoTimeLeft) { Duration::ZERO } else { lapses_in };
+                    return Reservation::Pending { attempt, lapses_in };
+                }
+                if holder || newcomer {
+                    return Reservation::Interrupted { attempt };
+                }
+                takeover = true;
+            }
+        }
+        if used_up {
+            return Reservation::Exhausted { attempts: record.starts };
+        }
+        let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
+        let starts = record.starts + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
+        let next = self.pending(request, attempt, starts, Some(found));
+        self.wake(false);
+        reserved(slot.insert(next).record.lease(request), takeover)
+    }
+
+    fn keep_alive(&self, slot: &mut Option<Slot>, lease: &Lease) -> Write {
+        let now = self.now();
+        let Some(slot) = slot else { return Write::Refused };
+        let own = slot.record.owner == lease.owner || self.is(M::RenewByKey);
+        let pending = match slot.record.state {
+            State::Pending { .. } if self.is(M::NoLateRenew) => slot.lapses_at > now,
+            State::Pending { .. } => true,
+            _ => self.is(M::RenewAfterTheEnd),
+        };
+        let granted = own && pending;
+        if (granted && !self.is(M::RenewDoesNothing)) || (pending && self.is(M::RefusedRenewExtends)) {
+            slot.lapses_at = now.saturating_add(lease.lease);
+            slot.expires_at = slot.lapses_at.saturating_add(lease.ttl);
+        }
+        if granted { Write::Done } else { Write::Refused }
+    }
+
+    fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Write {
+        let now = self.now();
+        let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
+        let Some(found) = slot else {
+            if self.is(upserts) {
+                let expires_at = now.saturating_add(lease.ttl);
+                *slot = Some(Slot { record: Record::after(lease, state), lapses_at: now, expires_at });
+                return Write::Done;
+            }
+            return Write::Refused;
+        };
+        let by_key = if release.is_some() { M::ReleaseByKey } else { M::FinishByKey };
+        if found.record.owner != lease.owner && !self.is(by_key) {
+            return Write::Refused;
+        }
+        if release.is_some() && self.is(M::ReleaseChecksNumber) && found.record.attempt != lease.attempt {
+            return Write::Refused;
+        }
+        let refund = u32::from(match release {
+            Some(Release::NotStarted) => !self.is(M::NotStartedCounts),
+            Some(Release::Returned) => self.is(M::ReleaseRefunds),
+            _ => false,
+        });
+        let ended = found.record.is_finished();
+        match found.record.state {
+            State::Pending { .. } if self.is(M::NoLateFinish) && release.is_none() && found.lapses_at <= now => {
+                return Write::Refused;
+            }
+            State::Pending { .. } => {}
+            _ if ended && release.is_none() => {
+                if self.is(M::FinishNotRepeatable) {
+                    return Write::Refused;
+                }
+                if self.is(M::FinishRepeatedExtends) {
+                    found.expires_at = now.saturating_add(lease.ttl);
+                }
+                if !self.is(M::FinishOverwrites) {
+                    return Write::Done;
+                }
+            }
+            _ if ended => {
+                if self.is(M::ReleaseDeletesResult) {
+                    *slot = None;
+                    return Write::Done;
+                }
+                return Write::Refused;
+            }
+            _ if release.is_some() => {
+                if self.is(M::RefundTwice) {
+                    found.record.starts = found.record.starts.saturating_sub(refund);
+                }
+                return if self.is(M::ReleaseNotRepeatable) { Write::Refused } else { Write::Done };
+            }
+            _ if self.is(M::FinishAfterRelease) => {}
+            _ => return Write::Refused,
+        }
+        if release.is_some() && self.is(M::ReleaseDeletes) {
+            *slot = None;
+            self.wake(false);
+            return Write::Done;
+        }
+        let record = &mut found.record;
+        record.starts = record.starts.saturating_sub(refund);
+        if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
+            record.attempt -= 1;
+        }
+        let loses = if release.is_some() { M::FingerprintLostAtRelease } else { M::FingerprintLostAtFinish };
+        if self.is(loses) {
+            record.fingerprint = None;
+        }
+        record.state = match state {
+            State::Interrupted if self.is(M::InterruptedIsReleased) => State::Released,
+            State::Completed(payload) => State::Completed(self.written(payload)),
+            State::Failed(payload) if self.is(M::FailedIsCompleted) => State::Completed(payload),
+            State::Failed(payload) => State::Failed(self.written(payload)),
+            state => state,
+        };
+        found.lapses_at = now;
+        if !self.is(M::TtlFromReservation) {
+            found.expires_at = now.saturating_add(lease.ttl);
+        }
+        self.wake(release.is_none());
+        Write::Done
+    }
+
+    fn written(&self, payload: Payload) -> Payload {
+        let Payload::Stored { codec, bytes } = payload else {
+            return match payload {
+                Payload::TooLarge { .. } if self.is(M::SizeIsForgotten) => Payload::TooLarge { bytes: 0 },
+                payload => payload,
+            };
+        };
+        let codec = if self.is(M::CodecIsForgotten) { CodecName::new(b"json").unwrap() } else { codec };
+        match self.mistake {
+            M::FalsyIsNothing if bytes.is_empty() => Payload::Unencodable,
+            M::TextOnly => Payload::Stored { codec, bytes: String::from_utf8_lossy(&bytes).into_owned().into() },
+            M::LargeIsCut => Payload::Stored { codec, bytes: bytes.slice(..bytes.len().min(65_536)) },
+            _ => Payload::Stored { codec, bytes },
+        }
+    }
+
+    fn decide(&self, slot: &mut Option<Slot>, lease: &Lease) -> Write {
+        let now = self.now();
+        if slot.is_none() && self.is(M::ReopenUpserts) {
+            let record = Record::after(lease, State::Released);
+            *slot = Some(Slot { record, lapses_at: now, expires_at: now.saturating_add(lease.ttl) });
+            return Write::Done;
+        }
+        let Some(found) = slot else { return Write::Refused };
+        let live = matches!(found.record.state, State::Pending { .. }) && found.lapses_at > now;
+        let spared = found.record.is_finished() && self.is(M::ReopenSparesResults);
+        let refused = (found.record.attempt != lease.attempt && !self.is(M::ReopensAnyAttempt))
+            || (live && !self.is(M::ReopensLiveLease))
+            || spared;
+        if refused {
+            return Write::Refused;
+        }
+        self.wake(false);
+        if self.is(M::ReopenDeletes) {
+            *slot = None;
+            return Write::Done;
+        }
+        if !self.is(M::ReopenKeepsStarts) {
+            found.record.starts = 0;
+        }
+        found.record.state = State::Released;
+        if self.is(M::ReopenRenewsRetention) {
+            found.expires_at = now.saturating_add(Duration::from_secs(600));
+        }
+        Write::Done
+    }
+}
+
+fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
+    /// Real time, and the same chance for everybody.
+    #[derive(Debug)]
+    struct SameChance(Arc<dyn Clock>);
+
+    impl Clock for SameChance {
+        fn now(&self) -> Instant {
+            self.0.now()
+        }
+
+        fn sleep(&self, duration: Duration) -> Sleep {
+            self.0.sleep(duration)
+        }
+
+        fn entropy(&self) -> u128 {
+            ManualClock::seeded(7).entropy()
+        }
+    }
+
+    // Two handles share their records' times, so they share the clock that these are on.
+    static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
+    let clock: Arc<dyn Clock> = Arc::new(*CLOCK);
+    Arc::new(Heartbeats::new(if mistake == M::OwnersRepeat { Arc::new(SameChance(clock)) } else { clock }))
+}
+
+/// Lets others go first, `times` times.
+async fn pause(mut times: u32) {
+    poll_fn(|cx| {
+        if times == 0 {
+            return Poll::Ready(());
+        }
+        times -= 1;
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+impl Store for Plain {
+    fn name(&self) -> &'static str {
+        "plain"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        let shared = if self.is(M::HandleIsACopy) {
+            let values = self.shared.values.lock().unwrap().clone();
+            Arc::new(Shared { values: Mutex::new(values), written: Notify::new() })
+        } else {
+            Arc::clone(&self.shared)
+        };
+        Arc::new(Self { shared, ..self.clone() })
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.one(&request.key, true, |slot| self.admit(slot, request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move {
+            if leases.is_empty() && self.is(M::EmptyBatchFails) {
+                return Err(StoreError::new(StoreErrorKind::Unknown, "syntax error near IN ()"));
+            }
+            let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
+            let mut answers = Vec::new();
+            for lease in leases.iter().take(limit) {
+                answers.push(self.one(&lease.key, true, |slot| self.keep_alive(slot, lease)).await?);
+            }
+            answers.resize(leases.len(), Write::Refused);
+            if self.is(M::RenewGroupsAnswers) {
+                answers.sort_by_key(|answer| *answer == Write::Refused);
+            }
+            if self.is(M::RenewAllOrNothing) && answers.contains(&Write::Refused) {
+                answers.fill(Write::Refused);
+            }
+            Ok(answers)
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.one(&lease.key, true, |slot| self.end(slot, lease, finish.state(), None))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.one(&lease.key, true, move |slot| self.end(slot, lease, release.state(), Some(release)))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            let mut limit = self.heartbeats.clock().sleep(at_most);
+            loop {
+                let mut written = std::pin::pin!(self.shared.written.notified());
+                written.as_mut().enable();
+                let found = self.inspect(key).await?.map(|found| found.record);
+                let pending = found.is_some_and(|record| match record.state {
+                    State::Pending { .. } => record.attempt == attempt || self.is(M::WaitsForAnyAttempt),
+                    State::Completed(_) => self.is(M::WaitsForFinished),
+                    _ => false,
+                });
+                if !pending {
+                    return Ok(());
+                }
+                let over = poll_fn(|cx| {
+                    if written.as_mut().poll(cx).is_ready() {
+                        return Poll::Ready(false);
+                    }
+                    if self.is(M::WaitsUnbounded) { Poll::Pending } else { limit.as_mut().poll(cx).map(|()| true) }
+                })
+                .await;
+                if over {
+                    if self.is(M::WaiterReleases) {
+                        let release = |slot: &mut Option<Slot>| {
+                            slot.as_mut().unwrap().record.state = State::Released;
+                        };
+                        self.one(key, true, release).await?;
+                    }
+                    return Ok(());
+                }
+            }
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.one(key, false, |slot| {
+            let now = self.now();
+            slot.as_ref().map(|slot| {
+                let lapses_in = slot.lapses_at.saturating_since(now);
+                let lapses_in =
+                    if self.is(M::LapseHidden) { lapses_in.max(Duration::from_millis(1)) } else { lapses_in };
+                Inspection {
+                    record: slot.record.clone(),
+                    expires_in: slot.expires_at.saturating_since(now),
+                    lapses_in: matches!(slot.record.state, State::Pending { .. }).then_some(lapses_in),
+                }
+            })
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        let lease = Lease {
+            key: key.clone(),
+            owner: Owner::from_bytes([0; Owner::BYTES]),
+            attempt,
+            starts: 0,
+            lease: Duration::ZERO,
+            ttl: Duration::from_secs(600),
+            on_crash: OnCrash::Retry,
+            fingerprint: None,
+        };
+        self.one(key, true, move |slot| self.decide(slot, &lease))
+    }
+}

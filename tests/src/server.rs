@@ -1,0 +1,169 @@
+//! Servers of the tests' own: on free ports, in folders of their own, gone with the process that started them.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use idem_runtime::RedisStore;
+use idem_runtime::conformance::Subject;
+
+/// A kind of server, and the environment variable that names its program; `scripts/test` sets them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Redis 7.0 or newer: `redis-server` from the path, or `IDEM_TEST_REDIS`.
+    Redis,
+    /// Valkey 8 or newer: `IDEM_TEST_VALKEY`.
+    Valkey,
+    /// A Redis before 7.0, to be refused: `IDEM_TEST_OLD_REDIS`.
+    OldRedis,
+}
+
+impl Kind {
+    fn program(self) -> PathBuf {
+        let (variable, default) = match self {
+            Self::Redis => ("IDEM_TEST_REDIS", Some("redis-server")),
+            Self::Valkey => ("IDEM_TEST_VALKEY", None),
+            Self::OldRedis => ("IDEM_TEST_OLD_REDIS", None),
+        };
+        let program = std::env::var_os(variable).or_else(|| default.map(Into::into));
+        program.unwrap_or_else(|| panic!("`{variable}` names no server program; run ./scripts/test")).into()
+    }
+
+    /// One server for the whole test process.
+    pub fn shared(self) -> String {
+        static SERVERS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
+        let mut servers = SERVERS.get_or_init(Mutex::default).lock().unwrap();
+        if let Some((_, url)) = servers.iter().find(|(kind, _)| *kind == self) {
+            return url.clone();
+        }
+        // The server dies with the thread that started it, so this thread lives as long as the process.
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let server = RedisServer::start(self);
+            sender.send(server.url()).unwrap();
+            loop {
+                std::thread::park();
+            }
+        });
+        let url = receiver.recv().expect("the server starts");
+        servers.push((self, url.clone()));
+        url
+    }
+
+    /// A store on the shared server, and a second handle as another process would open it.
+    pub async fn subject(self) -> Subject {
+        let url = self.shared();
+        let store = RedisStore::connect(&url).await.expect("connects");
+        let peer = RedisStore::connect(&url).await.expect("connects");
+        Subject::new(store).peer(peer)
+    }
+}
+
+/// A server process; killed when dropped.
+#[derive(Debug)]
+pub struct RedisServer {
+    kind: Kind,
+    port: u16,
+    folder: PathBuf,
+    args: Vec<String>,
+    child: Option<Child>,
+}
+
+impl RedisServer {
+    /// A server that keeps nothing on disk.
+    pub fn start(kind: Kind) -> Self {
+        Self::start_with(kind, &["--appendonly", "no"])
+    }
+
+    /// A server with these arguments.
+    pub fn start_with(kind: Kind, args: &[&str]) -> Self {
+        let port = free_port();
+        let folder = std::env::temp_dir().join(format!("idem-test-{}-{port}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder for the server");
+        let args = args.iter().map(ToString::to_string).collect();
+        let mut server = Self { kind, port, folder, args, child: None };
+        server.run();
+        server
+    }
+
+    /// Where it listens.
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Starts the process, again if it was killed, and waits until it answers.
+    pub fn run(&mut self) {
+        let program = self.kind.program();
+        // `setpriv` has the kernel kill the server if this process dies first.
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .arg(&program)
+            .args(["--port", &self.port.to_string(), "--bind", "127.0.0.1", "--save", "", "--dir"])
+            .arg(&self.folder)
+            .args(&self.args)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
+        self.child = Some(child);
+        for _ in 0..1000 {
+            if self.ping() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("{} does not answer on port {}", program.display(), self.port);
+    }
+
+    fn ping(&self) -> bool {
+        use std::io::{Read, Write};
+        let Ok(mut stream) = std::net::TcpStream::connect(("127.0.0.1", self.port)) else { return false };
+        let mut answer = [0; 5];
+        // An unauthenticated client is answered with an error, and that is an answer.
+        stream.write_all(b"PING\r\n").is_ok()
+            && stream.read_exact(&mut answer).is_ok()
+            && (answer == *b"+PONG" || answer == *b"-NOAU")
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+
+    /// Stops or continues the process.
+    pub fn signal(&self, signal: &str) {
+        let pid = self.child.as_ref().expect("running").id().to_string();
+        Command::new("kill").args([signal, &pid]).status().expect("kill runs");
+    }
+
+    /// A connection of the raw client.
+    pub async fn raw(&self) -> redis::aio::MultiplexedConnection {
+        raw(&self.url()).await
+    }
+}
+
+impl Drop for RedisServer {
+    fn drop(&mut self) {
+        self.kill();
+        std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+/// A connection of the raw client.
+pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
+    redis::Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap()
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
+}
