@@ -1,1 +1,77 @@
-//! examples
+//! What the examples share: the command line, the orders, what goes wrong on the way, and the table at the end.
+//!
+//! None of it is about idempotency; that is in the examples themselves.
+
+mod arguments;
+mod generate;
+mod mishaps;
+mod orders;
+mod payment;
+mod process;
+mod queue;
+mod report;
+
+use std::error::Error;
+use std::fmt;
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+
+pub use arguments::{Arguments, Source};
+pub use generate::generate;
+pub use mishaps::{Mishap, deliveries};
+pub use orders::{Event, Malformed, Order, read};
+pub use payment::{PaymentError, Receipt};
+pub use process::ProcessStore;
+pub use queue::{Message, Queue, VISIBILITY_TIMEOUT};
+pub use report::{Charges, Count, Counts, Report, counts};
+
+/// Runs an example: reads the orders, has `deliver` charge them, and prints what came of it.
+///
+/// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if there was nothing to work with.
+pub fn main<E: Into<Box<dyn Error>>>(
+    name: &str,
+    takes_url: bool,
+    deliver: impl FnOnce(&Arguments, &[Event]) -> Result<(Counts, Charges), E>,
+) -> ExitCode {
+    let fail = |problem: &dyn fmt::Display| {
+        eprintln!("{name}: {problem}");
+        ExitCode::from(2)
+    };
+    let arguments = match Arguments::parse(std::env::args_os().skip(1), takes_url) {
+        Ok(Some(arguments)) => arguments,
+        Ok(None) => {
+            show(&arguments::usage(name, takes_url));
+            return ExitCode::SUCCESS;
+        }
+        Err(problem) => return fail(&format_args!("{problem}\n\n{}", arguments::usage(name, takes_url).trim_end())),
+    };
+    let input = match arguments.source.read() {
+        Ok(input) => input,
+        Err(error) => return fail(&format_args!("can't read {}: {error}", arguments.source)),
+    };
+    let (events, malformed) = read(&input);
+    for line in &malformed {
+        eprintln!("{line}");
+    }
+    let (counts, charges) = match deliver(&arguments, &events) {
+        Ok(delivered) => delivered,
+        Err(error) => return fail(&explain(&*error.into())),
+    };
+    let report = Report::new(&events, malformed.len(), counts, &charges, arguments.idempotent);
+    show(&report.to_string());
+    if report.is_correct() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// An error with all its causes, those that it has quoted already left out.
+pub fn explain(error: &dyn Error) -> String {
+    let text = error.to_string();
+    match error.source().map(explain) {
+        Some(cause) if cause != text => format!("{text}: {cause}"),
+        _ => text,
+    }
+}
+
+/// Prints; a reader that has gone, as behind `| head`, changes nothing about the exit code.
+fn show(text: &str) {
+    let _ = io::stdout().write_all(text.as_bytes());
+}

@@ -75,12 +75,15 @@ use crate::{
 macro_rules! store_conformance {
     ($name:ident, $open:expr $(,)?) => {
         mod $name {
-            #[allow(unused_imports)]
-            use super::*;
-
+            /// Apart from the tests, whose names must not hide those that the expression uses.
             #[allow(dead_code)]
-            fn open() -> $crate::conformance::Opening {
-                ::std::boxed::Box::pin(async { $crate::conformance::Subject::from($open) })
+            mod __subject {
+                #[allow(unused_imports)]
+                use super::super::*;
+
+                pub(super) fn __open() -> $crate::conformance::Opening {
+                    ::std::boxed::Box::pin(async { $crate::conformance::Subject::from($open) })
+                }
             }
 
             $crate::__conformance_clauses! { $crate::__conformance_tests }
@@ -95,7 +98,7 @@ macro_rules! __conformance_tests {
         #[doc = $claim]
         #[test]
         fn $name() {
-            $crate::conformance::run(stringify!($name), open);
+            $crate::conformance::run(stringify!($name), __subject::__open);
         }
     )* };
 }

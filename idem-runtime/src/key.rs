@@ -189,8 +189,11 @@ fn check_scope(scope: &str) -> Result<(), KeyProblem> {
 /// Registers a derived scope for the handler at `this`.
 fn claim(name: &'static str, this: Site) -> Result<(), KeyProblem> {
     static CLAIMED: LazyLock<Mutex<HashMap<&'static str, Site>>> = LazyLock::new(Mutex::default);
-    let other = *crate::sync::lock(&CLAIMED).entry(name).or_insert(this);
-    if other == this { Ok(()) } else { Err(KeyProblem::SharedScope { other, this }) }
+    // A scope claims once for each `static`. The sites may be equal: what one `macro_rules!` wrote is all in one place.
+    match crate::sync::lock(&CLAIMED).insert(name, this) {
+        None => Ok(()),
+        Some(other) => Err(KeyProblem::SharedScope { other, this }),
+    }
 }
 
 thread_local! {

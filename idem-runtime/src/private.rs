@@ -11,8 +11,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::{
-    Codec, Error, ErrorRule, Key, KeyError, KeyPart, OnError, RecordResults, RecordValues, Recorder, Store, record_results,
-    record_results_if, record_values,
+    Codec, Error, ErrorRule, Key, KeyError, KeyPart, OnError, RecordResults, RecordValues, Recorder, Store,
+    record_results, record_results_if, record_values,
 };
 
 pub use std::option::Option::{None, Some};
@@ -373,7 +373,11 @@ where
     E: From<Error>,
     R: Recorder<T, E>,
 {
-    pub fn run<B: Future<Output = Result<T, E>>>(self, operation: Operation, body: B) -> impl Future<Output = Result<T, E>> {
+    pub fn run<B: Future<Output = Result<T, E>>>(
+        self,
+        operation: Operation,
+        body: B,
+    ) -> impl Future<Output = Result<T, E>> {
         crate::run(operation, self.recorder, body)
     }
 }

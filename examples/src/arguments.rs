@@ -1,0 +1,143 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::{fmt, fs, io};
+
+const BUNDLED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/orders.jsonl");
+
+/// What an example is asked to do.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Arguments {
+    /// Where the orders are.
+    pub source: Source,
+    /// False for `--without-idempotency`.
+    pub idempotent: bool,
+    /// The server to use, where an example needs one.
+    pub url: Option<String>,
+}
+
+/// Where order events are read from.
+#[derive(PartialEq, Eq, Debug)]
+pub enum Source {
+    /// The file that comes with the examples.
+    Bundled,
+    /// A file of the user's.
+    File(PathBuf),
+    /// Standard input.
+    Stdin,
+}
+
+impl Arguments {
+    /// Reads the command line, without the program's name. `None` asks for help.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn parse(args: impl IntoIterator<Item = OsString>, takes_url: bool) -> Result<Option<Self>, String> {
+        let mut arguments = Self { source: Source::Bundled, idempotent: true, url: None };
+        let mut args = args.into_iter();
+        while let Some(arg) = args.next() {
+            match arg.to_str() {
+                Some("-h" | "--help") => return Ok(None),
+                Some("--without-idempotency") => arguments.idempotent = false,
+                Some("--url") if takes_url => {
+                    let url = args.next().and_then(|url| url.into_string().ok());
+                    arguments.url = Some(url.ok_or("`--url` needs a URL behind it")?);
+                }
+                Some(flag) if flag.starts_with('-') && flag != "-" => return Err(format!("unknown option `{flag}`")),
+                _ if arguments.source != Source::Bundled => {
+                    return Err(format!("one file is enough; what is `{}`?", arg.display()));
+                }
+                Some("-") => arguments.source = Source::Stdin,
+                _ => arguments.source = Source::File(arg.into()),
+            }
+        }
+        Ok(Some(arguments))
+    }
+}
+
+impl Source {
+    /// Everything there is to read.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn read(&self) -> io::Result<Vec<u8>> {
+        match self {
+            Self::Bundled => fs::read(BUNDLED),
+            Self::File(path) => fs::read(path),
+            Self::Stdin => {
+                let mut input = Vec::new();
+                io::Read::read_to_end(&mut io::stdin(), &mut input)?;
+                Ok(input)
+            }
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bundled => write!(f, "`{BUNDLED}`"),
+            Self::File(path) => write!(f, "`{}`", Path::display(path)),
+            Self::Stdin => f.write_str("standard input"),
+        }
+    }
+}
+
+/// What `--help` says.
+pub(crate) fn usage(name: &str, takes_url: bool) -> String {
+    let (option, explained) = if takes_url {
+        let explained = "  --url URL              the server; by default $REDIS_URL or redis://127.0.0.1:6379\n";
+        (" [--url URL]", explained)
+    } else {
+        ("", "")
+    };
+    format!(
+        "Delivers order events at least once, and charges every order exactly once.\n\
+         \n\
+         Usage: {name} [--without-idempotency]{option} [FILE]\n\
+         \n\
+         \x20 FILE                   order events as JSON lines, `-` for standard input; by default a bundled file\n\
+         \x20 --without-idempotency  what the same deliveries do to a bare handler\n\
+         {explained}\
+         \x20 --help                 this text\n\
+         \n\
+         A line: {{\"order_id\":\"A-1\",\"customer\":\"Ada Berg\",\"amount_cents\":1999,\"currency\":\"EUR\"}}\n\
+         Exit status: 0 every order was charged exactly once, 1 one was not, 2 nothing to work with.\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Option<Arguments>, String> {
+        Arguments::parse(args.iter().map(OsString::from), true)
+    }
+
+    #[test]
+    fn every_argument_is_read() {
+        let bundled = Arguments { source: Source::Bundled, idempotent: true, url: None };
+        assert_eq!(parse(&[]), Ok(Some(bundled)));
+        let all =
+            Arguments { source: Source::File("a.jsonl".into()), idempotent: false, url: Some("redis://x".into()) };
+        assert_eq!(parse(&["--without-idempotency", "a.jsonl", "--url", "redis://x"]), Ok(Some(all)));
+        assert_eq!(parse(&["-"]).unwrap().unwrap().source, Source::Stdin);
+        assert_eq!(parse(&["a.jsonl", "--help"]), Ok(None));
+    }
+
+    #[test]
+    fn what_is_not_understood_is_named() {
+        assert_eq!(parse(&["--fast"]).unwrap_err(), "unknown option `--fast`");
+        assert_eq!(parse(&["a", "b"]).unwrap_err(), "one file is enough; what is `b`?");
+        assert_eq!(parse(&["--url"]).unwrap_err(), "`--url` needs a URL behind it");
+        let refused = Arguments::parse(["--url".into(), "redis://x".into()], false);
+        assert_eq!(refused.unwrap_err(), "unknown option `--url`");
+    }
+
+    #[test]
+    fn sources_that_cannot_be_read_say_so() {
+        assert!(Source::File("no/such/file".into()).read().is_err());
+        assert!(!Source::Bundled.read().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,97 @@
+//! A message broker in miniature.
+#![allow(clippy::disallowed_methods, reason = "a broker waits in real time, and nothing tests it")]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use crate::Event;
+
+/// How long a broker of the examples waits for an acknowledgement before it delivers a message again.
+pub const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
+/// How soon a message is delivered again whose handler failed.
+const RETRY: Duration = Duration::from_millis(50);
+const POLL: Duration = Duration::from_millis(5);
+
+/// When a message is to be delivered next, and a number to tell it from others.
+type Receipt = (Instant, u64);
+
+/// A queue that delivers at least once: a message that is not acknowledged in time is delivered again.
+///
+/// As with SQS, an acknowledgement counts for the latest delivery only.
+#[derive(Debug)]
+pub struct Queue(Mutex<Messages>);
+
+#[derive(Debug)]
+struct Messages {
+    by_time: BTreeMap<Receipt, Arc<Event>>,
+    last: u64,
+}
+
+/// A message that was delivered.
+#[derive(Debug)]
+pub struct Message {
+    /// What it says.
+    pub event: Arc<Event>,
+    receipt: Receipt,
+}
+
+impl Queue {
+    /// A queue with these messages.
+    pub fn new<'a>(events: impl IntoIterator<Item = &'a Event>) -> Self {
+        let now = Instant::now();
+        let by_time: BTreeMap<_, _> =
+            (0..).map(|at| (now, at)).zip(events.into_iter().cloned().map(Arc::new)).collect();
+        Self(Mutex::new(Messages { last: by_time.len() as u64, by_time }))
+    }
+
+    /// The next message; `None` once all are acknowledged.
+    pub async fn receive(&self) -> Option<Message> {
+        loop {
+            if let Poll::Ready(message) = self.messages().take() {
+                return message;
+            }
+            sleep(POLL).await;
+        }
+    }
+
+    /// The message has been handled.
+    pub fn ack(&self, message: &Message) {
+        self.messages().by_time.remove(&message.receipt);
+    }
+
+    /// The message is to be delivered again, if a time is given not before it has passed.
+    pub fn nack(&self, message: &Message, after: Option<Duration>) {
+        let mut messages = self.messages();
+        if let Some(event) = messages.by_time.remove(&message.receipt) {
+            messages.push(after.unwrap_or(RETRY), event);
+        }
+    }
+
+    fn messages(&self) -> MutexGuard<'_, Messages> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Messages {
+    /// The first message that is due, `None` if there are no messages at all.
+    fn take(&mut self) -> Poll<Option<Message>> {
+        match self.by_time.first_key_value() {
+            Some(((due, _), _)) if *due > Instant::now() => Poll::Pending,
+            _ => Poll::Ready(self.by_time.pop_first().map(|(_, event)| {
+                let receipt = self.push(VISIBILITY_TIMEOUT, Arc::clone(&event));
+                Message { event, receipt }
+            })),
+        }
+    }
+
+    fn push(&mut self, after: Duration, event: Arc<Event>) -> Receipt {
+        self.last += 1;
+        let receipt = (Instant::now() + after, self.last);
+        self.by_time.insert(receipt, event);
+        receipt
+    }
+}

@@ -1,0 +1,334 @@
+//! A checked call to tokens.
+//!
+//! ```text
+//! Input:   #[idempotent(key = "order:{event.id}", ttl = "7d", store = app.store)]
+//!          async fn ship(app: &App, event: Event) -> Result<Shipment, ShipError> { BODY }
+//!
+//! Output:  async fn ship(app: &App, event: Event) -> Result<Shipment, ShipError> {
+//!              let key = {                                    // Before BODY moves `event`.
+//!                  let mut key = { static SCOPE: Scope = ..; KeyBuilder::new(&SCOPE) };
+//!                  key.text("order:");
+//!                  match &(event.id) { part => Part(part).append(&mut key, None) }
+//!                  key.build()
+//!              };
+//!              let policy = const { Policy::new(..) };        // All that is known at compile time.
+//!              let operation = app.store.operation(key, policy); // With a handle of its own: BODY may move `app`.
+//!              let handler = returning::<Result<Shipment, ShipError>>().result().value().error().values(codec);
+//!              handler.run(operation, async move {
+//!                  if false { return never::<Result<Shipment, ShipError>>(); }
+//!                  BODY
+//!              }).await
+//!          }
+//! ```
+//!
+//! Generated locals have the hygiene of this macro, so that they shadow nothing of the user's, and odd names, as a constant
+//! of the same name would turn a binding into a comparison. Items are not hygienic: a `static` stands in a block without the
+//! user's tokens, and traits are imported without a name.
+
+use std::time::Duration;
+
+use proc_macro2::{Ident, Span, TokenStream};
+use quote::{ToTokens, quote_spanned};
+use syn::ext::IdentExt;
+use syn::spanned::Spanned;
+use syn::{Expr, GenericArgument, PathArguments, Type, parse_quote_spanned};
+
+use crate::function::Function;
+use crate::template::Part;
+use crate::validate::{Base, Call, OnError, Setting, Time};
+
+pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
+    let site = Span::mixed_site();
+    let expansion = Expansion { call, function, site };
+    let krate = call.krate.as_ref().map_or_else(|| quote_spanned!(site=> ::idem_runtime), ToTokens::to_token_stream);
+    let operation = expansion.operation();
+    let run = expansion.run();
+    // One import: a wrong path to the crate is one error then, not one for each use.
+    let body = quote_spanned! {site=>
+        use #krate::__private as __idem;
+        #operation
+        #run
+    };
+    function.with_body(&call.handler.frame(body))
+}
+
+struct Expansion<'a> {
+    call: &'a Call,
+    function: &'a Function,
+    /// The hygiene of generated names.
+    site: Span,
+}
+
+impl Expansion<'_> {
+    /// `let operation = ..;`: everything that is evaluated before the body takes the arguments.
+    fn operation(&self) -> TokenStream {
+        let Self { call, site, .. } = self;
+        let key = self.key();
+        let policy = self.policy();
+        let store = self.place(&call.store);
+        let method = Ident::new("idem_operation", blamed(&call.store));
+        let operation = quote_spanned! {*site=>
+            let __idem_key = #key;
+            let __idem_policy = #policy;
+            let __idem_operation = {
+                use __idem::OperationOn as _;
+                (#store).#method(__idem_key, __idem_policy)
+            };
+        };
+        let fingerprint = call.fingerprint.as_ref().map(|payload| {
+            let method = Ident::new("idem_fingerprint", blamed(payload));
+            let payload = self.unmoved(payload);
+            quote_spanned! {*site=>
+                let __idem_operation = {
+                    use __idem::FingerprintOf as _;
+                    (#payload).#method(__idem_operation)
+                };
+            }
+        });
+        quote_spanned!(*site=> #operation #fingerprint)
+    }
+
+    fn key(&self) -> TokenStream {
+        let site = self.site;
+        let scope = self.scope();
+        let parts = &self.call.key;
+        let parts = parts.iter().enumerate().map(|(at, part)| match part {
+            Part::Text(text) => quote_spanned!(site=> __idem_key.text(#text);),
+            Part::Value(value) => self.part(value, parts.get(at + 1)),
+        });
+        quote_spanned! {site=>
+            {
+                let mut __idem_key = {
+                    static SCOPE: __idem::Scope = #scope;
+                    __idem::KeyBuilder::new(&SCOPE)
+                };
+                #(#parts)*
+                __idem_key.build()
+            }
+        }
+    }
+
+    fn scope(&self) -> TokenStream {
+        let site = self.site;
+        if let Some(name) = &self.call.scope {
+            return quote_spanned!(site=> __idem::Scope::named(#name));
+        }
+        let name = self.function.signature.ident.unraw().to_string();
+        quote_spanned! {site=>
+            __idem::Scope::derived(
+                __idem::concat!(__idem::module_path!(), "::", #name),
+                __idem::file!(),
+                __idem::line!(),
+                __idem::column!(),
+            )
+        }
+    }
+
+    fn part(&self, value: &Expr, next: Option<&Part>) -> TokenStream {
+        let site = self.site;
+        let method = Ident::new("idem_append", blamed(value));
+        let value = self.written(value);
+        // The character behind a value is escaped in it. Only text follows a value: values don't stand side by side.
+        let next = match next {
+            Some(Part::Text(text)) => text.chars().next(),
+            _ => None,
+        };
+        let next =
+            next.map_or_else(|| quote_spanned!(site=> __idem::None), |next| quote_spanned!(site=> __idem::Some(#next)));
+        quote_spanned! {site=>
+            match &(#value) {
+                __idem_part => {
+                    use __idem::parts::*;
+                    (&&&&__idem::Part(__idem_part)).#method(&mut __idem_key, #next);
+                }
+            }
+        }
+    }
+
+    fn policy(&self) -> TokenStream {
+        let Self { call, site, .. } = self;
+        let base = match &call.policy {
+            Base::Ttl(ttl) => {
+                let ttl = self.time(ttl);
+                quote_spanned!(*site=> __idem::Policy::new(#ttl))
+            }
+            Base::Policy(policy, ttl) => {
+                let method = Ident::new("idem_policy", blamed(policy));
+                let policy = self.place(policy);
+                let ttl = ttl.as_ref().map(|ttl| self.time(ttl)).map(|ttl| quote_spanned!(*site=> .ttl(#ttl)));
+                quote_spanned! {*site=> { use __idem::PolicyOf as _; (#policy).#method() } #ttl }
+            }
+        };
+        let settings = call.settings.iter().map(|setting| self.setting(setting));
+        let policy = quote_spanned!(*site=> #base #(#settings)*);
+        if self.is_literal() { quote_spanned!(*site=> const { #policy }) } else { policy }
+    }
+
+    fn is_literal(&self) -> bool {
+        let literal = |time: &Time| matches!(time, Time::Literal(_));
+        let base = matches!(&self.call.policy, Base::Ttl(ttl) if literal(ttl));
+        base && self.call.settings.iter().all(|setting| match setting {
+            Setting::Lease(time) | Setting::Wait(time) => literal(time),
+            Setting::Attempts(count) => matches!(count, Expr::Lit(_)),
+            Setting::Choice(..) => true,
+        })
+    }
+
+    fn setting(&self, setting: &Setting) -> TokenStream {
+        let site = self.site;
+        match setting {
+            Setting::Lease(lease) => {
+                let lease = self.time(lease);
+                quote_spanned!(site=> .lease(#lease))
+            }
+            Setting::Wait(wait) => {
+                let wait = self.time(wait);
+                quote_spanned!(site=> .in_progress(__idem::InProgress::Wait(#wait)))
+            }
+            Setting::Attempts(count) => {
+                let count = self.written(count);
+                quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
+            }
+            Setting::Choice(method, choices, variant) => {
+                let [method, choices, variant] = [method, choices, variant].map(|name| Ident::new(name, site));
+                quote_spanned!(site=> .#method(__idem::#choices::#variant))
+            }
+        }
+    }
+
+    fn time(&self, time: &Time) -> TokenStream {
+        let site = self.site;
+        match time {
+            Time::Literal(duration) => {
+                let millis = u64::try_from(Duration::as_millis(duration)).expect("`duration` reads at most 100 years");
+                quote_spanned!(site=> __idem::Duration::from_millis(#millis))
+            }
+            Time::Computed(expr) => self.written(expr),
+        }
+    }
+
+    /// Checks the types one by one, each at the token that is to blame, and runs the body.
+    ///
+    /// Every check is a method: where one is missing the compiler says so once, with the words of its trait, and asks
+    /// nothing of the calls behind it.
+    fn run(&self) -> TokenStream {
+        let Self { call, site, .. } = self;
+        let output = without_impl_trait(&call.output.ty);
+        let [value, error] = [call.output.value, call.output.error];
+        let checks = [("idem_result", value), ("idem_value", value), ("idem_error", error)];
+        let checks = checks.map(|(name, span)| Ident::new(name, span));
+        let codec = if let Some(codec) = &call.codec {
+            let method = Ident::new("idem_codec", codec.span());
+            quote_spanned!(value=> __idem::returning::<#codec>().#method())
+        } else {
+            quote_spanned!(value=> __idem::returning::<__idem::Json>())
+        };
+        let recorder = match &call.on_error {
+            OnError::Release => quote_spanned!(value=> values(#codec)),
+            OnError::Record(span) => {
+                let method = Ident::new("idem_recorded_error", *span);
+                quote_spanned!(value=> #method().results(#codec))
+            }
+            OnError::Decide(decide) => {
+                let method = Ident::new("idem_recorded_error", decide.span());
+                let decide = self.written(decide);
+                quote_spanned!(value=> #method().results_if(#codec, #decide))
+            }
+        };
+        // The output type is fixed by a `return` that is never taken, as in `tracing`: a mismatch is then reported inside
+        // of the user's body, and `?` knows its target.
+        let never = quote_spanned!(value=> __idem::never::<#output>());
+        let body = &call.handler.body;
+        let block = quote_spanned! {*site=>
+            async move {
+                if false {
+                    return #never;
+                }
+                #body
+            }
+        };
+        // What is left to complain about is about the value, too: a lifetime that a replay can't have.
+        let operation = quote_spanned!(*site=> __idem_operation);
+        quote_spanned! {value=>
+            let __idem_handler = {
+                use __idem::types::*;
+                __idem::returning::<#output>()#(.#checks())*.#recorder
+            };
+            __idem_handler.run(#operation, #block).await
+        }
+    }
+
+    /// What the user wrote, with `self` as it is called in the body.
+    fn written(&self, expr: &Expr) -> TokenStream {
+        self.call.handler.rename_self(expr.to_token_stream())
+    }
+
+    /// The place behind an argument that is a reference: a message is then about the type of the place.
+    fn place(&self, expr: &Expr) -> TokenStream {
+        let written = self.written(expr);
+        let references = match expr {
+            Expr::Path(path) => path.path.get_ident().map_or(0, |name| self.function.references(name)),
+            _ => 0,
+        };
+        let stars = std::iter::repeat_n(quote_spanned!(self.site=> *), references);
+        quote_spanned!(self.site=> #(#stars)* #written)
+    }
+
+    /// The place, or for a tuple a tuple of references, so that its elements aren't moved either.
+    fn unmoved(&self, expr: &Expr) -> TokenStream {
+        match expr {
+            Expr::Tuple(tuple) => {
+                let elems = tuple.elems.iter().map(|elem| self.unmoved(elem));
+                quote_spanned!(self.site=> #(&(#elems),)*)
+            }
+            expr => self.place(expr),
+        }
+    }
+}
+
+/// The token at which the compiler is to say that a value lacks something: the last name in `app.clients.store`.
+fn blamed(expr: &Expr) -> Span {
+    match expr {
+        Expr::Field(field) => field.member.span(),
+        Expr::MethodCall(call) => call.method.span(),
+        Expr::Path(path) => path.path.segments.last().map_or_else(|| expr.span(), |last| last.ident.span()),
+        Expr::Call(call) => blamed(&call.func),
+        Expr::Reference(reference) => blamed(&reference.expr),
+        Expr::Unary(unary) => blamed(&unary.expr),
+        Expr::Paren(paren) => blamed(&paren.expr),
+        Expr::Group(group) => blamed(&group.expr),
+        Expr::Index(index) => blamed(&index.expr),
+        Expr::Await(awaited) => blamed(&awaited.base),
+        Expr::Try(tried) => blamed(&tried.expr),
+        _ => expr.span(),
+    }
+}
+
+/// The type with `_` for every `impl Trait`, which has no name inside of the function.
+fn without_impl_trait(ty: &Type) -> Type {
+    let mut ty = ty.clone();
+    erase(&mut ty);
+    ty
+}
+
+fn erase(ty: &mut Type) {
+    match ty {
+        Type::ImplTrait(_) => *ty = parse_quote_spanned!(Span::mixed_site()=> _),
+        Type::Path(path) => {
+            for segment in &mut path.path.segments {
+                if let PathArguments::AngleBracketed(arguments) = &mut segment.arguments {
+                    for argument in &mut arguments.args {
+                        if let GenericArgument::Type(ty) = argument {
+                            erase(ty);
+                        }
+                    }
+                }
+            }
+        }
+        Type::Tuple(tuple) => tuple.elems.iter_mut().for_each(erase),
+        Type::Array(array) => erase(&mut array.elem),
+        Type::Paren(paren) => erase(&mut paren.elem),
+        Type::Group(group) => erase(&mut group.elem),
+        _ => {}
+    }
+}

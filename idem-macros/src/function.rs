@@ -1,0 +1,251 @@
+//! The annotated function: its signature, and where its body is.
+
+use proc_macro2::{Delimiter, Group, Ident, Span, TokenStream, TokenTree};
+use quote::quote;
+use syn::parse::{Parse, ParseStream};
+use syn::token::Brace;
+use syn::{
+    AssocType, Attribute, Block, Expr, FnArg, GenericArgument, Local, Pat, PatType, PathArguments, PathSegment,
+    ReceiverKind, ReturnType, Signature, Stmt, Token, Type, TypeParamBound, Visibility, braced,
+};
+
+/// A function with a body.
+///
+/// The body stays a stream of tokens: it need not be understood, parsing it would take most of the time of an expansion,
+/// and syntax newer than `syn` passes through.
+pub(crate) struct Function {
+    attributes: Vec<Attribute>,
+    visibility: Visibility,
+    pub(crate) signature: Signature,
+    braces: Brace,
+    inner_attributes: Vec<Attribute>,
+    body: TokenStream,
+}
+
+impl Parse for Function {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
+        let ahead = input.fork();
+        let attributes = input.call(Attribute::parse_outer)?;
+        let visibility = input.parse()?;
+        if !is_function(&ahead) {
+            return Err(input.error("`#[idempotent]` goes on an `async fn`; for a method, on the method itself"));
+        }
+        let signature: Signature = input.parse()?;
+        if input.peek(Token![;]) {
+            return Err(
+                input.error("`#[idempotent]` needs a body to protect; write it on the implementation of this method")
+            );
+        }
+        let body;
+        let braces = braced!(body in input);
+        let inner_attributes = body.call(Attribute::parse_inner)?;
+        Ok(Self { attributes, visibility, signature, braces, inner_attributes, body: body.parse()? })
+    }
+}
+
+fn is_function(item: ParseStream<'_>) -> bool {
+    // What is in front of `fn` has no braces, and nothing but a function has `fn` in front of its first one.
+    let tokens: TokenStream = item.fork().parse().unwrap_or_default();
+    let is_braces =
+        |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);
+    tokens
+        .into_iter()
+        .take_while(|token| !is_braces(token))
+        .any(|token| matches!(token, TokenTree::Ident(word) if word == "fn"))
+}
+
+impl Function {
+    /// The function as it was, with another body.
+    pub(crate) fn with_body(&self, body: &TokenStream) -> TokenStream {
+        let Self { attributes, visibility, signature, inner_attributes, .. } = self;
+        let mut function = quote!(#(#attributes)* #visibility #signature);
+        self.braces.surround(&mut function, |tokens| tokens.extend(quote!(#(#inner_attributes)* #body)));
+        function
+    }
+
+    pub(crate) fn body(&self) -> &TokenStream {
+        &self.body
+    }
+
+    /// The arguments that have a name.
+    pub(crate) fn argument_names(&self) -> impl Iterator<Item = &Ident> {
+        self.arguments().map(|(name, _)| name)
+    }
+
+    fn arguments(&self) -> impl Iterator<Item = (&Ident, &Type)> {
+        self.signature.inputs.iter().filter_map(|argument| match argument {
+            FnArg::Typed(PatType { pat, ty, .. }) => match &**pat {
+                Pat::Ident(name) => Some((&name.ident, &**ty)),
+                _ => None,
+            },
+            FnArg::Receiver(_) => None,
+        })
+    }
+
+    /// How many `&` the type of an argument, or of `self`, is written with.
+    pub(crate) fn references(&self, name: &Ident) -> usize {
+        if name == "self" {
+            let kind = self.signature.receiver().map(|receiver| &receiver.kind);
+            return usize::from(matches!(kind, Some(ReceiverKind::Reference(..))));
+        }
+        let mut ty = self.arguments().find(|(argument, _)| *argument == name).map(|(_, ty)| ty);
+        let mut count = 0;
+        while let Some(Type::Reference(reference)) = ty {
+            ty = Some(&reference.elem);
+            count += 1;
+        }
+        count
+    }
+
+    /// Where the attribute stands a second time.
+    pub(crate) fn repeated(&self) -> Option<Span> {
+        let names = self.attributes.iter().filter_map(|attribute| attribute.path().segments.last());
+        names.map(|last| &last.ident).find(|name| *name == "idempotent").map(Ident::span)
+    }
+
+    /// The asynchronous part of the function, if it has one.
+    pub(crate) fn handler(&self) -> Option<Handler> {
+        if self.signature.asyncness.is_some() {
+            let output = match &self.signature.output {
+                ReturnType::Type(_, output) => Some((**output).clone()),
+                ReturnType::Default => None,
+            };
+            return Some(Handler { output, body: self.body.clone(), this: None, frame: None });
+        }
+        self.boxed()
+    }
+
+    /// `#[async_trait]` on the `impl` or the `trait` has run before and turned the `async fn` into
+    ///
+    /// ```text
+    /// fn ship<'async_trait>(&'async_trait self, ..) -> Pin<Box<dyn Future<Output = R> + Send + 'async_trait>> {
+    ///     Box::pin(async move {
+    ///         if let Some(__ret) = None::<R> { return __ret; }
+    ///         let __self = self;
+    ///         let (a, b) = { let __arg1 = __arg1; __arg1 };
+    ///         let __ret: R = { BODY };
+    ///         __ret
+    ///     })
+    /// }
+    /// ```
+    fn boxed(&self) -> Option<Handler> {
+        let ReturnType::Type(_, output) = &self.signature.output else { return None };
+        let output = boxed_output(output)?.clone();
+        let body = &self.body;
+        let mut frame: Block = syn::parse2(quote!({ #body })).ok()?;
+        let block = pinned(&mut frame)?;
+        let this = block.stmts.iter().find_map(alias_of_self);
+        let statements = std::mem::take(&mut written(block).stmts);
+        let body = quote!(#(#statements)*);
+        Some(Handler { output: Some(output), body, this, frame: Some(frame) })
+    }
+}
+
+/// The asynchronous part of a function.
+pub(crate) struct Handler {
+    /// What the function returns, when it is awaited.
+    pub(crate) output: Option<Type>,
+    /// The statements to protect.
+    pub(crate) body: TokenStream,
+    /// What `self` is called in them, if not `self`.
+    this: Option<Ident>,
+    /// What stands around them, if it is not the braces of the function.
+    frame: Option<Block>,
+}
+
+impl Handler {
+    /// Puts `body` where the statements were.
+    pub(crate) fn frame(&self, body: TokenStream) -> TokenStream {
+        let Some(mut frame) = self.frame.clone() else { return body };
+        if let Some(block) = pinned(&mut frame) {
+            written(block).stmts.push(Stmt::Expr(Expr::Verbatim(body), None));
+        }
+        let statements = frame.stmts;
+        quote!(#(#statements)*)
+    }
+
+    /// Renames `self` in what the user wrote in the attribute, as `#[async_trait]` did in the body.
+    pub(crate) fn rename_self(&self, tokens: TokenStream) -> TokenStream {
+        let Some(this) = &self.this else { return tokens };
+        let rename = |token| match token {
+            TokenTree::Ident(word) if word == "self" => {
+                let mut this = this.clone();
+                this.set_span(word.span().resolved_at(this.span()));
+                TokenTree::Ident(this)
+            }
+            TokenTree::Group(group) => {
+                let inner = self.rename_self(group.stream());
+                let mut renamed = Group::new(group.delimiter(), inner);
+                renamed.set_span(group.span());
+                TokenTree::Group(renamed)
+            }
+            other => other,
+        };
+        tokens.into_iter().map(rename).collect()
+    }
+}
+
+/// `R` of `Pin<Box<dyn Future<Output = R> + ..>>`.
+fn boxed_output(ty: &Type) -> Option<&Type> {
+    let Type::TraitObject(object) = type_argument(type_argument(ty, "Pin")?, "Box")? else { return None };
+    object.bounds.iter().find_map(|bound| {
+        let TypeParamBound::Trait(bound) = bound else { return None };
+        arguments(bound.path.segments.last()?, "Future")?.find_map(|argument| match argument {
+            GenericArgument::AssocType(AssocType { ident, ty, .. }) if ident == "Output" => Some(ty),
+            _ => None,
+        })
+    })
+}
+
+fn type_argument<'a>(ty: &'a Type, name: &str) -> Option<&'a Type> {
+    let Type::Path(path) = ty else { return None };
+    arguments(path.path.segments.last()?, name)?.find_map(|argument| match argument {
+        GenericArgument::Type(ty) => Some(ty),
+        _ => None,
+    })
+}
+
+fn arguments<'a>(segment: &'a PathSegment, name: &str) -> Option<impl Iterator<Item = &'a GenericArgument>> {
+    match &segment.arguments {
+        PathArguments::AngleBracketed(arguments) if segment.ident == name => Some(arguments.args.iter()),
+        _ => None,
+    }
+}
+
+/// The block of `Box::pin(async move { .. })` at the end of a function.
+fn pinned(block: &mut Block) -> Option<&mut Block> {
+    let Some(Stmt::Expr(Expr::Call(call), None)) = block.stmts.last_mut() else { return None };
+    let is_pin =
+        matches!(&*call.func, Expr::Path(path) if path.path.segments.last().is_some_and(|last| last.ident == "pin"));
+    match call.args.first_mut() {
+        Some(Expr::Async(block)) if is_pin => Some(&mut block.block),
+        _ => None,
+    }
+}
+
+/// The block that holds what the user wrote: that of `let __ret: R = { .. };`, or all of `block`.
+///
+/// The arguments are destructured in front of the former, so only in there the key can be read.
+fn written(block: &mut Block) -> &mut Block {
+    match block.stmts.iter_mut().position(|stmt| returned(stmt).is_some()) {
+        Some(at) => returned(&mut block.stmts[at]).expect("it was found there"),
+        None => block,
+    }
+}
+
+fn returned(stmt: &mut Stmt) -> Option<&mut Block> {
+    let Stmt::Local(Local { pat: Pat::Type(PatType { pat, .. }), init: Some(init), .. }) = stmt else { return None };
+    match (&**pat, &mut *init.expr) {
+        (Pat::Ident(name), Expr::Block(body)) if name.ident == "__ret" => Some(&mut body.block),
+        _ => None,
+    }
+}
+
+/// `__self` of `let __self = self;`.
+fn alias_of_self(stmt: &Stmt) -> Option<Ident> {
+    let Stmt::Local(local) = stmt else { return None };
+    match (&local.pat, &*local.init.as_ref()?.expr) {
+        (Pat::Ident(name), Expr::Path(value)) if value.path.is_ident("self") => Some(name.ident.clone()),
+        _ => None,
+    }
+}

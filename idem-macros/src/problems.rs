@@ -1,0 +1,34 @@
+//! Everything that is wrong with one use of the attribute, reported together.
+
+use proc_macro2::Span;
+use std::fmt::Display;
+
+#[derive(Default)]
+pub(crate) struct Problems(Option<syn::Error>);
+
+impl Problems {
+    pub(crate) fn at(&mut self, span: Span, message: impl Display) {
+        self.push(syn::Error::new(span, message));
+    }
+
+    pub(crate) fn push(&mut self, problem: syn::Error) {
+        match &mut self.0 {
+            Some(problems) => problems.combine(problem),
+            none => *none = Some(problem),
+        }
+    }
+
+    /// Keeps the value, or notes the problem and goes on without it.
+    pub(crate) fn note<T>(&mut self, result: syn::Result<T>) -> Option<T> {
+        result.map_err(|problem| self.push(problem)).ok()
+    }
+
+    /// The value, if nothing was noted. Whoever has no value to give has noted why.
+    pub(crate) fn check<T>(self, value: Option<T>) -> syn::Result<T> {
+        match (self.0, value) {
+            (None, Some(value)) => Ok(value),
+            (Some(problems), _) => Err(problems),
+            (None, None) => Err(syn::Error::new(Span::call_site(), "this use of `#[idempotent]` is not understood")),
+        }
+    }
+}

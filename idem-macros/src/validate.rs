@@ -1,0 +1,520 @@
+//! Every rule about what is written in the attribute and what it stands on.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use proc_macro2::{Ident, Span, TokenStream, TokenTree};
+use quote::ToTokens;
+use syn::spanned::Spanned;
+use syn::{Expr, ExprLit, GenericArgument, Lit, LitStr, Path, PathArguments, Type};
+
+use crate::duration;
+use crate::function::{Function, Handler};
+use crate::nearest::{distance, nearest};
+use crate::parse::{Arg, Args, example, ungroup};
+use crate::problems::Problems;
+use crate::template::{self, Part};
+
+const DEFAULT_LEASE: Duration = Duration::from_secs(30);
+const MIN_LEASE: Duration = Duration::from_millis(100);
+const MAX_SCOPE_BYTES: usize = 200;
+
+/// A use of the attribute in which every rule is kept.
+pub(crate) struct Call {
+    pub(crate) handler: Handler,
+    pub(crate) output: Output,
+    pub(crate) krate: Option<Path>,
+    pub(crate) key: Vec<Part>,
+    pub(crate) store: Expr,
+    pub(crate) scope: Option<LitStr>,
+    pub(crate) policy: Base,
+    pub(crate) settings: Vec<Setting>,
+    pub(crate) on_error: OnError,
+    pub(crate) fingerprint: Option<Expr>,
+    pub(crate) codec: Option<Type>,
+}
+
+/// What the function returns, and where to complain about its parts.
+pub(crate) struct Output {
+    pub(crate) ty: Type,
+    pub(crate) value: Span,
+    pub(crate) error: Span,
+}
+
+/// What the options start from.
+pub(crate) enum Base {
+    Ttl(Time),
+    Policy(Expr, Option<Time>),
+}
+
+pub(crate) enum Time {
+    Literal(Duration),
+    Computed(Expr),
+}
+
+/// An option that becomes a call of the method of `Policy` with the same name.
+pub(crate) enum Setting {
+    Lease(Time),
+    Wait(Time),
+    Attempts(Expr),
+    /// Method, and enum and variant of its argument.
+    Choice(&'static str, &'static str, &'static str),
+}
+
+pub(crate) enum OnError {
+    Release,
+    Record(Span),
+    Decide(Expr),
+}
+
+/// Checks everything, and notes every problem; `None` only if there is one.
+pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> Option<Call> {
+    missing(&args, problems);
+    if let Some(span) = function.repeated() {
+        problems.at(span, "`#[idempotent]` stands here twice; keep one of them");
+    }
+    let default_lease = (args.is_missing("lease") && args.is_missing("policy")).then_some(DEFAULT_LEASE);
+    let handler = handler(function, problems);
+    let output = handler.as_ref().and_then(|handler| output(function, handler, problems));
+    let key = args.key.and_then(|arg| problems.note(key(arg)));
+    let store = args.store.and_then(|arg| problems.note(place(arg)));
+    let lease = args.lease.and_then(|arg| problems.note(lease(arg)));
+    let known_lease = match &lease {
+        Some(Time::Literal(lease)) => Some(*lease),
+        _ => default_lease,
+    };
+    let ttl = args.ttl.and_then(|arg| problems.note(ttl(arg, known_lease)));
+    let policy = match args.policy {
+        Some(arg) => problems.note(place(arg)).map(|policy| Base::Policy(policy, ttl)),
+        None => ttl.map(Base::Ttl),
+    };
+    let scope = args.scope.and_then(|arg| problems.note(scope(arg)));
+    let on_error = args.on_error.map_or(Some(OnError::Release), |arg| problems.note(on_error(arg)));
+    let mut settings: Vec<_> = lease.map(Setting::Lease).into_iter().collect();
+    settings.extend(args.in_progress.and_then(|arg| problems.note(in_progress(arg))));
+    settings.extend(args.max_attempts.and_then(|arg| problems.note(max_attempts(arg))));
+    let choices = [
+        (args.on_crash, "on_crash", "OnCrash", [("retry", "Retry"), ("fail", "Fail")]),
+        (args.missing_key, "missing_key", "MissingKey", [("reject", "Reject"), ("run", "Run")]),
+        (args.on_store_error, "on_store_error", "OnStoreError", [("fail", "Fail"), ("run", "Run")]),
+    ];
+    for (arg, option, name, variants) in choices {
+        let word = arg.and_then(|arg| problems.note(choose(option, &arg.value, variants.map(|(word, _)| word))));
+        let variant = variants.iter().find(|(known, _)| word == Some(known));
+        settings.extend(variant.map(|(_, variant)| Setting::Choice(option, name, variant)));
+    }
+    Some(Call {
+        handler: handler?,
+        output: output?,
+        krate: args.krate.map(|arg| arg.value),
+        key: key?,
+        store: store?,
+        scope,
+        policy: policy?,
+        settings,
+        on_error: on_error?,
+        fingerprint: args.fingerprint.map(|arg| arg.value),
+        codec: args.codec.map(|arg| arg.value),
+    })
+}
+
+fn missing(args: &Args, problems: &mut Problems) {
+    // A policy has a `ttl`.
+    let is_missing = |name: &&str| args.is_missing(name) && (*name != "ttl" || args.is_missing("policy"));
+    let names: Vec<_> = ["key", "ttl", "store"].into_iter().filter(is_missing).collect();
+    if !names.is_empty() {
+        let examples: Vec<_> = names.iter().map(|name| example(name)).collect();
+        let (names, examples) = (names.join("`, `"), examples.join(", "));
+        // The span of the attribute: nothing more precise is there.
+        problems.at(Span::call_site(), format_args!("missing `{names}`; write for example `{examples}`"));
+    }
+}
+
+fn handler(function: &Function, problems: &mut Problems) -> Option<Handler> {
+    let handler = function.handler();
+    if handler.is_none() {
+        problems.at(function.signature.fn_token.span, "`#[idempotent]` needs an `async fn`; write `async fn` here");
+    }
+    handler
+}
+
+fn output(function: &Function, handler: &Handler, problems: &mut Problems) -> Option<Output> {
+    let Some(ty) = handler.output.clone() else {
+        let span = function.signature.paren_token.span.close();
+        problems.at(span, "`#[idempotent]` needs a result to record; write `-> Result<T, E>` behind the arguments");
+        return None;
+    };
+    let mut types = type_arguments(&ty);
+    let (value, error) = (types.next(), types.next());
+    // The value is read back from a record, so it can't borrow. The error is checked by its traits, where it is recorded.
+    let borrowed = value.map_or_else(|| find_reference(&ty), find_reference);
+    if let Some(span) = borrowed {
+        problems.at(span, "a replay has nothing to borrow from; return an owned value, for example `String`");
+    }
+    let (value, error) = (value.map_or_else(|| blamed(&ty), blamed), error.map_or_else(|| blamed(&ty), blamed));
+    drop(types);
+    Some(Output { ty, value, error })
+}
+
+fn type_arguments(ty: &Type) -> impl Iterator<Item = &Type> {
+    let last = match ty {
+        Type::Path(path) => path.path.segments.last(),
+        _ => None,
+    };
+    let arguments = match last.map(|last| &last.arguments) {
+        Some(PathArguments::AngleBracketed(arguments)) => Some(&arguments.args),
+        _ => None,
+    };
+    arguments.into_iter().flatten().filter_map(|argument| match argument {
+        GenericArgument::Type(ty) => Some(ty),
+        _ => None,
+    })
+}
+
+fn find_reference(ty: &Type) -> Option<Span> {
+    fn find(tokens: TokenStream) -> Option<Span> {
+        tokens.into_iter().find_map(|token| match token {
+            TokenTree::Punct(punct) if punct.as_char() == '&' => Some(punct.span()),
+            TokenTree::Group(group) => find(group.stream()),
+            _ => None,
+        })
+    }
+    find(ty.to_token_stream())
+}
+
+/// The token at which the compiler is to say that a type lacks something.
+fn blamed(ty: &Type) -> Span {
+    match ty {
+        Type::Path(path) => path.path.segments.last().map_or_else(|| ty.span(), |last| last.ident.span()),
+        Type::Group(group) => blamed(&group.elem),
+        _ => ty.span(),
+    }
+}
+
+fn key(arg: Arg<Expr>) -> syn::Result<Vec<Part>> {
+    let constant = "every call would have the same key; write a template such as `key = \"order:{event.id}\"`";
+    match arg.value {
+        Expr::Lit(ExprLit { lit: Lit::Str(template), .. }) => template::parse(&template),
+        Expr::Lit(literal) => fail(literal, constant),
+        Expr::Macro(call) if call.mac.path.is_ident("concat") || call.mac.path.is_ident("stringify") => {
+            fail(call, constant)
+        }
+        Expr::Tuple(tuple) if tuple.elems.iter().all(|elem| matches!(elem, Expr::Lit(_))) => fail(tuple, constant),
+        Expr::Tuple(tuple) => {
+            let mut parts = Vec::new();
+            for elem in tuple.elems {
+                if !parts.is_empty() {
+                    parts.push(Part::Text(":".to_owned()));
+                }
+                parts.push(Part::Value(elem));
+            }
+            Ok(parts)
+        }
+        value => Ok(vec![Part::Value(value)]),
+    }
+}
+
+fn time(arg: Arg<Expr>) -> syn::Result<Time> {
+    let Arg { name, value } = arg;
+    match ungroup(value) {
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => {
+            let duration = duration::parse(&text.value());
+            duration.map(Time::Literal).map_err(|message| syn::Error::new(text.span(), message))
+        }
+        Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => {
+            let message = format!("a duration needs a unit; write `\"{}s\"`, or a `Duration`", number.base10_digits());
+            fail(number, message)
+        }
+        Expr::Lit(literal) => {
+            let message = format!("`{name}` is a duration; write `{}`", example(&name.to_string()));
+            fail(literal, message)
+        }
+        value => Ok(Time::Computed(value)),
+    }
+}
+
+fn lease(arg: Arg<Expr>) -> syn::Result<Time> {
+    let written = arg.value.clone();
+    match time(arg)? {
+        Time::Literal(lease) if lease < MIN_LEASE => {
+            let (lease, min) = (duration::show(lease), duration::show(MIN_LEASE));
+            fail(written, format!("a lease of {lease} can't be renewed in time; write at least `{min}`"))
+        }
+        lease => Ok(lease),
+    }
+}
+
+fn ttl(arg: Arg<Expr>, lease: Option<Duration>) -> syn::Result<Time> {
+    let written = arg.value.clone();
+    let Time::Literal(ttl) = time(arg)? else { return Ok(Time::Computed(written)) };
+    if ttl.is_zero() {
+        let message = "a `ttl` of zero would forget every result at once; write more than the broker keeps a message, \
+                       for example `7d`";
+        return fail(written, message);
+    }
+    match lease.map(|lease| lease / 3) {
+        Some(beat) if ttl < beat => {
+            let (shown, beat) = (duration::show(ttl), duration::show(beat));
+            let longest = duration::show((ttl * 3).max(MIN_LEASE));
+            let message = format!(
+                "a `ttl` of {shown} is shorter than the time between two renewals of the lease ({beat}); write a longer \
+                 `ttl`, or a `lease` of at most `{longest}`"
+            );
+            fail(written, message)
+        }
+        _ => Ok(Time::Literal(ttl)),
+    }
+}
+
+/// A store or a policy: any expression but a literal, which is neither.
+fn place(arg: Arg<Expr>) -> syn::Result<Expr> {
+    let Arg { name, value } = arg;
+    match value {
+        Expr::Lit(literal) => {
+            let message = format!("`{name}` names a value; write for example `{}`", example(&name.to_string()));
+            fail(literal, message)
+        }
+        value => Ok(value),
+    }
+}
+
+fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
+    Err(syn::Error::new_spanned(tokens, message))
+}
+
+fn scope(arg: Arg<Expr>) -> syn::Result<LitStr> {
+    let Expr::Lit(ExprLit { lit: Lit::Str(scope), .. }) = arg.value else {
+        let message = "`scope` names the handler for as long as its records live; write a string literal, \
+                       for example `scope = \"orders\"`";
+        return fail(arg.value, message);
+    };
+    let text = scope.value();
+    if text.is_empty() {
+        return fail(scope, "an empty `scope` names nothing; write for example `scope = \"orders\"`");
+    }
+    if text.len() > MAX_SCOPE_BYTES {
+        return fail(scope, format!("this `scope` has {} bytes; write at most {MAX_SCOPE_BYTES}", text.len()));
+    }
+    if text.contains('/') {
+        return fail(scope, format!("`/` separates scope and key; write `{}`", text.replace('/', "::")));
+    }
+    if text.contains(char::is_control) {
+        return fail(scope, "a `scope` has no control characters; write a printable separator such as `::`");
+    }
+    Ok(scope)
+}
+
+fn in_progress(arg: Arg<Expr>) -> syn::Result<Setting> {
+    let (called, arguments) = match arg.value {
+        Expr::Call(call) => (*call.func, Some((call.paren_token.span.join(), call.args))),
+        value => (value, None),
+    };
+    let word = choose("in_progress", &called, ["reject", "wait"])?;
+    let (span, arguments) = match (word, arguments) {
+        ("reject", None) => return Ok(Setting::Choice("in_progress", "InProgress", "Reject")),
+        ("reject", Some((span, _))) => {
+            return Err(syn::Error::new(span, "`reject` takes no argument; write `in_progress = reject`"));
+        }
+        (_, None) => return fail(called, "`wait` needs to know how long; write `wait(\"10s\")`"),
+        (_, Some(arguments)) => arguments,
+    };
+    let mut arguments = arguments.into_iter();
+    let (Some(value), None) = (arguments.next(), arguments.next()) else {
+        return Err(syn::Error::new(span, "`wait` takes one duration; write `wait(\"10s\")`"));
+    };
+    let written = value.clone();
+    match time(Arg { name: arg.name, value })? {
+        Time::Literal(wait) if wait.is_zero() => {
+            fail(written, "a wait of zero is no wait; write a longer one, or `in_progress = reject`")
+        }
+        wait => Ok(Setting::Wait(wait)),
+    }
+}
+
+fn max_attempts(arg: Arg<Expr>) -> syn::Result<Setting> {
+    let fail = |message| fail(&arg.value, message);
+    match &arg.value {
+        Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => match number.base10_parse::<u32>() {
+            Ok(0) => fail("with no attempts the body could never run; write at least 1, or leave `max_attempts` out"),
+            Ok(_) => Ok(Setting::Attempts(arg.value)),
+            Err(_) => fail("`max_attempts` is a `u32`; write a smaller number, or leave it out for no limit"),
+        },
+        Expr::Lit(_) | Expr::Unary(_) => {
+            fail("`max_attempts` is a positive integer; write for example `max_attempts = 5`")
+        }
+        _ => Ok(Setting::Attempts(arg.value)),
+    }
+}
+
+/// Reads one of two words.
+fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&'static str> {
+    let fail = |message| fail(value, message);
+    if let Some(word) = word(value) {
+        if let Some(found) = words.iter().find(|known| word == *known) {
+            return Ok(found);
+        }
+        if let Some(meant) = nearest(&word.to_string(), &words) {
+            return fail(format!("unknown `{word}`; did you mean `{meant}`?"));
+        }
+    }
+    if let Some(text) = string(value).filter(|text| words.contains(&text.as_str())) {
+        return fail(format!("write `{text}` without quotes"));
+    }
+    let [first, second] = words.map(|word| if word == "wait" { "wait(\"10s\")" } else { word });
+    fail(format!("`{option}` is `{first}` or `{second}`"))
+}
+
+fn on_error(arg: Arg<Expr>) -> syn::Result<OnError> {
+    let fail = |message| fail(&arg.value, message);
+    match &arg.value {
+        Expr::Path(path) => {
+            let last = path.path.segments.last().map(|last| last.ident.to_string()).unwrap_or_default();
+            match (word(&arg.value), last.as_str()) {
+                (Some(_), "release") => return Ok(OnError::Release),
+                (Some(word), "record") => return Ok(OnError::Record(word.span())),
+                (_, "Release" | "Record") => {
+                    return fail(format!("`on_error` takes a word or a function; write `{}`", last.to_lowercase()));
+                }
+                (Some(word), name) => {
+                    let close = |meant: &&&str| distance(name, meant) <= 2;
+                    if let Some(meant) = ["release", "record"].iter().find(close) {
+                        return fail(format!(
+                            "unknown `{word}`; did you mean `{meant}`? (for a function of this name write `self::{word}`)"
+                        ));
+                    }
+                }
+                (None, _) => {}
+            }
+            Ok(OnError::Decide(arg.value))
+        }
+        Expr::Lit(_) | Expr::Tuple(_) | Expr::Array(_) => match string(&arg.value).as_deref() {
+            Some(text @ ("release" | "record")) => fail(format!("write `{text}` without quotes")),
+            _ => fail("`on_error` is `release`, `record`, or a function `fn(&E) -> OnError`".to_owned()),
+        },
+        _ => Ok(OnError::Decide(arg.value)),
+    }
+}
+
+/// The word, if the expression is nothing else.
+fn word(expr: &Expr) -> Option<&Ident> {
+    match expr {
+        Expr::Path(path) if path.qself.is_none() => path.path.get_ident(),
+        _ => None,
+    }
+}
+
+/// The text, if the expression is a string.
+fn string(expr: &Expr) -> Option<String> {
+    match expr {
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Some(text.value()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use syn::parse::{ParseStream, Parser};
+
+    use super::*;
+    use crate::parse;
+
+    const REQUIRED: &str = r#"key = "{id}", ttl = "7d", store = store"#;
+
+    fn check(args: &str) -> Result<Call, Vec<String>> {
+        let function = "async fn f(store: &S, id: u32) -> Result<u32, E> { Ok(id) }";
+        check_on(args, function)
+    }
+
+    fn check_on(args: &str, function: &str) -> Result<Call, Vec<String>> {
+        let mut problems = Problems::default();
+        let args = (|input: ParseStream<'_>| Ok(parse::args(input, &mut problems))).parse_str(args).unwrap();
+        let call = call(args, &syn::parse_str(function).unwrap(), &mut problems);
+        problems.check(call).map_err(|problems| problems.into_iter().map(|problem| problem.to_string()).collect())
+    }
+
+    #[track_caller]
+    fn refused(more: &str, expected: &[&str]) {
+        let Err(problems) = check(&format!("{REQUIRED}, {more}")) else { panic!("`{more}` is accepted") };
+        assert_eq!(problems.len(), expected.len(), "{more}: {problems:#?}");
+        for (problem, expected) in problems.iter().zip(expected) {
+            assert!(problem.contains(expected), "{more}: {problem}");
+        }
+    }
+
+    #[test]
+    fn defaults_are_left_to_the_runtime() {
+        let call = check(REQUIRED).unwrap_or_else(|problems| panic!("{problems:?}"));
+        assert!(call.settings.is_empty());
+        assert!(matches!(call.policy, Base::Ttl(Time::Literal(ttl)) if ttl == Duration::from_secs(7 * 86_400)));
+        assert!(matches!(call.on_error, OnError::Release));
+        assert!(call.scope.is_none() && call.fingerprint.is_none() && call.codec.is_none() && call.krate.is_none());
+    }
+
+    #[test]
+    fn every_word_becomes_a_setting() {
+        let words = "in_progress = reject, on_crash = fail, missing_key = run, on_store_error = fail, max_attempts = N";
+        let call = check(&format!("{REQUIRED}, {words}")).unwrap_or_else(|problems| panic!("{problems:?}"));
+        let settings = call.settings.iter().map(|setting| match setting {
+            Setting::Choice(method, choices, variant) => format!("{method} {choices} {variant}"),
+            Setting::Attempts(_) => "attempts".to_owned(),
+            Setting::Lease(_) | Setting::Wait(_) => "time".to_owned(),
+        });
+        let expected = [
+            "in_progress InProgress Reject",
+            "attempts",
+            "on_crash OnCrash Fail",
+            "missing_key MissingKey Run",
+            "on_store_error OnStoreError Fail",
+        ];
+        assert_eq!(settings.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn a_policy_has_a_ttl() {
+        assert!(check(r#"key = "{id}", store = store, policy = P"#).is_ok());
+        // Its lease isn't known here.
+        assert!(check(r#"key = "{id}", store = store, policy = P, ttl = "1s""#).is_ok());
+        assert!(check(r#"key = "{id}", store = store, ttl = "1s""#).is_err());
+        assert!(check(r#"key = "{id}", store = store, ttl = "1s", lease = "3s""#).is_ok());
+        assert!(check(r#"key = "{id}", store = store, ttl = "1s", lease = app.lease"#).is_ok());
+    }
+
+    #[test]
+    fn problems_come_together_and_once() {
+        refused("tll = 1", &["did you mean `ttl`"]);
+        refused("ttl = 1, ttl = \"x\"", &["`ttl` is given twice", "`ttl` is given twice"]);
+        refused("lease = \"x\", scope = \"\"", &["can't read `x`", "an empty `scope`"]);
+        refused("on_error = , on_crash", &["`on_error` has no value", "`on_crash` has no value"]);
+        refused("on_error = 1 2, on_crash = fial", &["write a comma", "`on_error` is", "did you mean `fail`"]);
+        refused("lease = \"x\", ttl = \"1s\"", &["`ttl` is given twice", "can't read `x`"]);
+        refused("in_progress = a::<b, c>(), lease = \"1ms\"", &["at least `100ms`", "`in_progress` is"]);
+        let Err(problems) = check("") else { panic!("nothing is required") };
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        // A misspelt option is not missing, too.
+        let Err(problems) = check(r#"key = "{id}", tll = "7d", store = store"#) else { panic!("`tll` is accepted") };
+        assert_eq!(problems.len(), 1, "{problems:?}");
+    }
+
+    #[test]
+    fn functions_of_the_word_s_name_have_a_way_out() {
+        refused("on_error = records", &["write `self::records`"]);
+        for function in
+            ["decide", "self::records", "record::decide", "|error| decide(error)", "{ decide }", "app.decide"]
+        {
+            assert!(check(&format!("{REQUIRED}, on_error = {function}")).is_ok(), "{function}");
+        }
+    }
+
+    #[test]
+    fn outputs_are_owned() {
+        let output =
+            |output: &str| check_on(REQUIRED, &format!("async fn f() {output} {{}}")).err().unwrap_or_default();
+        for fine in ["Result<T, E>", "Alias", "Alias<T>", "Result<Cow<'a, str>, E>", "Result<T, E<&'static str>>"] {
+            assert_eq!(output(&format!("-> {fine}")), [""; 0], "{fine}");
+        }
+        for borrowed in ["Result<&str, E>", "Alias<Vec<(u8, &'a str)>>", "&'static Result<T, E>"] {
+            assert!(output(&format!("-> {borrowed}"))[0].contains("nothing to borrow from"), "{borrowed}");
+        }
+        assert!(output("")[0].contains("write `-> Result<T, E>`"));
+    }
+}

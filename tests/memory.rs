@@ -1,0 +1,235 @@
+//! What only the store in memory promises: its bound.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use idem_runtime::{
+    Finish, Heartbeats, Key, Lease, ManualClock, MemoryStore, OnCrash, Payload, Release, Reservation, Reserve, Store,
+    StoreError, StoreErrorKind, Write,
+};
+
+const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(3600);
+
+struct World {
+    clock: ManualClock,
+    store: MemoryStore,
+    owners: Heartbeats,
+}
+
+impl World {
+    fn new(capacity: usize) -> Self {
+        let clock = ManualClock::seeded(1);
+        let store = MemoryStore::with_capacity_and_clock(capacity, clock.clone());
+        Self { owners: Heartbeats::new(Arc::new(clock.clone())), clock, store }
+    }
+
+    fn request(&self, n: usize) -> Reserve {
+        Reserve {
+            key: Key::new("memory", n).unwrap(),
+            owner: self.owners.new_owner(),
+            lease: LEASE,
+            ttl: TTL,
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+        }
+    }
+
+    async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        self.store.reserve(request).await
+    }
+
+    async fn reserved(&self, request: &Reserve) -> Lease {
+        match self.reserve(request).await.unwrap() {
+            Reservation::Reserved { lease, .. } => lease,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn refuses(&self, request: &Reserve) {
+        let error = self.reserve(request).await.expect_err("the store is full");
+        assert_eq!(error.kind(), StoreErrorKind::Full);
+        assert!(!error.is_transient() && !error.may_have_landed(), "a full store has written nothing");
+        assert_eq!(self.store.inspect(&request.key).await.unwrap(), None);
+    }
+}
+
+fn done() -> Finish {
+    Finish::Completed(Payload::Unencodable)
+}
+
+#[tokio::test]
+async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
+    let world = World::new(4);
+    let mut leases = Vec::new();
+    for n in 0..4 {
+        leases.push(world.reserved(&world.request(n)).await);
+    }
+    assert_eq!(world.store.len(), 4);
+    for n in 4..100 {
+        world.refuses(&world.request(n)).await;
+    }
+    assert_eq!(world.store.len(), 4, "a refused key takes no room");
+
+    // Every state and every operation of the records that are there.
+    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
+    assert_eq!(world.store.renew(&leases).await.unwrap(), [Write::Done; 4]);
+    assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Finished(_)));
+    assert_eq!(world.store.release(&leases[1], Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(world.reserved(&world.request(1)).await.attempt, 2);
+    world.clock.advance(LEASE);
+    assert_eq!(world.reserved(&world.request(2)).await.attempt, 2, "a takeover needs no room");
+    assert_eq!(world.store.reopen(&leases[0].key, 1).await.unwrap(), Write::Done);
+    world.refuses(&world.request(4)).await;
+    assert_eq!(world.store.len(), 4);
+}
+
+#[tokio::test]
+async fn expired_records_make_room_wherever_they_are() {
+    let world = World::new(64);
+    for n in 0..64 {
+        let lease = world.reserved(&world.request(n)).await;
+        if n % 2 == 0 {
+            assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        }
+    }
+    world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
+    world.refuses(&world.request(64)).await;
+    world.clock.advance(Duration::from_nanos(1));
+    // The 32 finished ones are over; those that were never finished are kept for a lease longer.
+    for n in 100..132 {
+        world.reserved(&world.request(n)).await;
+    }
+    world.refuses(&world.request(132)).await;
+    for n in [1, 63] {
+        assert_eq!(world.reserved(&world.request(n)).await.attempt, 2, "nothing is forgotten early");
+    }
+    world.clock.advance(LEASE);
+    for n in 132..162 {
+        world.reserved(&world.request(n)).await;
+    }
+    world.refuses(&world.request(162)).await;
+    assert_eq!(world.store.len(), 64);
+}
+
+/// A record may be written with a shorter retention than the one it had: another handler version, or a lease that was
+/// longer than the `ttl`.
+#[tokio::test]
+async fn a_record_makes_room_when_its_own_retention_ends() {
+    let short = Duration::from_secs(1);
+
+    // The second attempt comes with a shorter `ttl`.
+    let world = World::new(1);
+    let lease = world.reserved(&world.request(0)).await;
+    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    let lease = world.reserved(&Reserve { ttl: short, ..world.request(0) }).await;
+    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    world.clock.advance(short);
+    assert_eq!(world.store.inspect(&lease.key).await.unwrap(), None, "its retention is over");
+    world.reserved(&world.request(1)).await;
+    assert_eq!(world.store.len(), 1);
+
+    // The attempt takes longer than its `ttl`, and somebody looks for room meanwhile.
+    let world = World::new(1);
+    let lease = world.reserved(&Reserve { ttl: short, ..world.request(0) }).await;
+    world.clock.advance(short * 2);
+    world.refuses(&world.request(1)).await;
+    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    world.clock.advance(short);
+    assert_eq!(world.store.inspect(&lease.key).await.unwrap(), None, "its retention is over");
+    world.reserved(&world.request(1)).await;
+    assert_eq!(world.store.len(), 1);
+}
+
+#[tokio::test]
+async fn the_number_of_records_is_bounded_under_churn() {
+    const CAPACITY: usize = 1_000;
+    let world = World::new(CAPACITY);
+    let (mut refused, mut reserved, mut longest) = (0, 0, 0);
+    for n in 0..200_000 {
+        world.clock.advance(Duration::from_millis(100));
+        // Half of the attempts finish at once, some are released, and some are never heard of again.
+        let ttl = Duration::from_secs(1 + n as u64 % 60);
+        match world.reserve(&Reserve { ttl, ..world.request(n % 50_000) }).await {
+            Ok(Reservation::Reserved { lease, .. }) => {
+                reserved += 1;
+                let written = match n % 4 {
+                    0 | 1 => world.store.finish(&lease, &done()).await.unwrap(),
+                    2 => world.store.release(&lease, Release::Returned).await.unwrap(),
+                    _ => Write::Done,
+                };
+                assert_eq!(written, Write::Done);
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == StoreErrorKind::Full => refused += 1,
+            Err(error) => panic!("{error}"),
+        }
+        longest = longest.max(world.store.len());
+    }
+    // 10 new records a second, each kept for 90 seconds at the most: 900 live ones, and the store has room for them.
+    assert_eq!(refused, 0);
+    assert_eq!(reserved, 200_000);
+    assert!(longest <= CAPACITY, "{longest}");
+}
+
+#[tokio::test]
+async fn expired_records_do_not_pile_up_without_a_bound() {
+    let world = World::new(usize::MAX);
+    let mut longest = 0;
+    for n in 0..100_000 {
+        world.clock.advance(Duration::from_secs(1));
+        let lease = world.reserved(&Reserve { ttl: Duration::from_secs(10), ..world.request(n) }).await;
+        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        longest = longest.max(world.store.len());
+    }
+    // Ten are live at any time; expired ones wait until their shard is visited again.
+    assert!(longest < 1_000, "{longest} records are held, ten are live");
+}
+
+#[test]
+fn an_empty_store_is_empty() {
+    assert!(MemoryStore::default().is_empty());
+    assert_eq!(MemoryStore::new().len(), 0);
+}
+
+#[tokio::test]
+async fn a_store_without_room_refuses_everything() {
+    let world = World::new(0);
+    world.refuses(&world.request(0)).await;
+    assert!(world.store.is_empty());
+}
+
+/// A waiter's entry must go with it, however it goes; a record that expires is never written again.
+#[tokio::test]
+async fn waiters_leave_nothing_behind() {
+    let world = World::new(usize::MAX);
+    let entries = || format!("{:?}", world.store).matches("Waiters {").count();
+    let lease = world.reserved(&world.request(0)).await;
+    let wait = || world.store.wait(&lease.key, 1, LEASE / 2);
+
+    let mut waits = [wait(), wait(), wait()];
+    assert_eq!(entries(), 1);
+    for wait in &mut waits {
+        assert!(futures::poll!(wait).is_pending());
+    }
+    drop(waits);
+    assert_eq!(entries(), 0, "dropped while they waited");
+
+    drop([wait(), wait()]);
+    assert_eq!(entries(), 0, "dropped before they were polled");
+
+    let (waited, ()) = futures::join!(wait(), async { world.clock.advance(LEASE / 2) });
+    waited.unwrap();
+    assert_eq!(entries(), 0, "their time was up");
+
+    let early = wait();
+    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    let second = world.reserved(&world.request(0)).await;
+    let late = world.store.wait(&second.key, 2, LEASE / 2);
+    early.await.unwrap();
+    assert_eq!(entries(), 1, "the waiter for the second attempt is another one");
+    drop(late);
+    assert_eq!(entries(), 0, "woken, and dropped");
+}

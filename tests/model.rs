@@ -1,0 +1,398 @@
+//! Random histories: every answer of a store is compared with those of a plain reference.
+//!
+//! `IDEM_MODEL_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_MODEL_TIMES=10` makes it ten times
+//! as long.
+
+use std::fmt::Write as _;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{
+    Clock, CodecName, Fingerprint, Finish, Inspection, Key, Lease, ManualClock, MemoryStore, OnCrash, Owner, Payload,
+    Record, RedisStore, Release, Reservation, Reserve, State, Store, SystemClock,
+};
+use idem_tests::server::Kind;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
+
+#[path = "model/reference.rs"]
+mod reference;
+
+use reference::{Answer, Ask, Entry, Phase, Reference};
+
+/// A lease or retention that ends during a history.
+const SHORT: u64 = 40;
+/// One that doesn't, on real time.
+const LONG: u64 = 600_000;
+
+/// How time passes for the store.
+enum Time {
+    /// As the test says, to the nanosecond: every answer is foretold exactly.
+    ByHand(ManualClock),
+    /// By itself. Whatever begins a short lease or retention is followed by a pause that ends it, so that no answer
+    /// depends on the speed of the machine; what is left of a long one is checked to be plausible.
+    Real,
+}
+
+impl Time {
+    async fn pass(&self, millis: u64) {
+        match self {
+            Self::ByHand(clock) => clock.advance(Duration::from_millis(millis)),
+            Self::Real => SystemClock::default().sleep(Duration::from_millis(millis)).await,
+        }
+    }
+}
+
+/// One step of a history. Attempts are named by when they were asked for, counted back from the latest.
+#[derive(Clone, Debug)]
+enum Step {
+    Reserve { key: usize, lease: u64, ttl: u64, fingerprint: Option<u8>, on_crash: OnCrash, max_attempts: Option<u32> },
+    ReserveAgain { back: usize },
+    Renew { backs: Vec<usize> },
+    Finish { back: usize, finish: Finish },
+    Release { back: usize, release: Release },
+    Reopen { key: usize, off_by: u32 },
+    Pass { millis: u64 },
+}
+
+fn step(by_hand: bool) -> impl Strategy<Value = Step> {
+    let time = if by_hand {
+        prop_oneof![1..5 * SHORT, Just(LONG)].boxed()
+    } else {
+        prop_oneof![Just(SHORT), Just(LONG)].boxed()
+    };
+    // Real pauses are long ones: see `Time::Real`.
+    let pause =
+        if by_hand { prop_oneof![1..5 * SHORT, Just(LONG), Just(2 * LONG)].boxed() } else { Just(4 * SHORT).boxed() };
+    let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];
+    let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
+    let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
+    // Mostly the latest attempts: the others are refused.
+    let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
+    let payload = prop_oneof![
+        4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| Payload::Stored {
+            codec: CodecName::new(b"model").unwrap(),
+            bytes: Bytes::from(bytes),
+        }),
+        1 => any::<u64>().prop_map(|bytes| Payload::TooLarge { bytes }),
+        1 => Just(Payload::Unencodable),
+    ];
+    let finish = (payload, any::<bool>())
+        .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) });
+    let release = prop_oneof![
+        3 => Just(Release::Returned),
+        2 => Just(Release::NotStarted),
+        1 => Just(Release::Interrupted),
+    ];
+    prop_oneof![
+        6 => (0..2_usize, time.clone(), time, fingerprint, on_crash, max_attempts).prop_map(
+            |(key, lease, ttl, fingerprint, on_crash, max_attempts)| Step::Reserve {
+                key, lease, ttl, fingerprint, on_crash, max_attempts,
+            }
+        ),
+        1 => back().prop_map(|back| Step::ReserveAgain { back }),
+        2 => proptest::collection::vec(back(), 0..4).prop_map(|backs| Step::Renew { backs }),
+        2 => (back(), finish).prop_map(|(back, finish)| Step::Finish { back, finish }),
+        3 => (back(), release).prop_map(|(back, release)| Step::Release { back, release }),
+        1 => (0..2_usize, prop_oneof![4 => Just(0_u32), 1 => 1..3_u32]).prop_map(|(key, off_by)| Step::Reopen { key, off_by }),
+        3 => pause.prop_map(|millis| Step::Pass { millis }),
+    ]
+}
+
+/// One history: the store, the reference, and the attempts so far.
+struct History<'a> {
+    store: &'a dyn Store,
+    time: &'a Time,
+    reference: Reference,
+    keys: [Key; 2],
+    asks: Vec<(Ask, Reserve, Lease)>,
+}
+
+impl<'a> History<'a> {
+    fn new(store: &'a dyn Store, time: &'a Time) -> Self {
+        let run = store.heartbeats().new_owner().as_bytes().iter().fold(String::new(), |mut run, byte| {
+            write!(run, "{byte:02x}").unwrap();
+            run
+        });
+        let keys = [0, 1].map(|n| Key::new("model", format!("{run}:{n}")).unwrap());
+        Self { store, time, reference: Reference::default(), keys, asks: Vec::new() }
+    }
+
+    /// The index of the attempt that was asked for `back` before the latest one.
+    fn nth(&self, back: usize) -> Option<usize> {
+        self.asks.len().checked_sub(back + 1)
+    }
+
+    fn owner(&self, index: usize) -> Owner {
+        self.asks[index].1.owner
+    }
+
+    /// Whether a time that should be `expected` may be `found`.
+    fn is_left(&self, found: Duration, expected: u64) -> bool {
+        let expected = Duration::from_millis(expected);
+        match self.time {
+            Time::ByHand(_) => found == expected,
+            Time::Real => found <= expected + Duration::from_millis(5) && found.is_zero() == expected.is_zero(),
+        }
+    }
+
+    fn record(&self, entry: &Entry) -> Record {
+        let millis = Duration::from_millis;
+        Record {
+            owner: self.owner(entry.owner),
+            attempt: entry.attempt,
+            starts: entry.starts,
+            fingerprint: entry.fingerprint.map(fingerprint),
+            state: match &entry.phase {
+                Phase::Pending { lease, ttl, on_crash, .. } => {
+                    State::Pending { lease: millis(*lease), ttl: millis(*ttl), on_crash: *on_crash }
+                }
+                Phase::Released => State::Released,
+                Phase::Interrupted => State::Interrupted,
+                Phase::Finished(finish) => finish.state(),
+            },
+        }
+    }
+
+    fn is_expected(&self, found: &Reservation, expected: &Answer, request: &Reserve) -> bool {
+        match (found, expected) {
+            (
+                Reservation::Reserved { lease, takeover },
+                Answer::Reserved { attempt, starts, fingerprint: mark, takeover: took },
+            ) => {
+                let expected = Lease {
+                    key: request.key.clone(),
+                    owner: request.owner,
+                    attempt: *attempt,
+                    starts: *starts,
+                    lease: request.lease,
+                    ttl: request.ttl,
+                    on_crash: request.on_crash,
+                    fingerprint: mark.map(fingerprint),
+                };
+                *lease == expected && takeover == took
+            }
+            (Reservation::Pending { attempt, lapses_in }, Answer::Pending { attempt: running, lapses_in: left }) => {
+                attempt == running && self.is_left(*lapses_in, *left)
+            }
+            (Reservation::Finished(record), Answer::Finished(entry)) => *record == self.record(entry),
+            (Reservation::Mismatch { attempt: found }, Answer::Mismatch { attempt: expected })
+            | (Reservation::Interrupted { attempt: found }, Answer::Interrupted { attempt: expected })
+            | (Reservation::Exhausted { attempts: found }, Answer::Exhausted { attempts: expected }) => {
+                found == expected
+            }
+            _ => false,
+        }
+    }
+
+    async fn reserve(&mut self, ask: &Ask, request: &Reserve) -> Result<Option<Lease>, TestCaseError> {
+        let expected = self.reference.reserve(ask);
+        let found = self.store.reserve(request).await.unwrap();
+        prop_assert!(self.is_expected(&found, &expected, request), "should be {expected:?}, is {found:?}");
+        match found {
+            Reservation::Reserved { lease, .. } => Ok(Some(lease)),
+            _ => Ok(None),
+        }
+    }
+
+    async fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
+        match step {
+            Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts } => {
+                let request = Reserve {
+                    key: self.keys[*key].clone(),
+                    owner: self.store.heartbeats().new_owner(),
+                    lease: Duration::from_millis(*lease),
+                    ttl: Duration::from_millis(*ttl),
+                    fingerprint: mark.map(fingerprint),
+                    on_crash: *on_crash,
+                    max_attempts: max_attempts.and_then(NonZeroU32::new),
+                };
+                let ask = Ask {
+                    key: *key,
+                    owner: self.asks.len(),
+                    lease: *lease,
+                    ttl: *ttl,
+                    fingerprint: *mark,
+                    on_crash: *on_crash,
+                    max_attempts: *max_attempts,
+                };
+                let granted = self.reserve(&ask, &request).await?;
+                // Whoever was refused may try to write all the same.
+                let lease = granted.unwrap_or_else(|| Record::first(&request).lease(&request));
+                self.asks.push((ask, request, lease));
+            }
+            Step::ReserveAgain { back } => {
+                if let Some(index) = self.nth(*back) {
+                    let (ask, request, _) = self.asks[index].clone();
+                    if let Some(lease) = self.reserve(&ask, &request).await? {
+                        self.asks[index].2 = lease;
+                    }
+                }
+            }
+            Step::Renew { backs } => {
+                let indices: Vec<_> = backs.iter().filter_map(|back| self.nth(*back)).collect();
+                let leases: Vec<_> = indices.iter().map(|index| self.asks[*index].2.clone()).collect();
+                let asks = indices.iter().map(|index| &self.asks[*index].0);
+                let expected: Vec<_> = asks.map(|ask| self.reference.renew(ask.key, ask.owner)).collect();
+                prop_assert_eq!(self.store.renew(&leases).await.unwrap(), expected);
+            }
+            Step::Finish { back, finish } => {
+                if let Some(index) = self.nth(*back) {
+                    let (ask, _, lease) = &self.asks[index];
+                    let expected = self.reference.finish(ask, finish);
+                    prop_assert_eq!(self.store.finish(lease, finish).await.unwrap(), expected);
+                }
+            }
+            Step::Release { back, release } => {
+                if let Some(index) = self.nth(*back) {
+                    let (ask, _, lease) = &self.asks[index];
+                    let expected = self.reference.release(ask, *release);
+                    prop_assert_eq!(self.store.release(lease, *release).await.unwrap(), expected);
+                }
+            }
+            Step::Reopen { key, off_by } => {
+                let latest = self.reference.look(*key).map_or(1, |entry| entry.attempt);
+                let expected = self.reference.reopen(*key, latest + off_by);
+                prop_assert_eq!(self.store.reopen(&self.keys[*key], latest + off_by).await.unwrap(), expected);
+            }
+            Step::Pass { millis } => self.pass(*millis).await,
+        }
+        self.settle().await;
+        self.compare().await
+    }
+
+    async fn pass(&mut self, millis: u64) {
+        self.time.pass(millis).await;
+        self.reference.now += millis;
+    }
+
+    /// On real time, ends what is short.
+    async fn settle(&mut self) {
+        let now = self.reference.now;
+        let soon = |at: u64| now < at && at - now < LONG / 2;
+        let is_short = |entry: &Entry| {
+            soon(entry.forgotten_at) || matches!(entry.phase, Phase::Pending { lapses_at, .. } if soon(lapses_at))
+        };
+        if matches!(self.time, Time::Real) && (0..2).any(|key| self.reference.look(key).is_some_and(is_short)) {
+            self.pass(4 * SHORT).await;
+        }
+    }
+
+    /// Compares everything there is to see.
+    async fn compare(&self) -> Result<(), TestCaseError> {
+        for (key, name) in self.keys.iter().enumerate() {
+            let found = self.store.inspect(name).await.unwrap();
+            let expected = self.reference.look(key);
+            let (Some(Inspection { record, expires_in, lapses_in }), Some(entry)) = (&found, expected) else {
+                prop_assert!(found.is_none() && expected.is_none(), "should be {expected:?}, is {found:?}");
+                continue;
+            };
+            prop_assert_eq!(record, &self.record(entry));
+            let now = self.reference.now;
+            prop_assert!(self.is_left(*expires_in, entry.forgotten_at - now), "{found:?} at {now}: {entry:?}");
+            let lapse = match entry.phase {
+                Phase::Pending { lapses_at, .. } => Some(lapses_at.saturating_sub(now)),
+                _ => None,
+            };
+            let is_left = match (lapses_in, lapse) {
+                (Some(found), Some(expected)) => self.is_left(*found, expected),
+                (None, None) => true,
+                _ => false,
+            };
+            prop_assert!(is_left, "{found:?} at {now}: {entry:?}");
+        }
+        Ok(())
+    }
+}
+
+fn fingerprint(mark: u8) -> Fingerprint {
+    Fingerprint::from_bytes([mark; Fingerprint::BYTES])
+}
+
+/// Compares `cases` random histories; `open` gives a store for each, and how its time passes.
+fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> (Arc<dyn Store>, Time)) {
+    let seed = std::env::var("IDEM_MODEL_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
+    let times: u32 = std::env::var("IDEM_MODEL_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
+    let config = Config {
+        cases: cases.saturating_mul(times),
+        failure_persistence: None,
+        max_shrink_iters: 20_000,
+        ..Config::default()
+    };
+    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let histories = proptest::collection::vec(step(by_hand), 1..if by_hand { 60 } else { 25 });
+    let result = runner.run(&histories, |steps| {
+        runtime.block_on(async {
+            let (store, time) = open().await;
+            let mut history = History::new(&*store, &time);
+            for (n, step) in steps.iter().enumerate() {
+                let compared = history.step(step).await;
+                compared.map_err(|error| TestCaseError::fail(format!("step {n}, {step:?}: {error}")))?;
+            }
+            Ok(())
+        })
+    });
+    let seed = seed.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
+    match result {
+        Ok(()) => {}
+        Err(TestError::Fail(reason, steps)) => {
+            panic!("{reason}\nhistory: {steps:#?}\nrun again with IDEM_MODEL_SEED={seed}")
+        }
+        Err(TestError::Abort(reason)) => panic!("{reason}\nrun again with IDEM_MODEL_SEED={seed}"),
+    }
+}
+
+fn new_seed() -> [u8; 32] {
+    let half = || SystemClock::default().entropy().to_be_bytes();
+    [half(), half()].concat().try_into().unwrap()
+}
+
+fn parse_seed(text: &str) -> [u8; 32] {
+    let byte = |at: usize| u8::from_str_radix(text.get(at..at + 2)?, 16).ok();
+    let bytes: Option<Vec<_>> = (0..32).map(|n| byte(2 * n)).collect();
+    bytes.and_then(|bytes| bytes.try_into().ok()).expect("IDEM_MODEL_SEED has 64 hexadecimal digits")
+}
+
+#[test]
+fn memory_on_time_driven_by_hand() {
+    agrees_with_the_reference(2_000, true, async || {
+        let clock = ManualClock::seeded(1);
+        (Arc::new(MemoryStore::with_clock(clock.clone())) as Arc<dyn Store>, Time::ByHand(clock))
+    });
+}
+
+/// A store of so few records that each reservation meets the clean-up.
+#[test]
+fn memory_that_is_always_full() {
+    agrees_with_the_reference(2_000, true, async || {
+        let clock = ManualClock::seeded(1);
+        (Arc::new(MemoryStore::with_capacity_and_clock(2, clock.clone())) as Arc<dyn Store>, Time::ByHand(clock))
+    });
+}
+
+#[test]
+fn memory_on_real_time() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    agrees_with_the_reference(8, false, async || (Arc::clone(&store), Time::Real));
+}
+
+#[test]
+fn redis_on_real_time() {
+    agrees_with_the_reference(8, false, async || {
+        let store = RedisStore::connect(&Kind::Redis.shared()).await.expect("connects");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
+/// The comparison itself can fail: for this store, no time passes.
+#[test]
+#[should_panic(expected = "run again with IDEM_MODEL_SEED=")]
+fn a_store_that_forgets_nothing_disagrees() {
+    agrees_with_the_reference(2_000, true, async || {
+        let store = MemoryStore::with_clock(ManualClock::seeded(1));
+        (Arc::new(store) as Arc<dyn Store>, Time::ByHand(ManualClock::new()))
+    });
+}

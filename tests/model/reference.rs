@@ -1,0 +1,166 @@
+//! What a store should answer, written as plainly as can be and without a look at the library's own decisions.
+//!
+//! Time is a number of milliseconds. Owners are small numbers, one for each reservation that was ever asked for.
+
+use std::collections::HashMap;
+
+use idem_runtime::{Finish, OnCrash, Release, Write};
+
+/// What an attempt asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    pub(crate) key: usize,
+    pub(crate) owner: usize,
+    pub(crate) lease: u64,
+    pub(crate) ttl: u64,
+    pub(crate) fingerprint: Option<u8>,
+    pub(crate) on_crash: OnCrash,
+    pub(crate) max_attempts: Option<u32>,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Phase {
+    Pending { lease: u64, ttl: u64, on_crash: OnCrash, lapses_at: u64 },
+    Released,
+    Interrupted,
+    Finished(Finish),
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Entry {
+    pub(crate) owner: usize,
+    pub(crate) attempt: u32,
+    pub(crate) starts: u32,
+    pub(crate) fingerprint: Option<u8>,
+    pub(crate) phase: Phase,
+    pub(crate) forgotten_at: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Answer {
+    Reserved { attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool },
+    Pending { attempt: u32, lapses_in: u64 },
+    Finished(Entry),
+    Mismatch { attempt: u32 },
+    Interrupted { attempt: u32 },
+    Exhausted { attempts: u32 },
+}
+
+#[derive(Default, Debug)]
+pub(crate) struct Reference {
+    pub(crate) now: u64,
+    entries: HashMap<usize, Entry>,
+}
+
+impl Reference {
+    pub(crate) fn look(&self, key: usize) -> Option<&Entry> {
+        self.entries.get(&key).filter(|entry| self.now < entry.forgotten_at)
+    }
+
+    fn touch(&mut self, key: usize) -> Option<&mut Entry> {
+        let now = self.now;
+        self.entries.get_mut(&key).filter(|entry| now < entry.forgotten_at)
+    }
+
+    fn begin(&mut self, ask: &Ask, attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool) -> Answer {
+        let lapses_at = self.now + ask.lease;
+        let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, lapses_at };
+        let forgotten_at = lapses_at + ask.ttl;
+        let entry = Entry { owner: ask.owner, attempt, starts, fingerprint, phase, forgotten_at };
+        self.entries.insert(ask.key, entry);
+        Answer::Reserved { attempt, starts, fingerprint, takeover }
+    }
+
+    pub(crate) fn reserve(&mut self, ask: &Ask) -> Answer {
+        let Some(entry) = self.look(ask.key).cloned() else {
+            return self.begin(ask, 1, 1, ask.fingerprint, false);
+        };
+        let Entry { owner, attempt, starts, fingerprint, .. } = entry;
+        if fingerprint.is_some() && ask.fingerprint.is_some() && fingerprint != ask.fingerprint {
+            return Answer::Mismatch { attempt };
+        }
+        let mut takeover = false;
+        match entry.phase {
+            Phase::Finished(_) => return Answer::Finished(entry),
+            Phase::Interrupted => return Answer::Interrupted { attempt },
+            Phase::Released => {}
+            Phase::Pending { .. } if owner == ask.owner => {
+                return Answer::Reserved { attempt, starts, fingerprint, takeover: false };
+            }
+            Phase::Pending { lapses_at, .. } if self.now < lapses_at => {
+                return Answer::Pending { attempt, lapses_in: lapses_at - self.now };
+            }
+            Phase::Pending { on_crash, .. } => {
+                if on_crash == OnCrash::Fail || ask.on_crash == OnCrash::Fail {
+                    return Answer::Interrupted { attempt };
+                }
+                takeover = true;
+            }
+        }
+        if ask.max_attempts.is_some_and(|max| starts >= max) {
+            return Answer::Exhausted { attempts: starts };
+        }
+        let fingerprint = if ask.fingerprint.is_some() { ask.fingerprint } else { fingerprint };
+        self.begin(ask, attempt + 1, starts + 1, fingerprint, takeover)
+    }
+
+    pub(crate) fn renew(&mut self, key: usize, owner: usize) -> Write {
+        let now = self.now;
+        let Some(entry) = self.touch(key) else { return Write::Refused };
+        if entry.owner != owner {
+            return Write::Refused;
+        }
+        let Phase::Pending { lease, ttl, lapses_at, .. } = &mut entry.phase else { return Write::Refused };
+        *lapses_at = now + *lease;
+        entry.forgotten_at = *lapses_at + *ttl;
+        Write::Done
+    }
+
+    pub(crate) fn finish(&mut self, ask: &Ask, finish: &Finish) -> Write {
+        let now = self.now;
+        let Some(entry) = self.touch(ask.key) else { return Write::Refused };
+        if entry.owner != ask.owner {
+            return Write::Refused;
+        }
+        match entry.phase {
+            Phase::Pending { .. } => {
+                entry.phase = Phase::Finished(finish.clone());
+                entry.forgotten_at = now + ask.ttl;
+                Write::Done
+            }
+            Phase::Finished(_) => Write::Done,
+            Phase::Released | Phase::Interrupted => Write::Refused,
+        }
+    }
+
+    pub(crate) fn release(&mut self, ask: &Ask, release: Release) -> Write {
+        let now = self.now;
+        let Some(entry) = self.touch(ask.key) else { return Write::Refused };
+        if entry.owner != ask.owner {
+            return Write::Refused;
+        }
+        match entry.phase {
+            Phase::Pending { .. } => {
+                if release == Release::NotStarted {
+                    entry.starts -= 1;
+                }
+                entry.phase = if release == Release::Interrupted { Phase::Interrupted } else { Phase::Released };
+                entry.forgotten_at = now + ask.ttl;
+                Write::Done
+            }
+            Phase::Released | Phase::Interrupted => Write::Done,
+            Phase::Finished(_) => Write::Refused,
+        }
+    }
+
+    pub(crate) fn reopen(&mut self, key: usize, attempt: u32) -> Write {
+        let now = self.now;
+        let Some(entry) = self.touch(key) else { return Write::Refused };
+        if entry.attempt != attempt || matches!(entry.phase, Phase::Pending { lapses_at, .. } if now < lapses_at) {
+            return Write::Refused;
+        }
+        entry.phase = Phase::Released;
+        entry.starts = 0;
+        Write::Done
+    }
+}

@@ -1,0 +1,632 @@
+//! `RedisStore` against real servers: what is written, what is refused, and what breaks.
+#![allow(clippy::disallowed_methods)] // These tests wait for real servers.
+
+use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use idem_runtime::record::format;
+use idem_runtime::{
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
+    Policy, Record, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write,
+    observe, record_values, run,
+};
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::server::{Kind, RedisServer, raw};
+use redis::AsyncCommands;
+
+const LEASE: Duration = Duration::from_secs(60);
+const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
+
+fn request(store: &RedisStore, name: &str) -> Reserve {
+    Reserve {
+        key: Key::new("test", name).unwrap(),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: Duration::from_secs(3600),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+async fn reserved(store: &RedisStore, name: &str) -> Lease {
+    match store.reserve(&request(store, name)).await.unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn done() -> Finish {
+    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
+}
+
+/// One call of a handler that counts its runs.
+async fn call(store: &RedisStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
+}
+
+async fn connect(server: &RedisServer) -> RedisStore {
+    RedisStore::connect(&server.url()).await.unwrap()
+}
+
+// What is written.
+
+#[test]
+fn the_written_form_is_pinned() {
+    let owner = Owner::from_bytes(*b"0123456789abcdef");
+    let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
+    let record = |state, fingerprint| Record { owner, attempt: 3, starts: 2, fingerprint, state };
+    let pending = |on_crash| State::Pending { lease: Duration::from_secs(30), ttl: Duration::from_secs(60), on_crash };
+    let stored = Payload::Stored { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    let records = [
+        ("pending", record(pending(OnCrash::Retry), None)),
+        ("pending-fail-fingerprint", record(pending(OnCrash::Fail), fingerprint)),
+        ("released", record(State::Released, None)),
+        ("interrupted", record(State::Interrupted, fingerprint)),
+        ("completed", record(State::Completed(stored.clone()), None)),
+        ("completed-fingerprint", record(State::Completed(stored.clone()), fingerprint)),
+        ("failed", record(State::Failed(stored), None)),
+        ("too-large", record(State::Completed(Payload::TooLarge { bytes: 300_000 }), None)),
+        ("unencodable", record(State::Completed(Payload::Unencodable), None)),
+    ];
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let written: String = records.iter().map(|(name, it)| format!("{name} {}\n", hex(&format::encode(it)))).collect();
+    let golden = include_str!("golden/record-v1.txt");
+    assert_eq!(written, golden, "a released format never changes: give a new one a new version");
+    for (line, (name, record)) in golden.lines().zip(&records) {
+        let text = line.split(' ').nth(1).unwrap();
+        let bytes: Vec<u8> =
+            (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
+        assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
+        // A single byte less or more is noticed, except in a result, whose length is the value's own.
+        if !matches!(record.state, State::Completed(Payload::Stored { .. }) | State::Failed(Payload::Stored { .. })) {
+            assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
+            assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_server_holds_the_written_form() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut raw = server.raw().await;
+    let lease = reserved(&store, "k").await;
+    let name = "idem:1/test/k";
+    let value: Vec<u8> = raw.get(name).await.unwrap();
+    let record = format::decode(&value.into()).unwrap();
+    assert_eq!((record.owner, record.attempt), (lease.owner, 1));
+    let left: i64 = raw.pttl(name).await.unwrap();
+    assert!((3_600_000..=3_660_000).contains(&left), "the record outlives its lease by its ttl: {left}");
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    let value: Vec<u8> = raw.get(name).await.unwrap();
+    let released = Record::after(&lease, State::Released);
+    assert_eq!(format::encode(&released), value, "scripts and code write the same bytes");
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    let value: Vec<u8> = raw.get(name).await.unwrap();
+    assert_eq!(format::encode(&Record::after(&lease, done().state())), value);
+    let left: i64 = raw.pttl(name).await.unwrap();
+    assert!((3_590_000..=3_600_000).contains(&left), "the ttl counts from completion: {left}");
+}
+
+#[tokio::test]
+async fn prefixes_keep_applications_apart() {
+    let server = RedisServer::start(Kind::Redis);
+    let (a, b) = (RedisStore::options().prefix("a:"), RedisStore::options().prefix("b:"));
+    let (a, b) = (a.connect(&server.url()).await.unwrap(), b.connect(&server.url()).await.unwrap());
+    assert_eq!((reserved(&a, "k").await.attempt, reserved(&b, "k").await.attempt), (1, 1));
+}
+
+// What is refused.
+
+#[tokio::test]
+async fn values_of_others_are_left_alone() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut raw = server.raw().await;
+    let later = [&format::encode(&Record::first(&request(&store, "later")))[..4], &[2], &[0; 40]].concat();
+    let mut damaged = format::encode(&Record::first(&request(&store, "damaged")));
+    damaged[5] = b'X';
+    let _: () = raw.set("idem:1/test/text", "hello").await.unwrap();
+    let _: () = raw.set("idem:1/test/later", &later).await.unwrap();
+    let _: () = raw.set("idem:1/test/damaged", &damaged).await.unwrap();
+    let _: usize = raw.rpush("idem:1/test/list", "x").await.unwrap();
+    for (name, words) in
+        [("text", "not a record"), ("later", "format 2"), ("damaged", "damaged"), ("list", "WRONGTYPE")]
+    {
+        let runs = AtomicU32::new(0);
+        let (result, _) = call(&store, name, &runs).await;
+        let Err(Error::Store { source, .. }) = result else { panic!("{name}: {result:?}") };
+        assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
+        assert!(source.to_string().contains(words), "{name}: {source}");
+        assert_eq!(runs.into_inner(), 0, "{name}");
+        // Nothing that needs an owner touches them either.
+        let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{name}");
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Refused, "{name}");
+        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{name}");
+        assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Write::Refused, "{name}");
+        let left: i64 = raw.pttl(format!("idem:1/test/{name}")).await.unwrap();
+        assert_eq!(left, -1, "{name} is as it was");
+    }
+    let text: String = raw.get("idem:1/test/text").await.unwrap();
+    assert_eq!(text, "hello");
+}
+
+/// What connecting to `url` is answered.
+async fn refusal(url: &str) -> StoreError {
+    RedisStore::connect(url).await.expect_err("refused")
+}
+
+#[tokio::test]
+async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
+    for url in ["", "localhost", "http://user:secret@localhost", "redis://:secret@local host", "redis://:secret@h:x"] {
+        let error = refusal(url).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{url}: {error}");
+        assert!(!format!("{error:?}").contains("secret"), "{error:?}");
+    }
+    let nobody = refusal("redis://127.0.0.1:1").await;
+    assert_eq!(nobody.kind(), StoreErrorKind::Unavailable, "{nobody}");
+}
+
+#[tokio::test]
+async fn logins_are_checked() {
+    let server = RedisServer::start_with(Kind::Redis, &["--requirepass", "secret"]);
+    let at = format!("127.0.0.1:{}", server.port());
+    for url in [format!("redis://{at}"), format!("redis://:wrong@{at}"), format!("redis://nobody:secret@{at}")] {
+        let error = refusal(&url).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{url}: {error}");
+        assert!(error.to_string().contains("login"), "{url}: {error}");
+    }
+    let store = RedisStore::connect(&format!("redis://:secret@{at}/3")).await.unwrap();
+    reserved(&store, "k").await;
+    assert!(!format!("{store:?}").contains("secret"));
+}
+
+#[tokio::test]
+async fn old_servers_are_refused() {
+    let server = RedisServer::start(Kind::OldRedis);
+    let error = refusal(&server.url()).await;
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
+    assert!(error.to_string().contains("Redis 6.2") && error.to_string().contains("7.0"), "{error}");
+}
+
+#[tokio::test]
+async fn replicas_are_refused() {
+    let primary = RedisServer::start(Kind::Redis);
+    let port = primary.port().to_string();
+    let replica = RedisServer::start_with(Kind::Redis, &["--replicaof", &format!("127.0.0.1 {port}")]);
+    let error = refusal(&replica.url()).await;
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
+    assert!(error.to_string().contains("replica"), "{error}");
+    // One that becomes a replica later writes nothing and says so.
+    let store = connect(&primary).await;
+    let mut raw = primary.raw().await;
+    let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg("1").query_async(&mut raw).await.unwrap();
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("READONLY"), "{error}");
+}
+
+#[tokio::test]
+async fn a_full_server_writes_nothing_and_says_so() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let lease = reserved(&store, "held").await;
+    let mut raw = server.raw().await;
+    let set = async |raw: &mut redis::aio::MultiplexedConnection, bytes: &str| {
+        let _: () = redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).query_async(raw).await.unwrap();
+    };
+    set(&mut raw, "1").await;
+    for error in [
+        store.reserve(&request(&store, "new")).await.map(|_| ()).unwrap_err(),
+        store.finish(&lease, &done()).await.map(|_| ()).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("OOM"), "{error}");
+    }
+    set(&mut raw, "0").await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+}
+
+/// What is logged while a future runs on this thread.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_may_evict_records_is_warned_of() {
+    let connect_logged = async |policy: &str| {
+        let server = RedisServer::start_with(Kind::Redis, &["--maxmemory", "100mb", "--maxmemory-policy", policy]);
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+        let logging = tracing::subscriber::set_default(subscriber);
+        RedisStore::connect(&server.url()).await.unwrap();
+        drop(logging);
+        String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
+    };
+    for policy in ["allkeys-lru", "volatile-ttl"] {
+        let log = connect_logged(policy).await;
+        assert!(log.contains("WARN") && log.contains(policy) && log.contains("noeviction"), "{log}");
+    }
+    let log = connect_logged("noeviction").await;
+    assert!(!log.contains("WARN"), "{log}");
+}
+
+// What breaks.
+
+#[tokio::test]
+async fn scripts_survive_a_flush() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut raw = server.raw().await;
+    let mut flush = async || {
+        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.unwrap();
+    };
+    flush().await;
+    let lease = reserved(&store, "k").await;
+    flush().await;
+    assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    flush().await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    flush().await;
+    let lease = reserved(&store, "k").await;
+    flush().await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    flush().await;
+    assert!(store.inspect(&lease.key).await.unwrap().is_some());
+    flush().await;
+    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done);
+    // Under load, where completions share a script.
+    flush().await;
+    let runs = AtomicU32::new(0);
+    let names: Vec<_> = (0..500).map(|n| format!("many{n}")).collect();
+    let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
+    assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.recorded()));
+}
+
+#[tokio::test]
+async fn a_restart_with_persistence_keeps_every_record() {
+    let mut server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
+    let store = connect(&server).await;
+    let runs = AtomicU32::new(0);
+    assert_eq!(call(&store, "done", &runs).await.0.unwrap(), 1);
+    let pending = reserved(&store, "pending").await;
+    server.kill();
+    let (result, _) = call(&store, "done", &runs).await;
+    assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
+    assert_eq!(runs.load(Ordering::SeqCst), 1, "a server that is away is never read as `no record`");
+    server.run();
+    // The connection is made anew by itself; the scripts are gone with the old process.
+    let replayed = loop {
+        match call(&store, "done", &runs).await {
+            (Ok(result), outcome) => break (result, outcome.replayed()),
+            (Err(Error::Store { .. }), _) => {}
+            (Err(error), _) => panic!("{error}"),
+        }
+    };
+    assert_eq!(replayed, (1, true));
+    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
+}
+
+#[tokio::test]
+async fn a_server_that_comes_back_in_time_gets_the_result() {
+    let mut server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
+    let store = connect(&server).await;
+    let body = async {
+        server.kill();
+        let mut server = server;
+        // Back only after the first tries to record have failed.
+        let restart = tokio::task::spawn_blocking(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            server.run();
+            server
+        });
+        Ok::<_, Error>((7, restart))
+    };
+    let running = Arc::new(Mutex::new(None));
+    let keep = Arc::clone(&running);
+    let body = async move {
+        let (result, restart) = body.await?;
+        *keep.lock().unwrap() = Some(restart);
+        Ok::<_, Error>(result)
+    };
+    let operation = Operation::new(&store, Key::new("test", "k"), POLICY);
+    let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.recorded(), "`Ok` is returned only once it is");
+    let restart = running.lock().unwrap().take().unwrap();
+    restart.await.unwrap();
+}
+
+#[tokio::test]
+async fn records_lost_by_the_server_are_noticed() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut raw = server.raw().await;
+    let body = async {
+        let _: () = redis::cmd("FLUSHALL").query_async(&mut raw).await.unwrap();
+        Ok::<_, Error>(1)
+    };
+    let result = run(Operation::new(&store, Key::new("test", "k"), POLICY), record_values::<Json>(), body).await;
+    assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
+}
+
+/// A store behind a proxy, with a short timeout so that a lost answer is given up soon.
+async fn behind_a_proxy(server: &RedisServer) -> (RedisStore, Proxy) {
+    let proxy = Proxy::to(server.port()).await;
+    let options = RedisStore::options().response_timeout(Duration::from_millis(200));
+    (options.connect(&proxy.url()).await.unwrap(), proxy)
+}
+
+#[tokio::test]
+async fn a_reservation_cut_off_mid_call_is_recognised_when_repeated() {
+    let server = RedisServer::start(Kind::Redis);
+    for line in [Line::LoseReplies, Line::ResetOnReply] {
+        let (store, proxy) = behind_a_proxy(&server).await;
+        let request = request(&store, &format!("{line:?}"));
+        proxy.set(line);
+        let error = store.reserve(&request).await.unwrap_err();
+        assert!(error.may_have_landed(), "{line:?}: {error}");
+        proxy.set(Line::Pass);
+        let lease = loop {
+            match store.reserve(&request).await {
+                Ok(Reservation::Reserved { lease, .. }) => break lease,
+                Ok(other) => panic!("{line:?}: somebody else's? {other:?}"),
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+        };
+        assert_eq!(lease.attempt, 1, "{line:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_completion_cut_off_mid_call_is_recognised_when_repeated() {
+    let server = RedisServer::start(Kind::Redis);
+    for (line, landed) in [(Line::LoseReplies, true), (Line::ResetOnReply, true), (Line::LoseRequests, false)] {
+        let (store, proxy) = behind_a_proxy(&server).await;
+        let lease = reserved(&store, &format!("{line:?}")).await;
+        proxy.set(line);
+        let error = store.finish(&lease, &done()).await.unwrap_err();
+        assert!(error.may_have_landed(), "{line:?}: {error}");
+        let direct = connect(&server).await;
+        let state = direct.inspect(&lease.key).await.unwrap().unwrap().record.state;
+        assert_eq!(matches!(state, State::Completed(_)), landed, "{line:?}: {state:?}");
+        proxy.set(Line::Pass);
+        loop {
+            match store.finish(&lease, &done()).await {
+                Ok(write) => break assert_eq!(write, Write::Done, "{line:?}"),
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn calls_through_a_line_that_breaks_take_effect_once() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let direct = connect(&server).await;
+    for (n, line) in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse].into_iter().enumerate() {
+        let (runs, name) = (AtomicU32::new(0), format!("k{n}"));
+        // Breaks while the result is being recorded, and heals after a while.
+        let body = async {
+            proxy.set(line);
+            Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
+        };
+        let operation = Operation::new(&store, Key::new("test", &name), POLICY);
+        let call_through = observe(run(operation, record_values::<Json>(), body));
+        let heal = async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            proxy.set(Line::Pass);
+        };
+        let ((result, outcome), ()) = tokio::join!(call_through, heal);
+        assert_eq!(result.unwrap(), 1, "{line:?}");
+        assert!(outcome.recorded(), "{line:?}");
+        assert!(call(&direct, &name, &runs).await.1.replayed(), "{line:?}");
+        assert_eq!(runs.into_inner(), 1, "{line:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_refused_connection_writes_nothing_and_heals() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let runs = AtomicU32::new(0);
+    proxy.set(Line::Refuse);
+    let (result, _) = call(&store, "k", &runs).await;
+    assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
+    assert_eq!(runs.load(Ordering::SeqCst), 0);
+    proxy.set(Line::Pass);
+    loop {
+        match call(&store, "k", &runs).await.0 {
+            Ok(run) => break assert_eq!(run, 1),
+            Err(error) => assert!(matches!(error, Error::Store { .. } | Error::InProgress { .. }), "{error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_caller_takes_nobody_with_it() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let runs = Arc::new(AtomicU32::new(0));
+    let calls: Vec<_> = (0..2000)
+        .map(|n| {
+            let (store, runs) = (store.clone(), Arc::clone(&runs));
+            tokio::spawn(async move { call(&store, &format!("k{n}"), &runs).await.0 })
+        })
+        .collect();
+    tokio::task::yield_now().await;
+    for (n, call) in calls.into_iter().enumerate() {
+        if n % 2 == 0 {
+            call.abort();
+        } else {
+            call.await.unwrap().unwrap();
+        }
+    }
+    store.heartbeats().flush().await;
+    for n in 0..2000 {
+        assert!(call(&store, &format!("k{n}"), &runs).await.0.is_ok(), "key {n} is free or finished");
+    }
+}
+
+// What it costs.
+
+async fn calls_of(server: &RedisServer) -> impl Fn(&str) -> u64 {
+    let mut raw = server.raw().await;
+    let stats: String = redis::cmd("INFO").arg("commandstats").query_async(&mut raw).await.unwrap();
+    move |command| {
+        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.and_then(|line| line.split(',').next()).map_or(0, |calls| calls.parse().unwrap())
+    }
+}
+
+#[tokio::test]
+async fn a_first_run_is_two_calls_and_everything_else_one() {
+    let server = RedisServer::start(Kind::Redis);
+    let (owner, other) = (connect(&server).await, connect(&server).await);
+    let sent = async || {
+        let calls = calls_of(&server).await;
+        ["set", "evalsha", "eval", "get", "mget"].iter().map(|command| calls(command)).sum::<u64>()
+    };
+    let runs = AtomicU32::new(0);
+    // Scripts call commands themselves, so each step is counted by what it is known to run.
+    let before = sent().await;
+    call(&owner, "k", &runs).await.0.unwrap();
+    // SET; EVALSHA with a GET and a SET in it.
+    assert_eq!(sent().await - before, 1 + 3);
+    let before = sent().await;
+    assert!(call(&other, "k", &runs).await.1.replayed());
+    assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
+
+    let _lease = reserved(&owner, "busy").await;
+    // The first duplicate of another handle learns how long the lease holds; whoever comes after it is told at once.
+    call(&other, "busy", &runs).await.0.unwrap_err();
+    for _ in 0..5 {
+        let before = sent().await;
+        let (result, _) = call(&other, "busy", &runs).await;
+        assert!(matches!(result, Err(Error::InProgress { .. })));
+        assert_eq!(sent().await - before, 1);
+    }
+}
+
+#[tokio::test]
+async fn ten_thousand_leases_are_renewed_in_short_calls() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let leases = futures::future::join_all((0..10_000).map(|n| {
+        let store = store.clone();
+        async move { reserved(&store, &format!("k{n}")).await }
+    }))
+    .await;
+    let before = calls_of(&server).await("evalsha");
+    let answers = store.renew(&leases).await.unwrap();
+    assert!(answers.iter().all(|answer| *answer == Write::Done));
+    let calls = calls_of(&server).await("evalsha") - before;
+    assert_eq!(calls, 100, "100 leases a call bound how long the server does nothing else");
+}
+
+// Several connections and processes.
+
+#[tokio::test]
+async fn a_waiter_of_another_process_is_woken() {
+    let server = RedisServer::start(Kind::Redis);
+    let (owner, waiter) = (connect(&server).await, connect(&server).await);
+    let plain = RedisStore::options().with_connection(server.raw().await).await.unwrap();
+    for (n, waiting) in [waiter, plain].into_iter().enumerate() {
+        let name = format!("k{n}");
+        let lease = reserved(&owner, &name).await;
+        let runs = AtomicU32::new(0);
+        let policy = POLICY.in_progress(InProgress::Wait(LEASE));
+        let operation = Operation::new(&waiting, Key::new("test", &name), policy);
+        let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
+        let duplicate = observe(run(operation, record_values::<Json>(), body));
+        let finish = async {
+            // Marked by the waiter, so that the completion knows of it.
+            if n == 0 {
+                let mut raw = server.raw().await;
+                loop {
+                    let value: Vec<u8> = raw.get(format!("idem:1/test/{name}")).await.unwrap();
+                    if value[format::FLAGS_AT] & format::FLAG_WAITED_FOR != 0 {
+                        break;
+                    }
+                    tokio::task::yield_now().await;
+                }
+            }
+            assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done);
+        };
+        let ((result, outcome), ()) = tokio::join!(duplicate, finish);
+        assert_eq!(result.unwrap(), 42);
+        assert!(outcome.replayed());
+        assert_eq!(runs.into_inner(), 0);
+    }
+}
+
+#[tokio::test]
+async fn the_users_own_connection_and_client_can_be_used() {
+    let server = RedisServer::start(Kind::Redis);
+    let client = redis::Client::open(server.url()).unwrap();
+    let mut own = raw(&server.url()).await;
+    let stores = [
+        RedisStore::options().connect_with(client).await.unwrap(),
+        RedisStore::options().with_connection(own.clone()).await.unwrap(),
+    ];
+    let runs = AtomicU32::new(0);
+    for store in stores {
+        assert_eq!(call(&store, "k", &runs).await.0.unwrap(), 1);
+    }
+    let _: () = own.set("still", "usable").await.unwrap();
+}
+
+fn racer(url: &str, prefix: &str, keys: usize, begin: usize) -> Child {
+    let args = [url, prefix, &keys.to_string(), &begin.to_string()].map(ToString::to_string);
+    Command::new(env!("CARGO_BIN_EXE_racer")).args(args).spawn().unwrap()
+}
+
+#[tokio::test]
+async fn processes_race_for_the_same_keys() {
+    const KEYS: usize = 400;
+    const KILLS: usize = 12;
+    let server = RedisServer::start(Kind::Redis);
+    let (url, prefix) = (server.url(), "race:");
+    let mut racers: Vec<Child> = (0..3).map(|n| racer(&url, prefix, KEYS, n * KEYS / 4)).collect();
+    // One more is killed again and again, wherever it happens to be.
+    for kill in 0..KILLS {
+        let mut victim = racer(&url, prefix, KEYS, kill * KEYS / KILLS);
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+    }
+    for racer in &mut racers {
+        assert!(racer.wait().unwrap().success());
+    }
+
+    let store = RedisStore::options().prefix(prefix).connect(&url).await.unwrap();
+    let mut raw = server.raw().await;
+    let mut repeated = 0;
+    for n in 0..KEYS {
+        let record = store.inspect(&Key::new("race", n).unwrap()).await.unwrap().expect("recorded").record;
+        let State::Completed(Payload::Stored { bytes, .. }) = &record.state else { panic!("{n}: {record:?}") };
+        let recorded: u32 = serde_json::from_slice(bytes).unwrap();
+        let effects: Vec<u32> = raw.lrange(format!("{prefix}effects:{n}"), 0, -1).await.unwrap();
+        assert!(effects.is_sorted_by(|a, b| a < b), "{n}: attempts never overlap: {effects:?}");
+        assert_eq!(effects.last(), Some(&recorded), "{n}: nothing ran after the attempt that is recorded");
+        repeated += effects.len() - 1;
+    }
+    assert!(repeated <= KILLS, "only a killed process may leave an effect without a record: {repeated}");
+}

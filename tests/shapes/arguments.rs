@@ -1,0 +1,113 @@
+//! Patterns, unused and moved arguments.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+use crate::{App, twice};
+
+#[derive(Clone)]
+struct Event {
+    id: u32,
+    lines: Vec<String>,
+}
+
+#[derive(Clone, Copy)]
+struct Pair(u32, u32);
+
+fn event() -> Event {
+    Event { id: 42, lines: vec!["a".to_owned()] }
+}
+
+#[idempotent(key = "{a}:{b}:{id}:{first}", ttl = "1h", store = app.store)]
+async fn patterns(
+    app: &App,
+    Pair(a, b): Pair,
+    Event { id, ref lines }: Event,
+    [first, ..]: [u8; 3],
+    _: &str,
+) -> Result<(u32, usize), Error> {
+    Ok((app.run() + a + b + id + u32::from(first), lines.len()))
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+async fn mutable(app: &App, mut id: u32, mut lines: Vec<u32>) -> Result<u32, Error> {
+    id += 1;
+    lines.push(id);
+    Ok(app.run() + lines.iter().sum::<u32>())
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+async fn unused(app: &App, id: u32, _unused: String) -> Result<u32, Error> {
+    Ok(app.run())
+}
+
+// The body takes what the key, the fingerprint and the store were borrowed from.
+#[idempotent(key = "{event.id}:{event.lines[0]}", ttl = "1h", store = app.store, fingerprint = (event.id, event.lines))]
+async fn moved(app: Arc<App>, event: Event) -> Result<(u32, Vec<String>), Error> {
+    let Event { lines, .. } = event;
+    let run = app.run();
+    drop(app);
+    Ok((run, lines))
+}
+
+#[idempotent(key = (tenant, event.id, event.lines[0]), ttl = "1h", store = store)]
+async fn moved_store(store: MemoryStore, tenant: String, event: Event) -> Result<String, Error> {
+    drop(store);
+    drop(event);
+    Ok(tenant)
+}
+
+// Neither the key nor the store is kept across an await, so they needn't be `Send`.
+#[idempotent(key = "{Rc::new(id)}:{std::cell::RefCell::new(id).borrow()}", ttl = "1h", store = *Rc::new(&app.store))]
+async fn not_send_while_evaluated(app: &App, id: u32) -> Result<u32, Error> {
+    tokio::task::yield_now().await;
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+async fn not_send(app: &App, id: Rc<str>) -> Result<String, Error> {
+    let id = Rc::clone(&id);
+    tokio::task::yield_now().await;
+    Ok(format!("{id} {}", app.run()))
+}
+
+#[tokio::test]
+async fn every_argument() {
+    let app = App::default();
+    let call = || patterns(&app, Pair(1, 2), event(), [3, 4, 5], "");
+    assert_eq!(twice(call(), call()).await, (49, 1));
+    assert_eq!(twice(mutable(&app, 1, vec![5]), mutable(&app, 1, vec![])).await, 9);
+    let call = || unused(&app, 1, String::new());
+    assert_eq!(twice(call(), call()).await, 3);
+    let app = Arc::new(app);
+    let call = || moved(app.clone(), event());
+    assert_eq!(twice(call(), call()).await, (4, vec!["a".to_owned()]));
+    let store = MemoryStore::new();
+    // A clone of a handle is the same store.
+    let call = || moved_store(store.clone(), "acme".to_owned(), event());
+    assert_eq!(twice(call(), call()).await, "acme");
+}
+
+#[tokio::test]
+async fn send_where_the_body_is() {
+    fn send<F: Send>(future: F) -> F {
+        future
+    }
+    let app = App::default();
+    let call = || send(not_send_while_evaluated(&app, 7));
+    assert_eq!(twice(call(), call()).await, 8);
+
+    let local = tokio::task::LocalSet::new();
+    let task = local.run_until(async {
+        let app = Rc::new(App::default());
+        let call = || {
+            let app = Rc::clone(&app);
+            tokio::task::spawn_local(async move { not_send(&app, Rc::from("rc")).await })
+        };
+        assert_eq!(call().await.unwrap().unwrap(), "rc 1");
+        assert_eq!(call().await.unwrap().unwrap(), "rc 1");
+    });
+    task.await;
+}

@@ -1,0 +1,123 @@
+//! Names that generated code could trip over.
+
+#![allow(dead_code, unused_macros, unused_imports, unreachable_pub, nonstandard_style, clippy::upper_case_acronyms)]
+
+use crate::{App, twice};
+
+mod shadowed {
+    //! The whole prelude, and the crates below it, mean something else here.
+
+    pub struct Result;
+    pub struct Option;
+    pub struct String;
+    pub struct Vec;
+    pub struct Box;
+    pub struct Duration;
+    pub struct Policy;
+    pub struct Scope;
+    pub struct SCOPE;
+    pub struct KeyBuilder;
+    pub struct Operation;
+    pub struct Handler;
+    pub struct Send;
+    pub struct From;
+    pub struct Future;
+    pub struct u64;
+    pub struct u32_;
+    pub fn Ok() {}
+    pub fn Err() {}
+    pub fn Some() {}
+    pub fn None() {}
+    pub mod core {}
+    pub mod std {}
+    pub mod alloc {}
+    pub mod tokio {}
+    pub mod idem_runtime {}
+    pub mod __private {}
+
+    macro_rules! concat {
+        ($($t:tt)*) => {
+            compile_error!("not this one")
+        };
+    }
+    macro_rules! module_path {
+        ($($t:tt)*) => {
+            compile_error!("not this one")
+        };
+    }
+    use {concat as file, concat as line, concat as column, concat as format};
+
+    type Output<T> = ::core::result::Result<T, ::idem_runtime::Error>;
+
+    #[::idem_runtime::idempotent(key = "{id}:{id}", ttl = "1h", store = app.store, in_progress = wait("1s"), max_attempts = 3)]
+    pub async fn handler(app: &crate::App, id: u32) -> Output<u32> {
+        ::core::result::Result::Ok(app.run() + id)
+    }
+}
+
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+// The locals of generated code, as arguments and locals of the user's.
+#[idempotent(key = "{key}:{part}:{operation}", ttl = ttl, store = store, policy = policy, fingerprint = fingerprint)]
+async fn locals(
+    app: &App,
+    (key, part, operation): (u32, u32, u32),
+    store: MemoryStore,
+    (policy, ttl): (idem_runtime::Policy, std::time::Duration),
+    fingerprint: &str,
+    (handler, codec): (u32, u32),
+) -> Result<u32, Error> {
+    let result = key + part + operation + handler + codec;
+    let scope = u32::from(fingerprint.is_empty());
+    drop((store, policy, ttl));
+    Ok(app.run() + result + scope)
+}
+
+// Constants are patterns: one named like a generated local would turn it into a comparison.
+mod constants {
+    use idem_runtime::{Error, idempotent};
+
+    const key: u32 = 1;
+    const part: u32 = 2;
+    const policy: u32 = 3;
+    static operation: u32 = 4;
+    static handler: u32 = 5;
+    const codec: u32 = 6;
+    const SCOPE: u32 = 7;
+
+    #[idempotent(key = "{key}:{part}:{SCOPE}", ttl = "1h", store = app.store)]
+    pub async fn constants(app: &crate::App) -> Result<u32, Error> {
+        Ok(app.run() + key + part + policy + operation + handler + codec + SCOPE)
+    }
+}
+
+// Traits of the user's with methods called like those of the runtime.
+trait Nosy {
+    fn text(&self, _: &str) {}
+    fn build(&self) {}
+    fn run(&self) {}
+    fn handle(&self) {}
+    fn append(&self) {}
+    fn fingerprint(&self) {}
+    fn values(&self) {}
+}
+
+impl<T: ?Sized> Nosy for T {}
+
+#[idempotent(key = "a{id}", ttl = "1h", store = app.store, fingerprint = id)]
+async fn methods(app: &App, id: u32) -> Result<u32, Error> {
+    Ok(App::run(app) + id)
+}
+
+#[tokio::test]
+async fn names_do_not_matter() {
+    let app = &App::default();
+    assert_eq!(twice(shadowed::handler(app, 7), shadowed::handler(app, 7)).await, 8);
+    let hour = std::time::Duration::from_secs(3600);
+    let policy = idem_runtime::Policy::new(hour);
+    let store = MemoryStore::new();
+    let call = || locals(app, (1, 2, 3), store.clone(), (policy, hour), "", (5, 6));
+    assert_eq!(twice(call(), call()).await, 20);
+    assert_eq!(twice(constants::constants(app), constants::constants(app)).await, 31);
+    assert_eq!(twice(methods(app, 7), methods(app, 7)).await, 11);
+}

@@ -1,0 +1,228 @@
+//! Every option, in every form it has.
+
+use std::ops::Deref;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use idem_runtime::{
+    Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, Policy, idempotent, observe,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::{App, twice};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(HOUR);
+static SHARED: LazyLock<Policy> = LazyLock::new(|| POLICY.lease(Duration::from_secs(10)));
+static MODE: ModeSwitch = ModeSwitch::new(Mode::Enforce);
+const SWITCHED: Policy = POLICY.mode_switch(&MODE);
+const ATTEMPTS: u32 = 2;
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Failure {
+    Lasting(u32),
+    Passing(u32),
+    Idempotency(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Idempotency(error.to_string())
+    }
+}
+
+struct Settings {
+    policy: Policy,
+    ttl: Duration,
+}
+
+struct Wrapper(Box<Settings>);
+
+impl Deref for Wrapper {
+    type Target = Settings;
+
+    fn deref(&self) -> &Settings {
+        &self.0
+    }
+}
+
+#[idempotent(
+    key = "{id}",
+    ttl = "1h 30m",
+    store = app.store,
+    scope = "options",
+    lease = "10s",
+    in_progress = wait("500ms"),
+    on_error = release,
+    on_crash = fail,
+    max_attempts = 5,
+    fingerprint = id,
+    missing_key = run,
+    on_store_error = run,
+    codec = Json,
+    policy = POLICY,
+    crate = ::idem_runtime,
+)]
+async fn all(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[idempotent(
+    key = "{id}",
+    ttl = settings.ttl,
+    lease = settings.ttl / 6,
+    in_progress = wait(settings.ttl),
+    max_attempts = ATTEMPTS,
+    store = app.store
+)]
+async fn computed(app: &App, settings: &Settings, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", in_progress = reject, store = app.store, policy = settings.policy)]
+async fn policy_field(app: &App, settings: Wrapper, id: u32) -> Result<u32, Failure> {
+    drop(settings);
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = &policy, ttl = "2h")]
+async fn policy_pointer(app: &App, policy: Arc<Policy>, id: u32) -> Result<u32, Failure> {
+    drop(policy);
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = SHARED, on_crash = retry, max_attempts = 1)]
+async fn policy_static(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = SWITCHED)]
+async fn switched(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, on_error = record)]
+async fn recorded(app: &App, id: u32) -> Result<u32, Failure> {
+    let _ = id;
+    Err(Failure::Lasting(app.run()))
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, on_error = release)]
+async fn released(app: &App, id: u32) -> Result<u32, Failure> {
+    let _ = id;
+    Err(Failure::Passing(app.run()))
+}
+
+fn decide(failure: &Failure) -> OnError {
+    match failure {
+        Failure::Lasting(_) => OnError::Record,
+        _ => OnError::Release,
+    }
+}
+
+#[idempotent(key = "{lasting}", ttl = "1h", store = app.store, on_error = decide)]
+async fn decided(app: &App, lasting: bool) -> Result<u32, Failure> {
+    Err(if lasting { Failure::Lasting(app.run()) } else { Failure::Passing(app.run()) })
+}
+
+#[idempotent(key = "{lasting}", ttl = "1h", store = app.store, on_error = |failure| match failure {
+    Failure::Lasting(run) if *run > 0 => OnError::Record,
+    _ => OnError::Release,
+})]
+async fn decided_by_closure(app: &App, lasting: bool) -> Result<u32, Failure> {
+    Err(if lasting { Failure::Lasting(app.run()) } else { Failure::Passing(app.run()) })
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, fingerprint = (id, text, "constant"))]
+async fn fingerprinted(app: &App, id: u32, text: String) -> Result<String, Failure> {
+    app.run();
+    Ok(text)
+}
+
+#[idempotent(key = id, ttl = "1h", store = app.store, missing_key = run)]
+async fn unkeyed(app: &App, id: Option<u32>) -> Result<Option<u32>, Failure> {
+    app.run();
+    Ok(id)
+}
+
+/// JSON with a name of its own.
+struct Tagged;
+
+impl Codec for Tagged {
+    const NAME: &'static str = "tagged";
+
+    fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
+        Json::encode(value)
+    }
+
+    fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+        Json::decode(bytes)
+    }
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, codec = Tagged)]
+async fn encoded(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, codec = C)]
+async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+#[tokio::test]
+async fn every_form_of_an_option() {
+    let app = &App::default();
+    assert_eq!(twice(all(app, 7), all(app, 7)).await, 8);
+    let settings = || Settings { policy: POLICY, ttl: HOUR };
+    assert_eq!(twice(computed(app, &settings(), 7), computed(app, &settings(), 7)).await, 9);
+    let call = || policy_field(app, Wrapper(Box::new(settings())), 7);
+    assert_eq!(twice(call(), call()).await, 10);
+    let call = || policy_pointer(app, Arc::new(POLICY), 7);
+    assert_eq!(twice(call(), call()).await, 11);
+    assert_eq!(twice(policy_static(app, 7), policy_static(app, 7)).await, 12);
+    assert_eq!(twice(encoded(app, 7), encoded(app, 7)).await, 13);
+    assert_eq!(twice(encoded_by::<Json>(app, 7), encoded_by::<Json>(app, 7)).await, 14);
+}
+
+#[tokio::test]
+async fn a_policy_can_be_switched_off() {
+    let app = &App::default();
+    assert_eq!(twice(switched(app, 7), switched(app, 7)).await, 8);
+    MODE.set(Mode::Off);
+    assert_eq!(switched(app, 7).await, Ok(9));
+    MODE.set(Mode::Enforce);
+    assert_eq!(switched(app, 7).await, Ok(8));
+}
+
+#[tokio::test]
+async fn errors_are_released_or_recorded() {
+    let app = &App::default();
+    assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
+    assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
+    assert_eq!(released(app, 7).await, Err(Failure::Passing(2)));
+    assert_eq!(released(app, 7).await, Err(Failure::Passing(3)));
+    assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
+    assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
+    assert_eq!(decided(app, false).await, Err(Failure::Passing(5)));
+    assert_eq!(decided(app, false).await, Err(Failure::Passing(6)));
+    assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
+    assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
+    assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(8)));
+    assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(9)));
+}
+
+#[tokio::test]
+async fn misuse_and_missing_keys_are_told() {
+    let app = &App::default();
+    let call = |text: &str| fingerprinted(app, 7, text.to_owned());
+    assert_eq!(twice(call("a"), call("a")).await, "a");
+    let (result, outcome) = observe(call("b")).await;
+    assert!(matches!(result, Err(Failure::Idempotency(_))), "{result:?}");
+    assert!(matches!(outcome.disposition(), Disposition::DeadLetter), "{outcome:?}");
+    for runs in 2..4 {
+        assert_eq!(unkeyed(app, None).await, Ok(None));
+        assert_eq!(app.runs(), runs);
+    }
+}

@@ -1,0 +1,77 @@
+//! A user's module under the strictest lints: nothing may be reported that is not the user's own. `forbid` where it can
+//! be, as an `allow` in generated code would be an error then.
+
+#![deny(warnings, clippy::all, clippy::pedantic, clippy::nursery)]
+#![deny(missing_docs, unreachable_pub, single_use_lifetimes, let_underscore_drop)]
+#![deny(elided_lifetimes_in_paths, explicit_outlives_requirements, trivial_casts, unused_results, unused_lifetimes)]
+#![deny(clippy::shadow_unrelated, clippy::unwrap_used, clippy::default_trait_access, clippy::absolute_paths)]
+#![deny(unused)]
+#![forbid(
+    unsafe_code,
+    unreachable_code,
+    unused_imports,
+    unused_variables,
+    unused_parens,
+    unused_braces,
+    unused_qualifications
+)]
+
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+use crate::{App, twice};
+
+/// An event.
+#[derive(Debug, Clone)]
+struct Event<'a> {
+    id: &'a str,
+    amount: Option<u64>,
+}
+
+/// A service.
+#[derive(Debug, Default)]
+struct Service {
+    store: MemoryStore,
+}
+
+impl Service {
+    #[idempotent(
+        key = "{event.id}:{event.amount}",
+        ttl = "7d",
+        store = self.store,
+        lease = "10s",
+        in_progress = wait("1s"),
+        fingerprint = (event.id, event.amount),
+        max_attempts = 3
+    )]
+    async fn charge(&self, app: &App, event: Event<'_>) -> Result<u64, Error> {
+        if app.runs() > 10 {
+            return Ok(0);
+        }
+        let amount = event.amount.unwrap_or_default();
+        Ok(u64::from(app.run()) + amount)
+    }
+}
+
+#[idempotent(key = (event.id, event.amount), ttl = "7d", store = app.store, scope = "strict")]
+async fn free(app: &App, event: &Event<'_>) -> Result<(), Error> {
+    let _ = app.run();
+    drop(event.clone());
+    Ok(())
+}
+
+#[idempotent(key = "{id}", ttl = "7d", store = app.store)]
+async fn todo(app: &App, id: u32) -> Result<u32, Error> {
+    let _ = id;
+    let _ = app.run();
+    panic!("not yet")
+}
+
+#[tokio::test]
+async fn lints_are_quiet() {
+    let (app, service) = (App::default(), Service::default());
+    let event = Event { id: "a", amount: Some(1) };
+    let call = || service.charge(&app, event.clone());
+    assert_eq!(twice(call(), call()).await, 2);
+    twice(free(&app, &event), free(&app, &event)).await;
+    drop(todo(&app, 1));
+}

@@ -1,0 +1,8 @@
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+#[idempotent(key = "{id}", ttl = "7d", store = store)]
+async fn handler<T>(store: &MemoryStore, id: u32, value: T) -> Result<T, Error> {
+    Ok(value)
+}
+
+fn main() {}

@@ -1,0 +1,10 @@
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+const SCOPE: &str = "orders";
+
+#[idempotent(key = "{id}", ttl = "7d", store = store, scope = SCOPE)]
+async fn handler(store: &MemoryStore, id: u32) -> Result<u32, Error> {
+    Ok(id)
+}
+
+fn main() {}

@@ -1,0 +1,26 @@
+//! `unsafe` stays where it was, outside and inside.
+#![deny(warnings, unsafe_op_in_unsafe_fn)]
+
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+struct Handler(MemoryStore);
+
+impl Handler {
+    /// # Safety
+    /// There is none to think of.
+    #[idempotent(key = "{id}:{unsafe { number() }}", ttl = "7d", store = self.0)]
+    async unsafe fn handle(&self, id: u32) -> Result<u32, Error> {
+        // SAFETY: as above.
+        Ok(id + unsafe { number() })
+    }
+}
+
+unsafe fn number() -> u32 {
+    7
+}
+
+fn main() {
+    let handler = Handler(MemoryStore::new());
+    // SAFETY: as above.
+    drop(unsafe { handler.handle(1) });
+}
