@@ -99,6 +99,7 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::PendingNeverExpires, &["pending_record_is_forgotten", "retention_of_a_pending_record"]),
     (Mistake::TtlFromReservation, &["retention_starts_at_the_end"]),
     (Mistake::PendingExpiresAtTtl, &["pending_record_outlives_ttl", "retention_of_a_pending_record"]),
+    (Mistake::LongTimesAreCut, &["longest_times"]),
     (Mistake::TtlSurvivesTakeover, &["retention_of_a_pending_record"]),
 
     (Mistake::NeverWakes, &["finish_wakes", "release_wakes", "takeover_wakes", "reopen_wakes", "all_waiters_wake"]),

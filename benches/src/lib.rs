@@ -1,1 +1,228 @@
-//! benches
+//! What the benches share: rounds that alternate between the sides, and a table of ratios against goals.
+//!
+//! Everything is measured as a ratio in one run. Each round measures every side once, in changing order, so that a
+//! machine that slows down slows all of them; a line of the table is the ratio of the sides' medians.
+
+#![allow(clippy::missing_panics_doc)] // A bench that can't run stops.
+#![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
+#![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+/// Whether this run only shows that the benches run: `IDEM_BENCH_QUICK=1`, or started by anything but `cargo bench`.
+pub fn is_quick() -> bool {
+    std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0") || !std::env::args().any(|it| it == "--bench")
+}
+
+/// `full`, or `quick` in a quick run.
+pub fn sized<T>(full: T, quick: T) -> T {
+    if is_quick() { quick } else { full }
+}
+
+/// Whether the line `work` was asked for: `cargo bench -p idem-benches --bench redis -- "replay"`.
+pub fn is_wanted(work: &str) -> bool {
+    let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
+    filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
+}
+
+/// How long `work` took.
+pub fn timed(work: impl FnOnce()) -> Duration {
+    let started = Instant::now();
+    work();
+    started.elapsed()
+}
+
+/// Nanoseconds for each of `count`.
+pub fn nanos_each(took: Duration, count: usize) -> f64 {
+    took.as_nanos() as f64 / count as f64
+}
+
+/// Thousands a second.
+pub fn thousands_per_second(took: Duration, count: usize) -> f64 {
+    count as f64 / took.as_secs_f64() / 1e3
+}
+
+/// What one side measured, one value a round.
+#[derive(Clone, Debug)]
+pub struct Samples(Vec<f64>);
+
+impl Samples {
+    /// The value in the middle.
+    pub fn median(&self) -> f64 {
+        quantile(&self.0, 0.5)
+    }
+
+    /// The largest value.
+    pub fn max(&self) -> f64 {
+        quantile(&self.0, 1.0)
+    }
+
+    /// `calculate` of the two values of each round.
+    #[must_use]
+    pub fn with(&self, other: &Self, calculate: impl Fn(f64, f64) -> f64) -> Self {
+        Self(self.0.iter().zip(&other.0).map(|(a, b)| calculate(*a, *b)).collect())
+    }
+}
+
+impl From<Vec<f64>> for Samples {
+    fn from(values: Vec<f64>) -> Self {
+        Self(values)
+    }
+}
+
+fn quantile(values: &[f64], at: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // From 0 to the last index.
+    sorted[((sorted.len() - 1) as f64 * at).round() as usize]
+}
+
+/// Measures every side once a round, in an order that turns from round to round. One round more comes first and counts
+/// for nothing.
+pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
+    let mut samples = [const { Vec::new() }; N];
+    for round in 0..=rounds {
+        for i in 0..N {
+            let side = (round + i) % N;
+            let value = sides[side]();
+            if round > 0 {
+                samples[side].push(value);
+            }
+        }
+    }
+    samples.map(Samples)
+}
+
+/// What a line must reach.
+#[derive(Clone, Copy, Debug)]
+pub enum Goal {
+    /// At least this.
+    AtLeast(f64),
+    /// At most this.
+    AtMost(f64),
+    /// For comparison only.
+    None,
+}
+
+/// A table, printed line by line as it is measured, in Markdown so that it can be pasted.
+#[derive(Debug)]
+pub struct Table {
+    unit: &'static str,
+}
+
+impl Table {
+    /// Prints the head. `result` names what a line comes to, for example `ratio`.
+    pub fn new(title: &str, unit: &'static str, result: &str) -> Self {
+        let quick = if is_quick() { " (quick run: the figures mean nothing)" } else { "" };
+        println!("\n### {title}{quick}\n");
+        println!("| work | raw, {unit} | idem, {unit} | {result} | middle half of the rounds | goal | |");
+        println!("|---|---|---|---|---|---|---|");
+        Self { unit }
+    }
+
+    /// A line: the medians of both sides and `calculate` of them, idem first.
+    pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
+        let rounds = idem.with(raw, calculate);
+        let result = calculate(idem.median(), raw.median());
+        let mut line = format!("| {work} | {} | {} | **{}** |", figure(raw.median()), figure(idem.median()), figure(result));
+        write!(line, " {} to {} |", figure(quantile(&rounds.0, 0.25)), figure(quantile(&rounds.0, 0.75))).unwrap();
+        println!("{line} {} |", judged(result, goal));
+    }
+
+    /// A line without a raw side.
+    pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
+        let (low, high) = (figure(quantile(&samples.0, 0.25)), figure(quantile(&samples.0, 0.75)));
+        println!("| {work} | | {} | **{}** | {low} to {high} | {} |", figure(samples.median()), figure(result), judged(result, goal));
+    }
+
+    /// The unit of the sides.
+    pub fn unit(&self) -> &'static str {
+        self.unit
+    }
+}
+
+fn judged(result: f64, goal: Goal) -> String {
+    let (goal, met) = match goal {
+        Goal::AtLeast(goal) => (format!("≥ {goal}"), result >= goal),
+        Goal::AtMost(goal) => (format!("≤ {goal}"), result <= goal),
+        Goal::None => return " | ".to_owned(),
+    };
+    let met = match met {
+        _ if is_quick() => "",
+        true => "met",
+        false => "MISSED",
+    };
+    format!("{goal} | {met}")
+}
+
+/// Three digits.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// A result of some 150 bytes of JSON.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct Receipt {
+    pub order_id: u64,
+    pub carrier: String,
+    pub tracking: String,
+    pub cents: u64,
+    pub currency: String,
+    pub lines: u32,
+    pub express: bool,
+}
+
+impl Receipt {
+    /// What a trivial handler returns.
+    pub fn of(order_id: u64) -> Self {
+        Self {
+            order_id,
+            carrier: "Hinterland Parcel".to_owned(),
+            tracking: "HP-2031-0000-4711-8842-XZ".to_owned(),
+            cents: 129_900,
+            currency: "EUR".to_owned(),
+            lines: 3,
+            express: true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_receipt_is_what_the_figures_are_about() {
+        let bytes = serde_json::to_vec(&Receipt::of(1_000_000)).unwrap();
+        assert!((140..160).contains(&bytes.len()), "{}", bytes.len());
+    }
+
+    #[test]
+    fn sides_take_turns() {
+        let order = std::cell::RefCell::new(String::new());
+        let side = |name| {
+            let order = &order;
+            move || {
+                order.borrow_mut().push(name);
+                1.0
+            }
+        };
+        alternate(2, [&mut side('a'), &mut side('b')]);
+        assert_eq!(*order.borrow(), "abbaab");
+    }
+
+    #[test]
+    fn quantiles_are_values_that_were_measured() {
+        let samples = Samples::from(vec![5.0, 1.0, 3.0]);
+        assert!((samples.median() - 3.0).abs() < f64::EPSILON);
+        assert!((samples.max() - 5.0).abs() < f64::EPSILON);
+    }
+}

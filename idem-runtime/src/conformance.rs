@@ -63,8 +63,8 @@ use bytes::Bytes;
 
 use crate::clock::{Clock, Instant, SystemClock, race};
 use crate::{
-    CodecName, Fingerprint, Finish, Inspection, Key, Lease, OnCrash, Payload, Release, Reservation, Reserve,
-    Store, StoreError, StoreFuture, Write,
+    CodecName, Fingerprint, Finish, Inspection, Key, Lease, OnCrash, Payload, Release, Reservation, Reserve, Store,
+    StoreError, StoreFuture, Write,
 };
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
@@ -177,6 +177,7 @@ macro_rules! __conformance_clauses {
         pending_record_outlives_ttl: "A live lease is honoured although it is longer than `ttl`.",
         retention_starts_at_the_end: "A finished or released record is kept for `ttl` from that write.",
         retention_of_a_pending_record: "A pending record is kept for its lease and then its `ttl`.",
+        longest_times: "The longest lease and retention that a policy allows are kept.",
         // Waiting.
         finish_wakes: "A waiter is woken by the finish.",
         release_wakes: "A waiter is woken by the release.",
@@ -241,8 +242,8 @@ use results::{
     codec_name_survives, completed_is_replayed, every_payload_survives, failed_is_replayed, large_result_survives,
 };
 use retention::{
-    pending_record_is_forgotten, pending_record_outlives_ttl, released_record_is_forgotten, result_is_forgotten,
-    retention_of_a_pending_record, retention_starts_at_the_end,
+    longest_times, pending_record_is_forgotten, pending_record_outlives_ttl, released_record_is_forgotten,
+    result_is_forgotten, retention_of_a_pending_record, retention_starts_at_the_end,
 };
 use robustness::{
     dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve, foreign_value,
@@ -571,7 +572,10 @@ impl Case {
             let latest = (before + TOLERANCE).saturating_sub(PAUSE);
             assert!(after <= latest, "{why}: was refused, and yet it put the {time} off: {before:?}, then {after:?}");
             let soonest = before.saturating_sub(self.since(earliest) + TOLERANCE);
-            assert!(after >= soonest, "{why}: was refused, and yet it cut the {time} short: {before:?}, then {after:?}");
+            assert!(
+                after >= soonest,
+                "{why}: was refused, and yet it cut the {time} short: {before:?}, then {after:?}"
+            );
         };
         left(Some(before.expires_in), Some(after.expires_in), "retention");
         left(before.lapses_in, after.lapses_in, "lease");

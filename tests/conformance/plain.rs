@@ -49,7 +49,7 @@ mistakes! {
     // Keys.
     LetterCaseIgnored, SpaceTrimmed, ScopeIgnored, KeysCutShort,
     // Retention.
-    NeverForgets, PendingNeverExpires, TtlFromReservation, PendingExpiresAtTtl, TtlSurvivesTakeover,
+    NeverForgets, PendingNeverExpires, TtlFromReservation, PendingExpiresAtTtl, TtlSurvivesTakeover, LongTimesAreCut,
     // Waiting.
     NeverWakes, OnlyFinishWakes, WakesOne, WaitsForAnyAttempt, WaitsForFinished, WaitsUnbounded, WaiterReleases,
     // Operators.
@@ -204,6 +204,7 @@ impl Plain {
             M::PendingExpiresAtTtl => request.ttl,
             M::PendingNeverExpires => Duration::from_secs(100_000),
             M::OneTimeForLeaseAndRetention => request.lease,
+            M::LongTimesAreCut => (request.lease + request.ttl).min(Duration::from_millis(i32::MAX as u64)),
             _ => request.lease + request.ttl,
         };
         let expires_at = match record {

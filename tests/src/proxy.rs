@@ -59,7 +59,7 @@ impl Proxy {
     }
 }
 
-async fn carry(client: TcpStream, port: u16, mut line: watch::Receiver<Line>) {
+async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
     client.set_nodelay(true).ok();
     server.set_nodelay(true).ok();
@@ -67,11 +67,23 @@ async fn carry(client: TcpStream, port: u16, mut line: watch::Receiver<Line>) {
     client.set_zero_linger().ok();
     let (mut from_client, to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
-    let lines = line.clone();
+    let (lines, mut line) = (line.clone(), line);
+    // A line that has lost bytes never carries again: in TCP nothing is lost from the middle.
+    let healed = async {
+        loop {
+            let was = *line.borrow_and_update();
+            if line.changed().await.is_err() || was != Line::Pass || *line.borrow() == Line::Refuse {
+                return;
+            }
+        }
+    };
+    if *lines.borrow() == Line::Refuse {
+        return;
+    }
     tokio::select! {
         () = upstream(&mut from_client, &mut to_server, lines.clone()) => {}
         () = downstream(&mut from_server, to_client, lines) => {}
-        _ = line.wait_for(|line| *line == Line::Refuse) => {}
+        () = healed => {}
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Case, LONG, PAUSE, SHORT, completed, fingerprint, limited, marked, stored};
-use crate::{Finish, Key, Release, Reserve, Write};
+use crate::{Finish, Key, Policy, Release, Reserve, Write};
 
 /// Checks that nothing of the key's past is left.
 async fn is_forgotten(case: &Case, key: &Key, why: &str) {
@@ -97,4 +97,19 @@ pub(super) async fn retention_of_a_pending_record(case: &Case) {
     case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     let inspected = case.recorded(&key).await;
     case.has_left(inspected.expires_in, LONG + LONG, earliest, "the retention of a record that was taken over");
+}
+
+pub(super) async fn longest_times(case: &Case) {
+    let longest = Policy::MAX_DURATION;
+    let key = case.key("");
+    let earliest = case.now();
+    let request = Reserve { lease: longest, ttl: longest, ..case.request(&key) };
+    let lease = case.reserved(&request, 1, "a key that was never used").await;
+    let inspected = case.recorded(&key).await;
+    case.has_left(inspected.lapses_in.expect("a pending record has a lease"), longest, earliest, "the longest lease");
+    case.has_left(inspected.expires_in, longest * 2, earliest, "the longest retention, after the longest lease");
+    case.waits_for(&case.request(&key), 1, "the longest lease").await;
+    assert_eq!(case.renew(&lease).await, Write::Done, "the longest lease");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the longest lease");
+    case.has_left(case.recorded(&key).await.expires_in, longest, earliest, "the longest retention");
 }

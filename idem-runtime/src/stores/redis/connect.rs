@@ -4,12 +4,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use redis::aio::{ConnectionLike, ConnectionManagerConfig};
+use redis::aio::ConnectionLike;
 use redis::{Client, Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 
-use super::dispatch::{AnyConnection, Dispatch, Scripts};
+use super::connection::Connection;
+use super::dispatch::{Dispatch, Scripts};
 use super::wake::Wakeups;
-use super::{RedisStore, Script, Shared};
+use super::{RedisStore, Script, Shared, failed};
 use crate::clock::SystemClock;
 use crate::{Heartbeats, StoreError, StoreErrorKind};
 
@@ -60,7 +61,7 @@ impl RedisOptions {
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
         // The error of `redis` may quote the URL, and the URL may hold a password.
         let client = Client::open(url).map_err(|error| {
-            let detail = error.detail().filter(|_| !url.contains('@')).unwrap_or("see the documentation of `connect`");
+            let detail = error.detail().filter(|_| !url.contains('@')).unwrap_or("write `redis://[user:password@]host[:port][/database]`");
             misconfigured(format!("the Redis URL can't be used: {detail}"))
         })?;
         self.connect_with(client).await
@@ -71,16 +72,11 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
-        // One retry: whoever calls the store retries as well, and should hear soon that the server is away.
-        let config = ConnectionManagerConfig::new()
-            .set_number_of_retries(1)
-            .set_min_delay(Duration::from_millis(20))
-            .set_connection_timeout(Some(self.response_timeout))
-            // The dispatcher has a timeout for every exchange.
-            .set_response_timeout(None);
-        let connecting = client.get_connection_manager_with_config(config);
-        let connection = connecting.await.map_err(|error| not_connected(&error))?;
-        self.open(Box::new(connection), Wakeups::new(client)).await
+        let clock = Arc::new(SystemClock::default());
+        let unusable = |error: RedisError| not_connected(&error);
+        let connection = Connection::ours(&client, clock.clone(), self.response_timeout).map_err(unusable)?;
+        connection.try_open().await.map_err(unusable)?;
+        self.open(connection, clock, Wakeups::new(client)).await
     }
 
     /// Uses the user's own connection, for example a [`redis::aio::ConnectionManager`] that is there already. It must be
@@ -95,16 +91,19 @@ impl RedisOptions {
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        self.open(Box::new(connection), Wakeups::polling()).await
+        let clock = Arc::new(SystemClock::default());
+        let connection = Connection::theirs(connection, clock.clone(), self.response_timeout);
+        self.open(connection, clock, Wakeups::polling()).await
     }
 
-    async fn open(self, mut connection: Box<dyn AnyConnection>, wakeups: Wakeups) -> Result<RedisStore, StoreError> {
+    async fn open(
+        self,
+        connection: Connection,
+        clock: Arc<SystemClock>,
+        wakeups: Wakeups,
+    ) -> Result<RedisStore, StoreError> {
         let Self { prefix, response_timeout } = self;
-        let clock = Arc::new(SystemClock::default());
-        let preparing = prepare(&mut *connection);
-        let prepared = crate::clock::race(preparing, crate::Clock::sleep(&*clock, response_timeout * 2)).await;
-        let timed_out = || Err(StoreError::new(StoreErrorKind::Unavailable, "the server did not answer in time"));
-        let scripts = prepared.unwrap_or_else(timed_out)?;
+        let scripts = prepare(&connection).await?;
         let wakeups = wakeups.on(format!("{prefix}wake"));
         let dispatch = Dispatch::new(connection, clock.clone(), scripts, wakeups.channel(), response_timeout);
         Ok(RedisStore(Arc::new_cyclic(|this| Shared {
@@ -119,10 +118,10 @@ impl RedisOptions {
 }
 
 /// Checks the server and loads the scripts.
-async fn prepare(connection: &mut dyn AnyConnection) -> Result<Scripts, StoreError> {
+async fn prepare(connection: &Connection) -> Result<Scripts, StoreError> {
     let mut info = Cmd::new();
     info.arg("INFO");
-    let info = match connection.req_packed_command(&info).await.map_err(|error| not_connected(&error))? {
+    let info = match connection.one(&info).await.map_err(failed)? {
         Value::BulkString(info) => String::from_utf8_lossy(&info).into_owned(),
         Value::VerbatimString { text, .. } => text,
         _ => return Err(misconfigured("the server does not answer `INFO` as Redis does".to_owned())),
@@ -132,7 +131,7 @@ async fn prepare(connection: &mut dyn AnyConnection) -> Result<Scripts, StoreErr
     for script in &mut scripts {
         let mut load = Cmd::new();
         load.arg("SCRIPT").arg("LOAD").arg(script.source);
-        script.sha = match connection.req_packed_command(&load).await.map_err(|error| not_connected(&error))? {
+        script.sha = match connection.one(&load).await.map_err(failed)? {
             Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
             Value::SimpleString(sha) => sha,
             _ => return Err(misconfigured("the server does not load scripts as Redis does".to_owned())),

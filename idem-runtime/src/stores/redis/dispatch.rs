@@ -17,12 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use redis::aio::ConnectionLike;
-use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, Pipeline, Value};
 use tokio::runtime::Handle;
 
 use super::Script;
-use crate::clock::{Clock, Instant, race};
+use super::connection::{Connection, Failure, Refusal};
+use crate::clock::{Clock, Instant};
 use crate::sync::lock;
 
 /// Commands in flight up to which each is sent by itself.
@@ -39,17 +39,6 @@ const BATCH_BYTES: usize = 256 * 1024;
 const FINISHED_AT_ONCE: usize = 64;
 /// Reservations from which on a batch looks before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
-
-/// A connection of any kind that is multiplexed: its clones share it.
-pub(super) trait AnyConnection: ConnectionLike + Send + Sync {
-    fn boxed_clone(&self) -> Box<dyn AnyConnection>;
-}
-
-impl<C: ConnectionLike + Clone + Send + Sync + 'static> AnyConnection for C {
-    fn boxed_clone(&self) -> Box<dyn AnyConnection> {
-        Box::new(self.clone())
-    }
-}
 
 /// The scripts as the server knows them.
 #[derive(Debug)]
@@ -82,46 +71,12 @@ impl Scripts {
     }
 }
 
-/// Why an operation got no answer of the server that it can use.
-#[derive(Clone, Debug)]
-pub(super) enum Failure {
-    /// The server refused this operation: nothing was written by it.
-    Refused(Arc<str>, Option<ServerErrorKind>),
-    /// No connection, or none that took the batch in time: nothing was sent.
-    NotSent(Arc<str>),
-    /// The exchange broke off: it may have landed.
-    Broken(Arc<RedisError>),
-    /// No answer in time: it may have landed.
-    TimedOut,
-    /// The runtime dropped the batch, or the answer makes no sense: it may have landed.
-    Lost,
-}
-
 pub(super) type Answer = Result<Value, Failure>;
-
-impl Failure {
-    /// What a failed exchange means. A reply of the server is no error here, except while a connection is being set up;
-    /// either way nothing was written.
-    fn of(error: RedisError) -> Self {
-        match error.kind() {
-            ErrorKind::Server(kind) => Self::Refused(error.to_string().into(), Some(kind)),
-            ErrorKind::AuthenticationFailed
-            | ErrorKind::InvalidClientConfig
-            | ErrorKind::Client
-            | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
-            // So a connection manager fails commands while it can't reconnect.
-            _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
-            _ if error.is_timeout() => Self::TimedOut,
-            // A closed connection looks the same whether or not the command was written before.
-            _ => Self::Broken(Arc::new(error)),
-        }
-    }
-}
 
 /// One reply of the server as the answer of its own operation.
 fn answer(value: Value) -> Answer {
     match value {
-        Value::ServerError(error) => Err(Failure::Refused(error.to_string().into(), error.kind())),
+        Value::ServerError(error) => Err(Failure::from(&error)),
         value => Ok(value),
     }
 }
@@ -281,7 +236,7 @@ impl Future for Reply {
 pub(super) struct Dispatch(Arc<Shared>);
 
 struct Shared {
-    connection: Box<dyn AnyConnection>,
+    connection: Connection,
     clock: Arc<dyn Clock>,
     scripts: Scripts,
     channel: String,
@@ -311,9 +266,9 @@ impl Drop for InFlight<'_> {
 }
 
 impl Dispatch {
-    /// Sends over `connection` from tasks of the current runtime; an exchange may take `timeout`.
+    /// Sends over `connection` from tasks of the current runtime; what gathers waits at most `timeout` to be sent.
     pub(super) fn new(
-        connection: Box<dyn AnyConnection>,
+        connection: Connection,
         clock: Arc<dyn Clock>,
         scripts: Scripts,
         channel: &str,
@@ -340,7 +295,7 @@ impl Dispatch {
     /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         if let Some(_in_flight) = self.0.enter(DIRECT) {
-            return self.0.exchange(&reserve(key, value, ttl_ms)).await;
+            return self.0.connection.one(&reserve(key, value, ttl_ms)).await;
         }
         let add = |gather: &mut Gather| {
             let entry = gather.entry(key, value, ttl_ms);
@@ -356,9 +311,9 @@ impl Dispatch {
         if let Some(_in_flight) = self.0.enter(DIRECT_FINISH) {
             let Shared { scripts: Scripts { finish_one, .. }, channel, .. } = &*self.0;
             let call = |name, script| finish(name, script, channel, std::iter::once(*completion));
-            return match self.0.exchange(&call("EVALSHA", &finish_one.sha)).await {
-                Err(Failure::Refused(_, Some(ServerErrorKind::NoScript))) => {
-                    self.0.exchange(&call("EVAL", finish_one.source)).await
+            return match self.0.connection.one(&call("EVALSHA", &finish_one.sha)).await {
+                Err(failure) if failure.is_unknown_script() => {
+                    self.0.connection.one(&call("EVAL", finish_one.source)).await
                 }
                 answer => answer,
             };
@@ -376,7 +331,7 @@ impl Dispatch {
     /// Any other command.
     pub(super) async fn command(&self, command: Cmd) -> Answer {
         if let Some(_in_flight) = self.0.enter(DIRECT) {
-            return self.0.exchange(&command).await;
+            return self.0.connection.one(&command).await;
         }
         let add = |gather: &mut Gather| {
             let slot = gather.replies.open();
@@ -398,15 +353,6 @@ impl Shared {
         }
         self.direct.fetch_sub(1, Ordering::Relaxed);
         None
-    }
-
-    async fn exchange(&self, command: &Cmd) -> Answer {
-        let mut connection = self.connection.boxed_clone();
-        match race(connection.req_packed_command(command), self.clock.sleep(self.timeout)).await {
-            Some(Ok(value)) => answer(value),
-            Some(Err(error)) => Err(Failure::of(error)),
-            None => Err(Failure::TimedOut),
-        }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -459,7 +405,7 @@ impl Shared {
         self.replays.store((3 * before + 256 * values / asked.max(1)) / 4, Ordering::Relaxed);
     }
 
-    async fn send(&self, connection: &mut dyn AnyConnection, gather: &mut Gather) {
+    async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
         let calls: Vec<Range<usize>> = chunks(gather.completions.len(), FINISHED_AT_ONCE).collect();
         let look_first = gather.reserves.len() >= LOOK_FIRST && self.replays.load(Ordering::Relaxed) >= 128;
@@ -485,7 +431,7 @@ impl Shared {
         for call in &calls {
             pipeline.add_command(self.finish(gather, call, false));
         }
-        let mut values = match self.exchange_all(connection, &pipeline).await {
+        let mut values = match self.connection.many(&pipeline).await {
             Ok(values) => values.into_iter(),
             Err(failure) => return replies.fail(&failure),
         };
@@ -513,7 +459,7 @@ impl Shared {
         for (call, value) in calls.into_iter().zip(values) {
             match &value {
                 // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written.
-                Value::ServerError(error) if error.kind() == Some(ServerErrorKind::NoScript) => {
+                Value::ServerError(error) if error.code() == "NOSCRIPT" => {
                     again.add_command(self.finish(gather, &call, true));
                     unknown.push(call);
                 }
@@ -524,7 +470,7 @@ impl Shared {
         if again.is_empty() {
             return;
         }
-        let mut values = match self.exchange_all(connection, &again).await {
+        let mut values = match self.connection.many(&again).await {
             Ok(values) => values.into_iter(),
             Err(failure) => return replies.fail(&failure),
         };
@@ -542,7 +488,7 @@ impl Shared {
             Some(Value::Array(values)) if values.len() == gather.reserves.len() => values,
             // Nothing was written yet, so whoever asked may be told so.
             Some(Value::ServerError(error)) => {
-                let failure = Failure::Refused(error.to_string().into(), error.kind());
+                let failure = Failure::from(&error);
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
                 return Vec::new();
             }
@@ -569,17 +515,6 @@ impl Shared {
         let completions = gather.completions[call.clone()].iter().map(|entry| gather.completion(entry));
         finish(name, script, &self.channel, completions)
     }
-
-    async fn exchange_all(&self, connection: &mut dyn AnyConnection, pipeline: &Pipeline) -> Result<Vec<Value>, Failure> {
-        // Not `query_async`: that turns one error of the server into the failure of the whole pipeline.
-        let exchange = connection.req_packed_commands(pipeline, 0, pipeline.len());
-        match race(exchange, self.clock.sleep(self.timeout)).await {
-            Some(Ok(values)) if values.len() == pipeline.len() => Ok(values),
-            Some(Ok(_)) => Err(Failure::Lost),
-            Some(Err(error)) => Err(Failure::of(error)),
-            None => Err(Failure::TimedOut),
-        }
-    }
 }
 
 /// A task that sends batches until nothing gathers any more.
@@ -590,7 +525,6 @@ struct Lane {
 
 impl Lane {
     async fn run(mut self) {
-        let mut connection = self.shared.connection.boxed_clone();
         loop {
             let shared = &self.shared;
             let Some(mut gather) = shared.next() else {
@@ -604,7 +538,7 @@ impl Lane {
                 // timeouts, and its caller knows that it did not land.
                 gather.replies.fail(&Failure::NotSent("the server did not answer what was sent before".into()));
             } else {
-                shared.send(&mut *connection, &mut gather).await;
+                shared.send(&mut gather).await;
             }
             unanswered.0 = None;
             shared.keep(gather);
@@ -666,7 +600,7 @@ fn settle(replies: &Replies, entries: &[Entry], value: Value) {
         let answer = match answers.get(i) {
             Some(b'1') => Ok(Value::Int(1)),
             Some(b'0') => Ok(Value::Int(0)),
-            Some(b'E') => Err(Failure::Refused(Arc::clone(&error), None)),
+            Some(b'E') => Err(Failure::Refused(Refusal { code: "".into(), message: Arc::clone(&error) })),
             _ => Err(Failure::Lost),
         };
         (entry.slot, answer)

@@ -6,6 +6,7 @@
 //! record that is there needs a script, and each script checks the owner token.
 
 mod connect;
+mod connection;
 mod dispatch;
 mod wake;
 
@@ -18,7 +19,8 @@ use bytes::Bytes;
 use redis::{Cmd, Value};
 
 pub use self::connect::RedisOptions;
-use self::dispatch::{Completion, Dispatch, Failure};
+use self::connection::{Failure, Refusal};
+use self::dispatch::{Completion, Dispatch};
 use self::wake::Wakeups;
 use crate::clock::Instant;
 use crate::record::format::{self, millis};
@@ -251,7 +253,7 @@ impl Shared {
         };
         match self.dispatch.command(command("EVALSHA", &script.sha)).await {
             // Restarted, failed over or flushed: nothing was written, and EVAL loads the script again.
-            Err(Failure::Refused(_, Some(redis::ServerErrorKind::NoScript))) => {
+            Err(failure) if failure.is_unknown_script() => {
                 self.dispatch.command(command("EVAL", script.source)).await.map_err(failed)
             }
             answer => answer.map_err(failed),
@@ -406,18 +408,16 @@ fn unexpected(value: &Value) -> StoreError {
 }
 
 fn failed(failure: Failure) -> StoreError {
-    use redis::ServerErrorKind as Kind;
     match failure {
-        // A script can't be half done: it checks everything before its first write.
-        Failure::Refused(message, kind) => {
-            let code = message.split_whitespace().next().unwrap_or_default().trim_end_matches(':');
-            let kind = match (kind, code) {
-                (_, "WRONGTYPE") => StoreErrorKind::Corrupt,
-                (_, "NOAUTH" | "WRONGPASS") | (Some(Kind::NoPerm), _) => StoreErrorKind::Misconfigured,
-                _ => StoreErrorKind::Unavailable,
-            };
-            StoreError::new(kind, format!("the server refused: {message}"))
-        }
+        // A script can't be half done: it looks at everything before its first write.
+        Failure::Refused(Refusal { code, message }) => match &*code {
+            "WRONGTYPE" => StoreError::new(StoreErrorKind::Corrupt, format!("the server refused: {code} {message}")),
+            "NOAUTH" | "WRONGPASS" | "NOPERM" => {
+                let message = format!("the server refused the login or what it may do: {code} {message}");
+                StoreError::new(StoreErrorKind::Misconfigured, message)
+            }
+            _ => StoreError::new(StoreErrorKind::Unavailable, format!("the server refused: {code} {message}")),
+        },
         Failure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
         }

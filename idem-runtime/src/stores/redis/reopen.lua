@@ -3,10 +3,11 @@
 local record = redis.pcall('GET', KEYS[1])
 if type(record) ~= 'string' or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if string.sub(record, 25, 28) ~= ARGV[1] then return 0 end
-local flags = string.byte(record, 7)
+local state, flags = string.sub(record, 6, 6), string.byte(record, 7)
+if not string.find('PRICF', state, 1, true) then return 0 end
 local fingerprint = ''
 if bit.band(flags, 4) ~= 0 then fingerprint = string.sub(record, 33, 64) end
-if string.sub(record, 6, 6) == 'P' then
+if state == 'P' then
   -- A pending record is retained for its lease and its ttl: while more than the ttl is left, the lease holds.
   local ttl = struct.unpack('>I8', record, 41 + #fingerprint)
   if redis.call('PTTL', KEYS[1]) > ttl then return 0 end

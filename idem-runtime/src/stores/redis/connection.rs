@@ -1,0 +1,271 @@
+//! One multiplexed connection, made anew when it breaks.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::io::tcp::TcpSettings;
+use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, IntoConnectionInfo, Pipeline, RedisError};
+use redis::{ServerError, Value};
+
+use crate::clock::{Clock, Instant, race};
+use crate::sync::lock;
+
+/// How many commands the driver of the connection takes over before callers queue for it.
+const DRIVER_QUEUE: usize = 1024;
+/// After a connection could not be made, nobody tries again for this long.
+const CONNECT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Why an exchange brought no answer of the server.
+#[derive(Clone, Debug)]
+pub(super) enum Failure {
+    /// The server refused this operation: nothing was written by it.
+    Refused(Refusal),
+    /// No connection, or none that took the operation in time: nothing was sent.
+    NotSent(Arc<str>),
+    /// The exchange broke off: it may have landed.
+    Broken(Arc<RedisError>),
+    /// No answer in time: it may have landed.
+    TimedOut,
+    /// The runtime dropped the exchange, or the answer makes no sense: it may have landed.
+    Lost,
+}
+
+/// An error that the server answered.
+#[derive(Clone, Debug)]
+pub(super) struct Refusal {
+    pub(super) code: Arc<str>,
+    pub(super) message: Arc<str>,
+}
+
+impl From<&ServerError> for Refusal {
+    fn from(error: &ServerError) -> Self {
+        Self { code: error.code().into(), message: error.details().unwrap_or_default().into() }
+    }
+}
+
+impl From<&ServerError> for Failure {
+    fn from(error: &ServerError) -> Self {
+        Self::Refused(error.into())
+    }
+}
+
+impl Failure {
+    /// Whether the server has forgotten a script: nothing was written.
+    pub(super) fn is_unknown_script(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
+    }
+
+    /// What a failed exchange means. A reply of the server is no error here, except while a connection is being set up;
+    /// either way nothing was written.
+    fn of(error: RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(_) => Self::Refused(Refusal {
+                code: error.code().unwrap_or_default().into(),
+                message: error.detail().unwrap_or_default().into(),
+            }),
+            ErrorKind::AuthenticationFailed
+            | ErrorKind::InvalidClientConfig
+            | ErrorKind::Client
+            | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
+            _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
+            _ if error.is_timeout() => Self::TimedOut,
+            // A closed connection looks the same whether or not the command was written before.
+            _ => Self::Broken(Arc::new(error)),
+        }
+    }
+}
+
+/// A user's connection: multiplexed, so that clones share it.
+trait Multiplexed: ConnectionLike + Send + Sync {
+    fn boxed_clone(&self) -> Box<dyn Multiplexed>;
+}
+
+impl<C: ConnectionLike + Clone + Send + Sync + 'static> Multiplexed for C {
+    fn boxed_clone(&self) -> Box<dyn Multiplexed> {
+        Box::new(self.clone())
+    }
+}
+
+/// A way to the server, with a time limit for every exchange.
+pub(super) struct Connection {
+    clock: Arc<dyn Clock>,
+    timeout: Duration,
+    line: Line,
+}
+
+enum Line {
+    /// The user's own, which looks after itself.
+    Theirs(Box<dyn Multiplexed>),
+    Ours(Own),
+}
+
+/// A connection that this store makes, and makes anew after it broke or did not answer in time: what is behind a line
+/// that swallows everything would otherwise stay there until the system gives up, many minutes later.
+struct Own {
+    client: Client,
+    open: Mutex<Open>,
+    /// Held while a connection is being made, so that one is made for all.
+    connecting: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Open {
+    /// Counts the connections that were made.
+    generation: u64,
+    connection: Option<MultiplexedConnection>,
+    /// When the last try failed, and why.
+    failed: Option<(Instant, RedisError)>,
+}
+
+impl Connection {
+    /// The user's own connection.
+    pub(super) fn theirs<C>(connection: C, clock: Arc<dyn Clock>, timeout: Duration) -> Self
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        Self { clock, timeout, line: Line::Theirs(Box::new(connection)) }
+    }
+
+    /// A connection of `client`'s, made when it is first needed.
+    pub(super) fn ours(client: &Client, clock: Arc<dyn Clock>, timeout: Duration) -> Result<Self, RedisError> {
+        let info = client.get_connection_info().clone();
+        // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
+        let nodelay = !matches!(info.addr(), ConnectionAddr::Tcp(host, _) if is_loopback(host));
+        let info = match info.addr() {
+            // The certificates of the user's client are in it, so it is left as it is.
+            ConnectionAddr::TcpTls { .. } => None,
+            _ => Some(info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay)).into_connection_info()?),
+        };
+        let client = info.map_or_else(|| Ok(client.clone()), Client::open)?;
+        let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
+        Ok(Self { clock, timeout, line: Line::Ours(Own { client, open, connecting }) })
+    }
+
+    /// One command.
+    pub(super) async fn one(&self, command: &Cmd) -> Result<Value, Failure> {
+        let answer = match &self.line {
+            Line::Theirs(connection) => {
+                let mut connection = connection.boxed_clone();
+                self.in_time(connection.req_packed_command(command)).await
+            }
+            Line::Ours(own) => {
+                let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
+                let answer = self.in_time(connection.req_packed_command(command)).await;
+                own.look_after(generation, answer.as_ref().map(std::slice::from_ref));
+                answer
+            }
+        };
+        match answer? {
+            Value::ServerError(error) => Err(Failure::from(&error)),
+            value => Ok(value),
+        }
+    }
+
+    /// Many commands in one write. Errors of single commands are values, in their places.
+    pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
+        // Not `query_async`: that turns one error of the server into the failure of the whole pipeline.
+        let count = commands.len();
+        let answers = match &self.line {
+            Line::Theirs(connection) => {
+                let mut connection = connection.boxed_clone();
+                self.in_time(connection.req_packed_commands(commands, 0, count)).await
+            }
+            Line::Ours(own) => {
+                let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
+                let answers = self.in_time(connection.req_packed_commands(commands, 0, count)).await;
+                own.look_after(generation, answers.as_deref());
+                answers
+            }
+        };
+        answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
+    }
+
+    async fn in_time<T>(&self, exchange: impl Future<Output = Result<T, RedisError>>) -> Result<T, Failure> {
+        match race(exchange, self.clock.sleep(self.timeout)).await {
+            Some(answer) => answer.map_err(Failure::of),
+            None => Err(Failure::TimedOut),
+        }
+    }
+
+    /// The open connection, or a new one.
+    async fn open(&self, own: &Own) -> Result<(u64, MultiplexedConnection), RedisError> {
+        if let Some(open) = own.get() {
+            return Ok(open);
+        }
+        let asked_at = self.clock.now();
+        let _connecting = own.connecting.lock().await;
+        if let Some(open) = own.get() {
+            return Ok(open);
+        }
+        if let Some((failed_at, error)) = &lock(&own.open).failed
+            && failed_at.saturating_add(CONNECT_PAUSE) > asked_at
+        {
+            return Err(error.clone());
+        }
+        let connected = self.connect(own).await;
+        let mut open = lock(&own.open);
+        match connected {
+            Ok(connection) => {
+                open.generation += 1;
+                open.failed = None;
+                open.connection = Some(connection.clone());
+                Ok((open.generation, connection))
+            }
+            Err(error) => {
+                open.failed = Some((self.clock.now(), error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens a connection, for the errors that only the first one can have.
+    pub(super) async fn try_open(&self) -> Result<(), RedisError> {
+        match &self.line {
+            Line::Theirs(_) => Ok(()),
+            Line::Ours(own) => self.open(own).await.map(|_| ()),
+        }
+    }
+
+    async fn connect(&self, own: &Own) -> Result<MultiplexedConnection, RedisError> {
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeout))
+            .set_pipeline_buffer_size(DRIVER_QUEUE)
+            // Every exchange has a time limit here.
+            .set_response_timeout(None);
+        let connecting = own.client.get_multiplexed_async_connection_with_config(&config);
+        // The limit above ends with the TCP connection; the login can hang as well.
+        race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
+            Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::ConnectionRefused, "no answer to the login")))
+        })
+    }
+}
+
+impl Own {
+    fn get(&self) -> Option<(u64, MultiplexedConnection)> {
+        let open = lock(&self.open);
+        open.connection.clone().map(|connection| (open.generation, connection))
+    }
+
+    /// Gives up the connection of `generation` if its answers say so. Whoever still waits for an answer on it keeps it.
+    fn look_after(&self, generation: u64, answers: Result<&[Value], &Failure>) {
+        let broken = match answers {
+            // A primary that became a replica: a new connection may lead to the new primary.
+            Ok(answers) => answers.iter().any(|answer| {
+                matches!(answer, Value::ServerError(error) if error.code() == "READONLY")
+            }),
+            Err(Failure::Broken(_) | Failure::TimedOut | Failure::NotSent(_)) => true,
+            Err(_) => false,
+        };
+        if broken {
+            let mut open = lock(&self.open);
+            if open.generation == generation {
+                open.connection = None;
+            }
+        }
+    }
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
