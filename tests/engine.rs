@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, InProgress, Json, Key, ManualClock, MemoryStore, MissingKey, Mode,
-    ModeSwitch, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, State, Store,
-    StoreErrorKind, Suppressed, Unavailable, current, observe, record_results, record_results_if, record_values, run,
+    ModeSwitch, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Refusal, State, Store,
+    StoreErrorKind, Unavailable, current, observe, record_results, record_results_if, record_values, run,
 };
 use idem_tests::{Call, Fault, FaultyStore, settle};
 use serde::{Deserialize, Serialize};
@@ -173,7 +173,7 @@ async fn a_running_attempt_turns_duplicates_away() {
     let Err(Error::InProgress { attempt: 1, retry_after, .. }) = duplicate else { panic!("{duplicate:?}") };
     assert_eq!(retry_after, LEASE - Duration::from_secs(5));
     assert_eq!(outcome.disposition(), Disposition::Retry { after: Some(retry_after) });
-    assert!(!outcome.executed());
+    assert_eq!((outcome.executed(), outcome.refused()), (false, Some(Refusal::InProgress)));
     drop(running);
     assert!(world.call(POLICY).await.1.executed());
 }
@@ -493,7 +493,7 @@ async fn a_store_that_fails_is_never_read_as_no_record() {
         let (result, outcome) = world.call(POLICY.on_store_error(OnStoreError::Run)).await;
         assert_eq!(result.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded());
-        assert_eq!(outcome.suppressed(), Some(Suppressed::Store));
+        assert_eq!(outcome.suppressed(), Some(Refusal::Store));
     }
 }
 
@@ -852,7 +852,7 @@ async fn shadow_mode_always_runs_and_reports() {
     let (result, outcome) = world.call(shadow).await;
     assert_eq!(result.unwrap(), 2, "runs again");
     assert!(outcome.executed() && !outcome.recorded());
-    assert_eq!(outcome.suppressed(), Some(Suppressed::Replay));
+    assert_eq!(outcome.suppressed(), Some(Refusal::Replay));
     assert_eq!(outcome.disposition(), Disposition::Ack);
     assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the first result stands");
 
@@ -860,16 +860,16 @@ async fn shadow_mode_always_runs_and_reports() {
     let running = world.hang(shadow.in_progress(InProgress::Wait(LEASE))).await;
     let (_, outcome) = world.call(shadow.in_progress(InProgress::Wait(LEASE))).await;
     assert!(outcome.executed() && !outcome.waited());
-    assert_eq!(outcome.suppressed(), Some(Suppressed::InProgress));
+    assert_eq!(outcome.suppressed(), Some(Refusal::InProgress));
     drop(running);
 
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(shadow).await;
     assert!(result.is_ok());
-    assert_eq!(outcome.suppressed(), Some(Suppressed::Store));
+    assert_eq!(outcome.suppressed(), Some(Refusal::Store));
     let operation = Operation::new(&world.store, Key::new("test", ""), shadow);
     let (_, outcome) = observe(run(operation, record_values::<Json>(), world.body())).await;
-    assert_eq!(outcome.suppressed(), Some(Suppressed::Invalid));
+    assert_eq!(outcome.suppressed(), Some(Refusal::Invalid));
 }
 
 #[tokio::test]
@@ -926,6 +926,57 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     world.clock.advance(TTL);
     assert_eq!(next("k").await, child);
     assert_ne!(next("other").await, child);
+}
+
+#[tokio::test]
+async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
+    let world = World::new();
+    let child = |policy: Policy, name: &'static str| {
+        let operation = Operation::new(&world.store, Key::new("test", name), policy);
+        observe(run(operation, record_values::<Json>(), async move {
+            let Some(attempt) = current() else { return Ok(None) };
+            attempt.confirm_lease().await?;
+            assert_eq!(attempt.is_protected(), attempt.number() > 0);
+            assert_eq!(attempt.lease_remaining().is_zero(), !attempt.is_protected());
+            Ok::<_, Error>(Some((attempt.child_key("charge"), attempt.number())))
+        }))
+    };
+    // Inside another handler, whose attempt it must not be taken for.
+    run(world.operation(POLICY), record_values::<Json>(), async {
+        let (off, outcome) = child(POLICY.mode(Mode::Off), "a").await;
+        let (off, number) = off?.unwrap();
+        assert_eq!((number, outcome.key().unwrap().text()), (0, "a"));
+        let (on, outcome) = child(POLICY, "a").await;
+        assert_eq!(on?.unwrap(), (off.clone(), 1), "the same key downstream, whatever the mode");
+        assert!(outcome.executed());
+        let (shadow, outcome) = child(POLICY.mode(Mode::Shadow), "a").await;
+        assert_eq!(shadow?.unwrap(), (off, 0));
+        assert_eq!((outcome.suppressed(), outcome.refused()), (Some(Refusal::Replay), None));
+        assert_eq!(child(POLICY.missing_key(MissingKey::Run), "").await.0?, None, "no key, no attempt");
+        Ok::<_, Error>(())
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
+    #[derive(Deserialize)]
+    struct Bomb;
+    impl Serialize for Bomb {
+        fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+            panic!("in Serialize")
+        }
+    }
+    let world = std::sync::Arc::new(World::new());
+    let shared = std::sync::Arc::clone(&world);
+    let panicked = tokio::spawn(async move {
+        let body = async { Ok::<_, Error>(Bomb) };
+        run(shared.operation(POLICY), record_values::<Json>(), body).await.map(|_| ())
+    });
+    assert!(panicked.await.unwrap_err().is_panic());
+    assert_eq!(world.state().await, State::Completed(Payload::Unencodable));
+    assert!(matches!(world.call(POLICY).await.0, Err(Error::ResultUnavailable { .. })));
 }
 
 #[tokio::test]

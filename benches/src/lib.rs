@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 
 /// Whether this run only shows that the benches run: `IDEM_BENCH_QUICK=1`, or started by anything but `cargo bench`.
 pub fn is_quick() -> bool {
-    std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0") || !std::env::args().any(|it| it == "--bench")
+    std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0")
+        || !std::env::args().any(|it| it == "--bench")
 }
 
 /// `full`, or `quick` in a quick run.
@@ -127,7 +128,8 @@ impl Table {
     pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
         let rounds = idem.with(raw, calculate);
         let result = calculate(idem.median(), raw.median());
-        let mut line = format!("| {work} | {} | {} | **{}** |", figure(raw.median()), figure(idem.median()), figure(result));
+        let mut line =
+            format!("| {work} | {} | {} | **{}** |", figure(raw.median()), figure(idem.median()), figure(result));
         write!(line, " {} to {} |", figure(quantile(&rounds.0, 0.25)), figure(quantile(&rounds.0, 0.75))).unwrap();
         println!("{line} {} |", judged(result, goal));
     }
@@ -135,7 +137,12 @@ impl Table {
     /// A line without a raw side.
     pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
         let (low, high) = (figure(quantile(&samples.0, 0.25)), figure(quantile(&samples.0, 0.75)));
-        println!("| {work} | | {} | **{}** | {low} to {high} | {} |", figure(samples.median()), figure(result), judged(result, goal));
+        println!(
+            "| {work} | | {} | **{}** | {low} to {high} | {} |",
+            figure(samples.median()),
+            figure(result),
+            judged(result, goal)
+        );
     }
 
     /// The unit of the sides.

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Instant;
-use crate::{Error, Key, Lease, Store, Write};
+use crate::{Error, Key, Lease, Owner, Policy, Store, Write};
 
 thread_local! {
     /// The attempt whose body is being polled on this thread.
     static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
 }
 
-/// The attempt this code runs in, `None` outside of the body of an idempotent function.
+/// The attempt this code runs in, `None` outside of the body of an idempotent function and in one whose message has no
+/// key (`missing_key = run`).
 ///
 /// It follows the body's own `await`s. A task spawned by the body is on its own: hand it a clone of the [`Attempt`].
 ///
@@ -35,7 +36,10 @@ pub fn current() -> Option<Attempt> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// One run of a handler body under a reservation.
+/// One run of a handler body.
+///
+/// A body that runs without a reservation (mode `off` or `shadow`, `on_store_error = run`) has an attempt as well, so
+/// that a handler works the same whatever the mode: its [`number`](Attempt::number) is 0.
 #[derive(Clone)]
 pub struct Attempt {
     pub(crate) store: Arc<dyn Store>,
@@ -47,6 +51,21 @@ pub struct Attempt {
 }
 
 impl Attempt {
+    /// An attempt for `key` without a reservation.
+    pub(crate) fn unprotected(store: Arc<dyn Store>, key: Key, policy: &Policy) -> Self {
+        let lease = Lease {
+            key,
+            owner: Owner::from_bytes([0; Owner::BYTES]),
+            attempt: 0,
+            starts: 0,
+            lease: policy.lease,
+            ttl: policy.ttl,
+            on_crash: policy.on_crash,
+            fingerprint: None,
+        };
+        Self::new(store, lease, Instant::new(Duration::ZERO))
+    }
+
     pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant) -> Self {
         let parent = CURRENT.with_borrow(|current| current.clone().map(Arc::new));
         Self { store, lease, reserved_at, parent }
@@ -58,7 +77,7 @@ impl Attempt {
     }
 
     /// The number of the attempt, from 1 and strictly increasing for a key: the fencing token to hand to a system that
-    /// can refuse writes of an older one.
+    /// can refuse writes of an older one. 0 if the body runs without a reservation.
     pub fn number(&self) -> u32 {
         self.lease.attempt
     }
@@ -69,13 +88,22 @@ impl Attempt {
         crate::fingerprint::child_key(self.key(), name)
     }
 
+    /// Whether the body runs under a reservation, so that its result will be recorded.
+    pub fn is_protected(&self) -> bool {
+        self.number() > 0
+    }
+
     /// How long the lease is sure to be held, without asking the store. Zero means that another attempt may have
-    /// taken over.
+    /// taken over, or that there is no reservation.
     pub fn lease_remaining(&self) -> Duration {
+        if !self.is_protected() {
+            return Duration::ZERO;
+        }
         self.store.heartbeats().lease_remaining(&self.lease, self.reserved_at)
     }
 
-    /// Renews the lease now, to be sure that it is held just before a side effect.
+    /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is nothing
+    /// to confirm, and nothing is asked.
     ///
     /// # Errors
     /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer, so that nobody
@@ -84,6 +112,9 @@ impl Attempt {
     /// # Cancel safety
     /// Cancel safe: the lease is renewed, or it is not.
     pub async fn confirm_lease(&self) -> Result<(), Error> {
+        if !self.is_protected() {
+            return Ok(());
+        }
         let store = self.store.name();
         let asked_at = self.store.heartbeats().clock().now();
         match self.store.renew(std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
@@ -103,12 +134,12 @@ impl fmt::Debug for Attempt {
     }
 }
 
-/// Whether an attempt for `key` in `store` is running further up in this call tree.
+/// Whether an attempt that holds `key` is running further up in this call tree.
 pub(crate) fn is_inside(key: &Key) -> bool {
     CURRENT.with_borrow(|current| {
         let mut attempt = current.as_ref();
         while let Some(it) = attempt {
-            if it.key() == key {
+            if it.key() == key && it.is_protected() {
                 return true;
             }
             attempt = it.parent.as_deref();

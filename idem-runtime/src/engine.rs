@@ -21,7 +21,7 @@ use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
     Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, MissingKey, Mode, OnCrash, OnStoreError,
-    Outcome, Payload, Policy, Record, Recorder, Release, Reservation, Reserve, Store, StoreError, Suppressed, Write,
+    Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve, Store, StoreError, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -106,56 +106,58 @@ where
 enum Begun {
     /// Reserved: run the body and record what it returns.
     Reserved(Held),
-    /// Run the body without a record.
-    Unprotected(Option<Suppressed>),
+    /// Run the body without a reservation; the attempt is for [`current`](crate::current) only.
+    Unprotected(Option<Attempt>, Option<Refusal>),
     /// Return what is recorded.
     Replay { key: Key, store: &'static str, record: Record },
     /// Return this error; the body doesn't run.
     Refused(Error),
 }
 
-/// Reserves the key, or finds out why the body is not to run.
+/// Reserves the key, or finds out why the body is not to run; and says whether it had to wait.
 async fn begin(operation: Operation) -> (Begun, bool) {
-    let mode = operation.policy.current_mode();
+    let policy = operation.policy;
+    let mode = policy.current_mode();
+    let unprotected = |store, key: Option<&Key>, why| {
+        let attempt = key.map(|key| Attempt::unprotected(store, key.clone(), &policy));
+        Begun::Unprotected(attempt, why)
+    };
     if mode == Mode::Off {
-        return (Begun::Unprotected(None), false);
+        let Operation { store, key, .. } = operation;
+        return (unprotected(store, key.ok().as_ref(), None), false);
     }
-    let on_store_error = operation.policy.on_store_error;
+    let store = match (mode, policy.on_store_error) {
+        (Mode::Enforce, OnStoreError::Fail) => None,
+        _ => Some(Arc::clone(&operation.store)),
+    };
     let mut waited = false;
-    let begun = match (admit(operation, mode, &mut waited).await, mode) {
-        (Begun::Refused(Error::Store { key, store, source, .. }), _) if on_store_error == OnStoreError::Run => {
-            tracing::warn!(%key, store, error = %source, "the key could not be reserved; the body runs unprotected");
-            Begun::Unprotected(Some(Suppressed::Store))
+    let begun = admit(operation, mode, &mut waited).await;
+    let Some(store) = store else { return (begun, waited) };
+    let begun = match begun {
+        Begun::Refused(error @ Error::Store { .. }) if policy.on_store_error == OnStoreError::Run => {
+            tracing::warn!(%error, "the body runs unprotected");
+            unprotected(store, error.key(), Some(Refusal::Store))
         }
-        (Begun::Refused(error), Mode::Shadow) => {
+        Begun::Refused(error) if mode == Mode::Shadow => {
             tracing::info!(%error, "shadow mode: would have been refused");
-            Begun::Unprotected(Some(suppressed_by(&error)))
+            unprotected(store, error.key(), Refusal::of(&error))
         }
-        (Begun::Replay { key, store, record }, Mode::Shadow) => {
-            tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
-            Begun::Unprotected(Some(Suppressed::Replay))
+        Begun::Replay { key, store: name, record } if mode == Mode::Shadow => {
+            tracing::info!(%key, store = name, attempt = record.attempt, "shadow mode: would have been replayed");
+            unprotected(store, Some(&key), Some(Refusal::Replay))
         }
-        (begun, _) => begun,
+        begun => begun,
     };
     (begun, waited)
-}
-
-fn suppressed_by(error: &Error) -> Suppressed {
-    match error {
-        Error::InProgress { .. } => Suppressed::InProgress,
-        Error::FingerprintMismatch { .. } => Suppressed::FingerprintMismatch,
-        Error::Interrupted { .. } => Suppressed::Interrupted,
-        Error::AttemptsExhausted { .. } => Suppressed::AttemptsExhausted,
-        Error::Store { .. } => Suppressed::Store,
-        _ => Suppressed::Invalid,
-    }
 }
 
 async fn admit(operation: Operation, mode: Mode, waited: &mut bool) -> Begun {
     let Operation { store, key, policy, fingerprint } = operation;
     let key = match key.map_err(Error::from) {
         Ok(key) => key,
-        Err(Error::MissingKey { .. }) if policy.missing_key == MissingKey::Run => return Begun::Unprotected(None),
+        Err(Error::MissingKey { .. }) if policy.missing_key == MissingKey::Run => {
+            return Begun::Unprotected(None, None);
+        }
         Err(error) => return Begun::Refused(error),
     };
     if let Err(reason) = policy.check() {
@@ -301,12 +303,7 @@ impl Held {
         if self.registered && !self.is_held(cx) && self.enforced {
             return Poll::Ready(None);
         }
-        let polled = {
-            let mut nobody = None;
-            let _observation = Observation::enter(&mut nobody);
-            let _entered = Entered::enter(&mut self.attempt);
-            body.poll(cx)
-        };
+        let polled = poll_as(&mut self.attempt, body, cx);
         if polled.is_pending() && !self.registered {
             self.registered = true;
             let Attempt { store, lease, reserved_at, .. } = self.attempt();
@@ -324,6 +321,14 @@ impl Held {
         let Attempt { store, lease, .. } = self.attempt();
         Error::LeaseLost { key: lease.key.clone(), store: store.name(), attempt: lease.attempt }
     }
+}
+
+/// Polls a body as `attempt`; the calls it makes are nobody else's to observe.
+fn poll_as<B: Future>(attempt: &mut Option<Attempt>, body: Pin<&mut B>, cx: &mut Context<'_>) -> Poll<B::Output> {
+    let mut nobody = None;
+    let _observation = Observation::enter(&mut nobody);
+    let _entered = Entered::enter(attempt);
+    body.poll(cx)
 }
 
 impl Drop for Held {
@@ -391,8 +396,13 @@ pin_project! {
             #[pin]
             begin: A,
         },
+        // With a reservation...
         Body {
             held: Option<Held>,
+        },
+        // ...and without.
+        Unprotected {
+            attempt: Option<Attempt>,
         },
         End {
             #[pin]
@@ -423,43 +433,48 @@ where
                 PhaseProjection::Begin { begin } => {
                     let (begun, waited) = ready!(begin.poll(cx));
                     this.outcome.waited = waited;
-                    let held = match begun {
+                    let phase = match begun {
                         Begun::Reserved(held) => {
                             this.outcome.key = Some(held.attempt().key().clone());
                             this.outcome.attempt = Some(held.attempt().number());
                             this.outcome.takeover = held.takeover;
-                            Some(held)
+                            Phase::Body { held: Some(held) }
                         }
-                        Begun::Unprotected(suppressed) => {
+                        Begun::Unprotected(attempt, suppressed) => {
+                            this.outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
                             this.outcome.suppressed = suppressed;
-                            None
+                            Phase::Unprotected { attempt }
                         }
                         Begun::Replay { key, store, record } => {
                             break replay(this.outcome, this.recorder, key, store, &record);
                         }
                         Begun::Refused(error) => break refuse(this.outcome, error),
                     };
-                    this.phase.set(Phase::Body { held });
+                    this.phase.set(phase);
+                }
+                PhaseProjection::Unprotected { attempt } => {
+                    let body = this.body.as_mut().as_pin_mut().expect("present until it has ended");
+                    let result = ready!(poll_as(attempt, body, cx));
+                    this.outcome.executed = true;
+                    this.outcome.disposition = disposition(&result);
+                    break result;
                 }
                 PhaseProjection::Body { held } => {
-                    let body = this.body.as_mut().as_pin_mut().expect("present until the body has ended");
-                    let polled = match held {
-                        Some(held) => ready!(held.poll_body(body, cx)),
-                        None => Some(ready!(body.poll(cx))),
-                    };
+                    let body = this.body.as_mut().as_pin_mut().expect("present until it has ended");
+                    let polled = ready!(held.as_mut().expect("taken at the end only").poll_body(body, cx));
+                    let mut held = held.take().expect("polled just now");
                     this.outcome.executed = true;
                     let Some(result) = polled else {
                         this.body.set(None);
-                        let mut held = held.take().expect("only a held lease can be lost");
                         held.on_drop = None;
                         tracing::warn!(key = %held.attempt().key(), "the lease was lost; the body was cancelled");
                         break refuse(this.outcome, held.lost());
                     };
-                    this.outcome.disposition = match result {
-                        Ok(_) => Disposition::Ack,
-                        Err(_) => Disposition::Retry { after: None },
-                    };
-                    let Some(mut held) = held.take() else { break result };
+                    this.outcome.disposition = disposition(&result);
+                    if result.is_ok() {
+                        // What happens if the encoding panics: the body has succeeded, so nobody else may run.
+                        held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
+                    }
                     let ending = this.recorder.ending(&result, *this.max_result_bytes);
                     let stored = stored(held.attempt().key(), &ending);
                     held.on_drop = Some(ending);
@@ -529,8 +544,17 @@ fn replay<T, E: From<Error>, R: Recorder<T, E>>(
     }
 }
 
+/// What to do with the message of a body whose result was not recorded, or not yet.
+fn disposition<T, E>(result: &Result<T, E>) -> Disposition {
+    match result {
+        Ok(_) => Disposition::Ack,
+        Err(_) => Disposition::Retry { after: None },
+    }
+}
+
 fn refuse<T, E: From<Error>>(outcome: &mut Outcome, error: Error) -> Result<T, E> {
     outcome.key = error.key().cloned();
+    outcome.refused = Refusal::of(&error);
     outcome.disposition = error.disposition();
     Err(E::from(error))
 }

@@ -100,6 +100,11 @@ impl Heartbeats {
         &*self.clock
     }
 
+    #[cfg(feature = "memory")]
+    pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
+        Arc::clone(&self.clock)
+    }
+
     /// An owner token for a new attempt.
     pub fn new_owner(&self) -> Owner {
         self.owners.next()

@@ -29,13 +29,11 @@ pub use engine::{Operation, run};
 pub use error::{Error, Unavailable};
 pub use fingerprint::{Fingerprint, FingerprintError};
 pub use heartbeat::Heartbeats;
-#[cfg(feature = "redis")]
-pub use stores::redis::{RedisOptions, RedisStore};
 #[cfg(feature = "macros")]
 pub use idem_macros::idempotent;
 pub use key::{Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
 pub use lease::{Lease, Owner};
-pub use outcome::{Disposition, Observe, Outcome, Suppressed, observe};
+pub use outcome::{Disposition, Observe, Outcome, Refusal, observe};
 pub use policy::{InProgress, InvalidPolicy, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, Policy};
 pub use record::{Meeting, Payload, Record, State};
 pub use recorder::{
@@ -46,6 +44,8 @@ pub use store::{
 };
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
+#[cfg(feature = "redis")]
+pub use stores::redis::{RedisOptions, RedisStore};
 
 #[doc(hidden)]
 #[path = "private.rs"]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
-use crate::Key;
+use crate::{Error, Key};
 
 /// What to do with the message that was being handled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,11 +24,11 @@ pub enum Disposition {
     DeadLetter,
 }
 
-/// Why a call would not have run its body if the mode were [`Enforce`](crate::Mode::Enforce).
+/// Why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Suppressed {
-    /// The operation had finished: its result would have been replayed.
+pub enum Refusal {
+    /// The operation had finished: its result would have been replayed (shadow mode).
     Replay,
     /// Another attempt was running.
     InProgress,
@@ -40,8 +40,29 @@ pub enum Suppressed {
     AttemptsExhausted,
     /// The key was missing or not valid, or the fingerprint or the policy was not.
     Invalid,
+    /// The operation had finished, and its result can't be replayed.
+    ResultUnavailable,
     /// The store did not answer.
     Store,
+}
+
+impl Refusal {
+    /// `None` if the body had started.
+    pub(crate) fn of(error: &Error) -> Option<Self> {
+        match error {
+            Error::InProgress { .. } => Some(Self::InProgress),
+            Error::FingerprintMismatch { .. } => Some(Self::FingerprintMismatch),
+            Error::Interrupted { .. } => Some(Self::Interrupted),
+            Error::AttemptsExhausted { .. } => Some(Self::AttemptsExhausted),
+            Error::ResultUnavailable { .. } => Some(Self::ResultUnavailable),
+            Error::Store { .. } => Some(Self::Store),
+            Error::LeaseLost { .. } | Error::Unrecorded { .. } => None,
+            Error::MissingKey { .. }
+            | Error::InvalidKey { .. }
+            | Error::InvalidFingerprint { .. }
+            | Error::InvalidPolicy { .. } => Some(Self::Invalid),
+        }
+    }
 }
 
 /// How one call of an idempotent function ended; [`observe`] returns it.
@@ -55,7 +76,8 @@ pub struct Outcome {
     pub(crate) recorded: bool,
     pub(crate) result_stored: bool,
     pub(crate) attempt: Option<u32>,
-    pub(crate) suppressed: Option<Suppressed>,
+    pub(crate) refused: Option<Refusal>,
+    pub(crate) suppressed: Option<Refusal>,
     pub(crate) disposition: Disposition,
 }
 
@@ -70,6 +92,7 @@ impl Outcome {
         recorded: false,
         result_stored: false,
         attempt: None,
+        refused: None,
         suppressed: None,
         // What did not reach an idempotent function must not be acknowledged on its behalf.
         disposition: Disposition::Retry { after: None },
@@ -100,8 +123,8 @@ impl Outcome {
         self.takeover
     }
 
-    /// Whether the result of this run is recorded, so that duplicates don't run. False for a body that ran unprotected,
-    /// whose error was released, or whose lease was lost.
+    /// Whether the operation is recorded as finished, by this run or by the one that is replayed. False for a body that
+    /// ran unprotected, whose error was released, or whose lease was lost.
     pub fn recorded(&self) -> bool {
         self.recorded
     }
@@ -112,13 +135,18 @@ impl Outcome {
         self.result_stored
     }
 
-    /// The number of the attempt that ran or is replayed, where the store told it.
+    /// The number of the attempt that ran under a reservation or is replayed.
     pub fn attempt(&self) -> Option<u32> {
         self.attempt
     }
 
-    /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body would not have run.
-    pub fn suppressed(&self) -> Option<Suppressed> {
+    /// Why the call returned an [`Error`] instead of running its body.
+    pub fn refused(&self) -> Option<Refusal> {
+        self.refused
+    }
+
+    /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body, which did run, would not have.
+    pub fn suppressed(&self) -> Option<Refusal> {
         self.suppressed
     }
 

@@ -56,18 +56,29 @@ impl MemoryStore {
 
     /// An empty store that holds at most `capacity` records and measures time by `clock`.
     pub fn with_capacity_and_clock(capacity: usize, clock: impl Clock) -> Self {
-        Self(Arc::new_cyclic(|this| Shared {
-            this: Weak::clone(this),
-            heartbeats: Heartbeats::new(Arc::new(clock)),
-            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
-            capacity,
-            len: AtomicUsize::new(0),
-        }))
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
+        Self::open(Arc::new(Records { shards, capacity, len: AtomicUsize::new(0) }), Arc::new(clock))
+    }
+
+    fn open(records: Arc<Records>, clock: Arc<dyn Clock>) -> Self {
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats: Heartbeats::new(clock), records }))
+    }
+
+    /// Another handle to the same records, with heartbeats of its own: what another process would have. For tests of
+    /// processes that die, and for one handle per runtime where a process has several.
+    #[must_use]
+    pub fn peer(&self) -> Self {
+        Self::open(Arc::clone(&self.0.records), self.0.heartbeats.clock_handle())
+    }
+
+    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
     }
 
     /// How many records are held, expired ones that wait for their clean-up included.
     pub fn len(&self) -> usize {
-        self.0.len.load(Ordering::Relaxed)
+        self.0.records.len.load(Ordering::Relaxed)
     }
 
     /// Whether no record is held.
@@ -92,6 +103,11 @@ forward! { () MemoryStore => shared; }
 struct Shared {
     this: Weak<Shared>,
     heartbeats: Heartbeats,
+    records: Arc<Records>,
+}
+
+#[derive(Debug)]
+struct Records {
     shards: Box<[Mutex<Shard>]>,
     capacity: usize,
     len: AtomicUsize,
@@ -192,32 +208,33 @@ impl Shared {
         let bytes = key.as_str().as_bytes();
         let tail = bytes.last_chunk().map_or(0, |tail| u64::from_le_bytes(*tail));
         let hash = (tail ^ bytes.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        &self.shards[usize::from(hash.to_be_bytes()[0]) % SHARDS]
+        &self.records.shards[usize::from(hash.to_be_bytes()[0]) % SHARDS]
     }
 
     fn sweep(&self, shard: &Mutex<Shard>, now: Instant, limit: usize) {
         let removed = lock(shard).sweep(now, limit);
         if removed > 0 {
-            self.len.fetch_sub(removed, Ordering::Relaxed);
+            self.records.len.fetch_sub(removed, Ordering::Relaxed);
         }
     }
 
     /// Takes room for one more record.
     fn claim_room(&self) -> bool {
-        let grow = |len| (len < self.capacity).then_some(len + 1);
-        self.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
+        let grow = |len| (len < self.records.capacity).then_some(len + 1);
+        self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
     }
 
     fn try_reserve(&self, request: &Reserve, now: Instant) -> Result<Reservation, StoreError> {
         let mut shard = lock(self.shard(&request.key));
         let removed = shard.sweep(now, SWEEP);
         if removed > 0 {
-            self.len.fetch_sub(removed, Ordering::Relaxed);
+            self.records.len.fetch_sub(removed, Ordering::Relaxed);
         }
         let shard = &mut *shard;
         let Some(slot) = shard.slots.get_mut(&request.key) else {
             if !self.claim_room() {
-                let message = format!("the store holds {} records and is full; none is forgotten early", self.capacity);
+                let message =
+                    format!("the store holds {} records and is full; none is forgotten early", self.records.capacity);
                 return Err(StoreError::new(StoreErrorKind::Full, message));
             }
             let record = Record::first(request);
@@ -295,7 +312,7 @@ impl Store for Shared {
         let now = self.now();
         let mut answer = self.try_reserve(request, now);
         if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
-            self.shards.iter().for_each(|shard| self.sweep(shard, now, usize::MAX));
+            self.records.shards.iter().for_each(|shard| self.sweep(shard, now, usize::MAX));
             answer = self.try_reserve(request, now);
         }
         StoreFuture::ready(answer)

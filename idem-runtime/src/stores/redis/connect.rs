@@ -61,7 +61,10 @@ impl RedisOptions {
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
         // The error of `redis` may quote the URL, and the URL may hold a password.
         let client = Client::open(url).map_err(|error| {
-            let detail = error.detail().filter(|_| !url.contains('@')).unwrap_or("write `redis://[user:password@]host[:port][/database]`");
+            let detail = error
+                .detail()
+                .filter(|_| !url.contains('@'))
+                .unwrap_or("write `redis://[user:password@]host[:port][/database]`");
             misconfigured(format!("the Redis URL can't be used: {detail}"))
         })?;
         self.connect_with(client).await
@@ -156,11 +159,11 @@ struct Server<'a> {
 
 impl<'a> Server<'a> {
     fn read(info: &'a str) -> Self {
-        let field = |name: &str| {
-            info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim)
-        };
+        let field =
+            |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
         // Others speak the protocol and claim a version of Redis; they give themselves away by a version of their own.
-        let other = OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
+        let other =
+            OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
         let (name, version) = match (field("server_name"), other) {
             (_, Some(other)) => other,
             ("valkey", None) => ("Valkey", field("valkey_version")),
@@ -243,7 +246,8 @@ mod tests {
     use super::*;
 
     fn info(lines: &[&str]) -> String {
-        let base = ["# Server", "role:master", "redis_mode:standalone", "maxmemory_policy:noeviction", "gcc_version:12.2.0"];
+        let base =
+            ["# Server", "role:master", "redis_mode:standalone", "maxmemory_policy:noeviction", "gcc_version:12.2.0"];
         base.iter().chain(lines).map(|line| format!("{line}\r\n")).collect()
     }
 

@@ -251,9 +251,9 @@ impl Own {
     fn look_after(&self, generation: u64, answers: Result<&[Value], &Failure>) {
         let broken = match answers {
             // A primary that became a replica: a new connection may lead to the new primary.
-            Ok(answers) => answers.iter().any(|answer| {
-                matches!(answer, Value::ServerError(error) if error.code() == "READONLY")
-            }),
+            Ok(answers) => {
+                answers.iter().any(|answer| matches!(answer, Value::ServerError(error) if error.code() == "READONLY"))
+            }
             Err(Failure::Broken(_) | Failure::TimedOut | Failure::NotSent(_)) => true,
             Err(_) => false,
         };

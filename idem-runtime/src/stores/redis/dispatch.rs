@@ -474,9 +474,7 @@ impl Shared {
             Ok(values) => values.into_iter(),
             Err(failure) => return replies.fail(&failure),
         };
-        replies.deliver(
-            absent.into_iter().map(|entry| (entry.slot, values.next().map_or(Err(Failure::Lost), answer))),
-        );
+        replies.deliver(absent.into_iter().map(|entry| (entry.slot, values.next().map_or(Err(Failure::Lost), answer))));
         for (call, value) in unknown.into_iter().zip(values) {
             settle(&replies, &gather.completions[call], value);
         }

@@ -75,6 +75,11 @@ impl RedisStore {
         RedisOptions::default()
     }
 
+    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
+    }
+
     fn shared(&self) -> &Shared {
         &self.0
     }
@@ -224,9 +229,10 @@ impl Shared {
             })
             .await?;
         match renewed {
-            Value::BulkString(answers) if answers.len() == leases.len() => {
-                Ok(answers.into_iter().map(|answer| if answer == b'1' { Write::Done } else { Write::Refused }).collect())
-            }
+            Value::BulkString(answers) if answers.len() == leases.len() => Ok(answers
+                .into_iter()
+                .map(|answer| if answer == b'1' { Write::Done } else { Write::Refused })
+                .collect()),
             other => Err(unexpected(&other)),
         }
     }
@@ -302,7 +308,8 @@ impl Store for Shared {
     fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
         StoreFuture::new(async move {
             // Sent together and answered together: one exchange, in calls that are short for the server.
-            let mut calls: Vec<_> = leases.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
+            let mut calls: Vec<_> =
+                leases.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
             let mut answers = Vec::with_capacity(leases.len());
             for renewed in crate::clock::all(&mut calls).await {
                 answers.extend(renewed?);
