@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use dashmap::{DashMap, Entry};
-use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, nanos_each, sized, timed};
+use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, nanos_each, sized, timed_on_cpu};
 use idem_runtime::{Error, MemoryStore, idempotent};
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
@@ -46,13 +46,13 @@ async fn replay_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
 }
 
 fn main() {
-    let orders: u64 = sized(4_000, 200);
+    let orders: u64 = sized(std::env::var("N").map_or(10_000, |n| n.parse().unwrap()), 200);
     let count = usize::try_from(orders).expect("a small number");
     let rounds = sized(151, 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let table = Table::new("Memory, one thread", "ns", "times its time");
     let ours = |store: &MemoryStore| {
-        let took = timed(|| {
+        let took = timed_on_cpu(|| {
             runtime.block_on(async {
                 for order_id in 0..orders {
                     black_box(ship(store, order_id).await.expect("ships"));
@@ -62,7 +62,7 @@ fn main() {
         nanos_each(took, count)
     };
     let first_by_hand = |map: &Map| {
-        let took = timed(|| {
+        let took = timed_on_cpu(|| {
             runtime.block_on(async {
                 for order_id in 0..orders {
                     black_box(ship_by_hand(map, order_id).await.expect("ships"));
@@ -82,7 +82,7 @@ fn main() {
         first_by_hand(&map);
         ours(&store);
         let by_hand = || {
-            let took = timed(|| {
+            let took = timed_on_cpu(|| {
                 runtime.block_on(async {
                     for order_id in 0..orders {
                         black_box(replay_by_hand(&map, order_id).await.expect("is there"));

@@ -10,6 +10,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 /// Whether this run only shows that the benches run: `IDEM_BENCH_QUICK=1`, or started by anything but `cargo bench`.
@@ -34,6 +35,17 @@ pub fn timed(work: impl FnOnce()) -> Duration {
     let started = Instant::now();
     work();
     started.elapsed()
+}
+
+/// How much processor time of this thread `work` took: what others do on the machine is not in it.
+pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
+    let now = || {
+        let now = clock_gettime(ClockId::ThreadCPUTime);
+        Duration::try_from(now).expect("since the thread started")
+    };
+    let started = now();
+    work();
+    now().saturating_sub(started)
 }
 
 /// Nanoseconds for each of `count`.
@@ -83,7 +95,7 @@ fn quantile(values: &[f64], at: f64) -> f64 {
 
 /// Measures every side once a round, in an order that turns from round to round. One round more comes first and counts
 /// for nothing.
-pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
+pub fn alternate<const N: usize>(rounds: usize, sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
     let mut samples = [const { Vec::new() }; N];
     for round in 0..=rounds {
         for i in 0..N {

@@ -157,7 +157,9 @@ impl ManualClock {
             state.sleepers = rest;
             due
         };
-        due.into_iter().for_each(|(_, waker)| waker.wake());
+        for (_, waker) in due {
+            waker.wake();
+        }
     }
 
     /// The time until the next sleeper is due, `None` while nobody sleeps.

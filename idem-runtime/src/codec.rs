@@ -127,14 +127,14 @@ mod tests {
 
     #[test]
     fn falsy_results_survive() {
-        fn there_and_back<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(value: T) {
-            assert_eq!(Json::decode::<T>(&Json::encode(&value).unwrap()).unwrap(), value);
+        fn there_and_back<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(value: &T) {
+            assert_eq!(Json::decode::<T>(&Json::encode(value).unwrap()).unwrap(), *value);
         }
-        there_and_back(());
-        there_and_back(0);
-        there_and_back(false);
-        there_and_back(String::new());
-        there_and_back(Vec::<u8>::new());
-        there_and_back(None::<u8>);
+        there_and_back(&());
+        there_and_back(&0);
+        there_and_back(&false);
+        there_and_back(&String::new());
+        there_and_back(&Vec::<u8>::new());
+        there_and_back(&None::<u8>);
     }
 }

@@ -1,6 +1,6 @@
 //! Unambiguous hashing of payloads, and keys derived for downstream calls.
 
-use std::fmt::{self, Display};
+use std::fmt::{self, Display, Write as _};
 
 use serde::Serialize;
 use serde::ser;
@@ -85,9 +85,15 @@ pub(crate) fn child_key(parent: &Key, name: &str) -> String {
     uuid.copy_from_slice(&digest[..16]);
     uuid[6] = 0x80 | (uuid[6] & 0x0f);
     uuid[8] = 0x80 | (uuid[8] & 0x3f);
-    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let [a, b, c, d, e] = [0..4, 4..6, 6..8, 8..10, 10..16].map(|range| hex(&uuid[range]));
-    format!("{a}-{b}-{c}-{d}-{e}")
+    let mut text = String::with_capacity(36);
+    for (at, byte) in uuid.iter().enumerate() {
+        if matches!(at, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        // Writing to a `String` never fails.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
 }
 
 fn text(hash: &mut Sha256, tag: u8, bytes: &[u8]) {
@@ -119,24 +125,24 @@ struct Elements<'a>(&'a mut Sha256);
 struct Entries<'a> {
     hash: &'a mut Sha256,
     key: [u8; 32],
-    entries: Vec<[[u8; 32]; 2]>,
+    sorted: Vec<[[u8; 32]; 2]>,
 }
 
 impl<'a> Entries<'a> {
     fn new(hash: &'a mut Sha256) -> Self {
-        Self { hash, key: [0; 32], entries: Vec::new() }
+        Self { hash, key: [0; 32], sorted: Vec::new() }
     }
 
     fn entry<T: Serialize + ?Sized>(&mut self, key: &'static str, value: &T) -> Result<(), FingerprintError> {
-        self.entries.push([*Fingerprint::of(key)?.as_bytes(), *Fingerprint::of(value)?.as_bytes()]);
+        self.sorted.push([*Fingerprint::of(key)?.as_bytes(), *Fingerprint::of(value)?.as_bytes()]);
         Ok(())
     }
 
     fn finish(mut self) {
-        self.entries.sort_unstable();
+        self.sorted.sort_unstable();
         self.hash.update(b"{");
-        self.hash.update((self.entries.len() as u64).to_be_bytes());
-        self.entries.iter().flatten().for_each(|digest| self.hash.update(digest));
+        self.hash.update((self.sorted.len() as u64).to_be_bytes());
+        self.sorted.iter().flatten().for_each(|digest| self.hash.update(digest));
     }
 }
 
@@ -323,7 +329,7 @@ impl ser::SerializeMap for Entries<'_> {
     }
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
-        self.entries.push([self.key, *Fingerprint::of(value)?.as_bytes()]);
+        self.sorted.push([self.key, *Fingerprint::of(value)?.as_bytes()]);
         Ok(())
     }
 
@@ -367,11 +373,11 @@ impl<'a> Variant<'a> {
 
     fn finish(mut self) -> Result<(), FingerprintError> {
         match self.fields {
-            Some(entries) => Entries { hash: &mut self.inner, key: [0; 32], entries }.finish(),
+            Some(sorted) => Entries { hash: &mut self.inner, key: [0; 32], sorted }.finish(),
             None => self.inner.update(b"]"),
         }
         let mut entries = Entries::new(self.outer);
-        entries.entries.push([*Fingerprint::of(self.name)?.as_bytes(), self.inner.finalize().into()]);
+        entries.sorted.push([*Fingerprint::of(self.name)?.as_bytes(), self.inner.finalize().into()]);
         entries.finish();
         Ok(())
     }

@@ -67,6 +67,7 @@ impl Refusal {
 
 /// How one call of an idempotent function ended; [`observe`] returns it.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[allow(clippy::struct_excessive_bools)] // Independent facts, each with an accessor of its own.
 pub struct Outcome {
     pub(crate) key: Option<Key>,
     pub(crate) executed: bool,

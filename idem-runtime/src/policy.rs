@@ -252,7 +252,10 @@ impl Policy {
 
     /// The time between two renewals: a third of the lease.
     pub const fn beat(&self) -> Duration {
-        Duration::from_nanos((self.lease.as_nanos() / 3) as u64)
+        match self.lease.checked_div(3) {
+            Some(beat) => beat,
+            None => self.lease,
+        }
     }
 
     /// Whether the durations can be honoured.

@@ -248,7 +248,7 @@ mod tests {
     fn info(lines: &[&str]) -> String {
         let base =
             ["# Server", "role:master", "redis_mode:standalone", "maxmemory_policy:noeviction", "gcc_version:12.2.0"];
-        base.iter().chain(lines).map(|line| format!("{line}\r\n")).collect()
+        base.iter().chain(lines).flat_map(|line| [line, "\r\n"]).collect()
     }
 
     fn check(lines: &[&str]) -> Result<(), String> {

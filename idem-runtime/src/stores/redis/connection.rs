@@ -97,7 +97,7 @@ pub(super) struct Connection {
 enum Line {
     /// The user's own, which looks after itself.
     Theirs(Box<dyn Multiplexed>),
-    Ours(Own),
+    Ours(Box<Own>),
 }
 
 /// A connection that this store makes, and makes anew after it broke or did not answer in time: what is behind a line
@@ -139,7 +139,7 @@ impl Connection {
         };
         let client = info.map_or_else(|| Ok(client.clone()), Client::open)?;
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Ok(Self { clock, timeout, line: Line::Ours(Own { client, open, connecting }) })
+        Ok(Self { clock, timeout, line: Line::Ours(Box::new(Own { client, open, connecting })) })
     }
 
     /// One command.

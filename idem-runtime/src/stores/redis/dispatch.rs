@@ -441,9 +441,9 @@ impl Shared {
         let mut again = Pipeline::new();
         if look_first {
             absent = self.found(gather, values.next());
-            absent.iter().for_each(|entry| {
+            for entry in &absent {
                 again.add_command(gather.reserve(entry));
-            });
+            }
         } else if !gather.reserves.is_empty() {
             let mut met = 0;
             replies.deliver(gather.reserves.iter().map(|entry| {
