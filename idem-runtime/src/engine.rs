@@ -20,8 +20,9 @@ use crate::ending::{self, Ending};
 use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
-    Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, MissingKey, Mode, OnCrash, OnStoreError,
-    Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve, Store, StoreError, Write,
+    Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, MissingKey, Mode, OnCrash,
+    OnStoreError, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve, Store,
+    StoreError, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -115,57 +116,55 @@ enum Begun {
 }
 
 /// Reserves the key, or finds out why the body is not to run; and says whether it had to wait.
-async fn begin(operation: Operation) -> (Begun, bool) {
-    let policy = operation.policy;
-    let mode = policy.current_mode();
-    let unprotected = |store, key: Option<&Key>, why| {
-        let attempt = key.map(|key| Attempt::unprotected(store, key.clone(), &policy));
-        Begun::Unprotected(attempt, why)
-    };
-    if mode == Mode::Off {
-        let Operation { store, key, .. } = operation;
-        return (unprotected(store, key.ok().as_ref(), None), false);
+///
+/// Not an `async fn`: that would keep room for its argument twice, and so would every call around it.
+fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
+    async move {
+        let Operation { store, policy, key, .. } = &operation;
+        let unprotected = |key: Option<&Key>, why| {
+            let attempt = key.map(|key| Attempt::unprotected(Arc::clone(store), key.clone(), policy));
+            Begun::Unprotected(attempt, why)
+        };
+        let mode = policy.current_mode();
+        if mode == Mode::Off {
+            return (unprotected(key.as_ref().ok(), None), false);
+        }
+        let mut waited = false;
+        let begun = match admit(&operation, mode, &mut waited).await {
+            Begun::Refused(error @ Error::Store { .. }) if policy.on_store_error == OnStoreError::Run => {
+                tracing::warn!(%error, "the body runs unprotected");
+                unprotected(error.key(), Some(Refusal::Store))
+            }
+            Begun::Refused(error) if mode == Mode::Shadow => {
+                tracing::info!(%error, "shadow mode: would have been refused");
+                unprotected(error.key(), Refusal::of(&error))
+            }
+            Begun::Replay { key, store, record } if mode == Mode::Shadow => {
+                tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
+                unprotected(Some(&key), Some(Refusal::Replay))
+            }
+            begun => begun,
+        };
+        (begun, waited)
     }
-    let store = match (mode, policy.on_store_error) {
-        (Mode::Enforce, OnStoreError::Fail) => None,
-        _ => Some(Arc::clone(&operation.store)),
-    };
-    let mut waited = false;
-    let begun = admit(operation, mode, &mut waited).await;
-    let Some(store) = store else { return (begun, waited) };
-    let begun = match begun {
-        Begun::Refused(error @ Error::Store { .. }) if policy.on_store_error == OnStoreError::Run => {
-            tracing::warn!(%error, "the body runs unprotected");
-            unprotected(store, error.key(), Some(Refusal::Store))
-        }
-        Begun::Refused(error) if mode == Mode::Shadow => {
-            tracing::info!(%error, "shadow mode: would have been refused");
-            unprotected(store, error.key(), Refusal::of(&error))
-        }
-        Begun::Replay { key, store: name, record } if mode == Mode::Shadow => {
-            tracing::info!(%key, store = name, attempt = record.attempt, "shadow mode: would have been replayed");
-            unprotected(store, Some(&key), Some(Refusal::Replay))
-        }
-        begun => begun,
-    };
-    (begun, waited)
 }
 
-async fn admit(operation: Operation, mode: Mode, waited: &mut bool) -> Begun {
+async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     let Operation { store, key, policy, fingerprint } = operation;
-    let key = match key.map_err(Error::from) {
-        Ok(key) => key,
-        Err(Error::MissingKey { .. }) if policy.missing_key == MissingKey::Run => {
+    let key = match key {
+        Ok(key) => key.clone(),
+        Err(error) if error.problem == KeyProblem::Missing && policy.missing_key == MissingKey::Run => {
             return Begun::Unprotected(None, None);
         }
-        Err(error) => return Begun::Refused(error),
+        Err(error) => return Begun::Refused(error.clone().into()),
     };
     if let Err(reason) = policy.check() {
         return Begun::Refused(Error::InvalidPolicy { key, reason });
     }
-    let fingerprint = match fingerprint.transpose() {
-        Ok(fingerprint) => fingerprint,
-        Err(source) => return Begun::Refused(Error::InvalidFingerprint { key, source }),
+    let fingerprint = match fingerprint {
+        Some(Err(source)) => return Begun::Refused(Error::InvalidFingerprint { key, source: source.clone() }),
+        Some(Ok(fingerprint)) => Some(*fingerprint),
+        None => None,
     };
     let name = store.name();
     let request = Reserve {
@@ -179,7 +178,7 @@ async fn admit(operation: Operation, mode: Mode, waited: &mut bool) -> Begun {
     };
     let mut give_up_at = None;
     loop {
-        let (reservation, asked_at) = match reserve(&store, &request).await {
+        let (reservation, asked_at) = match reserve(store, &request).await {
             Ok(answer) => answer,
             Err(source) => {
                 return Begun::Refused(Error::Store { key: request.key, store: name, started: false, source });
@@ -191,7 +190,7 @@ async fn admit(operation: Operation, mode: Mode, waited: &mut bool) -> Begun {
                 if takeover {
                     tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
                 }
-                let attempt = Attempt::new(store, lease, asked_at);
+                let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
                 return Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce));
             }
             Reservation::Finished(record) => return Begun::Replay { key: request.key, store: name, record },
@@ -345,33 +344,42 @@ impl Drop for Held {
 }
 
 /// Records how the body ended. Its heartbeat goes on meanwhile; the error says that nothing is recorded.
-async fn end(mut held: Held) -> Result<(), Error> {
-    let Attempt { store, lease, reserved_at, .. } = held.attempt();
-    let ended = match held.on_drop.as_ref() {
-        None => return Ok(()),
-        Some(Ending::Release(release)) => match store.release(lease, *release).await {
-            Ok(write) => Ok(write),
-            Err(error) => {
-                // The caller gets the body's own error now; `Held` goes on freeing the key without it.
+///
+/// Not an `async fn`, for the reason given at [`begin`].
+fn end(mut held: Held) -> impl Future<Output = Result<(), Error>> {
+    async move {
+        let ended = write_end(&held).await;
+        // An error of a release is the one case where something is left to do: `Held` does it late.
+        if ended.is_ok() || matches!(held.on_drop, Some(Ending::Finish(_))) {
+            held.on_drop = None;
+        }
+        let Attempt { store, lease, reserved_at, .. } = held.attempt();
+        match ended {
+            Ok(Write::Done) => Ok(()),
+            Ok(Write::Refused) => Err(held.lost()),
+            Err(error) if held.on_drop.is_some() => {
+                // The caller gets the body's own error, and does not wait for its key to be freed.
                 tracing::debug!(key = %lease.key, %error, "the key could not be freed yet; trying again late");
-                return Ok(());
+                Ok(())
             }
-        },
+            Err(source) => Err(Error::Unrecorded {
+                key: lease.key.clone(),
+                store: store.name(),
+                attempt: lease.attempt,
+                retry_after: store.heartbeats().lease_remaining(lease, *reserved_at),
+                source,
+            }),
+        }
+    }
+}
+
+async fn write_end(held: &Held) -> Result<Write, StoreError> {
+    let Attempt { store, lease, reserved_at, .. } = held.attempt();
+    match held.on_drop.as_ref() {
+        None => Ok(Write::Done),
+        Some(Ending::Release(release)) => store.release(lease, *release).await,
         Some(finish) => ending::write(&**store, lease, *reserved_at, finish).await,
-    };
-    let result = match ended {
-        Ok(Write::Done) => Ok(()),
-        Ok(Write::Refused) => Err(held.lost()),
-        Err(source) => Err(Error::Unrecorded {
-            key: lease.key.clone(),
-            store: store.name(),
-            attempt: lease.attempt,
-            retry_after: store.heartbeats().lease_remaining(lease, *reserved_at),
-            source,
-        }),
-    };
-    held.on_drop = None;
-    result
+    }
 }
 
 pin_project! {
