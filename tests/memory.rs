@@ -188,6 +188,43 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
     assert!(longest < 1_000, "{longest} records are held, ten are live");
 }
 
+#[tokio::test]
+async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
+    let world = World::new(usize::MAX);
+    for n in 0..2_000 {
+        let lease = world.reserved(&world.request(n)).await;
+        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    }
+    world.clock.advance(TTL);
+    assert_eq!(world.store.len(), 2_000);
+    // The latest first: the clean-up begins at the other end.
+    for n in (0..2_000).rev() {
+        assert_eq!(world.reserved(&world.request(n)).await.attempt, 1);
+    }
+    assert_eq!(world.store.len(), 2_000);
+}
+
+/// What keeps the order of the clean-up must not grow beyond the records themselves.
+#[tokio::test]
+async fn the_order_of_the_clean_up_is_bounded() {
+    let world = World::new(usize::MAX);
+    let entries = || format!("{:?}", world.store).matches("Reverse(").count();
+    for _ in 0..100 {
+        // Each time it is written, it expires sooner than before.
+        for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
+            let lease = world.reserved(&Reserve { ttl, ..world.request(0) }).await;
+            assert_eq!(lease.attempt, attempt);
+            assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+        }
+        world.clock.advance(TTL / 4);
+    }
+    assert!(entries() <= 20, "{} entries for one record", entries());
+    world.reserved(&world.request(0)).await;
+    world.clock.advance(TTL);
+    world.reserve(&world.request(0)).await.unwrap();
+    assert_eq!(entries(), 1, "one record, one entry");
+}
+
 #[test]
 fn an_empty_store_is_empty() {
     assert!(MemoryStore::default().is_empty());

@@ -121,6 +121,60 @@ async fn prefixes_keep_applications_apart() {
     assert_eq!((reserved(&a, "k").await.attempt, reserved(&b, "k").await.attempt), (1, 1));
 }
 
+#[tokio::test]
+async fn other_protocols_and_sockets_work_as_well() {
+    let socket = std::env::temp_dir().join(format!("idem-test-{}.sock", std::process::id()));
+    let server = RedisServer::start_with(Kind::Redis, &["--unixsocket", socket.to_str().unwrap()]);
+    let unix = format!("redis+unix://{}", socket.display());
+    let resp3 = format!("{}?protocol=resp3", server.url());
+    for url in [unix, resp3] {
+        let store = RedisStore::connect(&url).await.unwrap();
+        let runs = AtomicU32::new(0);
+        let calls: Vec<_> = (0..100).map(|n| format!("{}{n}", &url[..8])).collect();
+        for round in [true, false] {
+            let calls = futures::future::join_all(calls.iter().map(|name| call(&store, name, &runs))).await;
+            assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == round), "{url}");
+        }
+        let lease = reserved(&store, &url[..8]).await;
+        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+        assert!(store.inspect(&lease.key).await.unwrap().is_some());
+    }
+}
+
+/// A server that speaks TLS only, with a certificate that nobody but this test trusts.
+#[test]
+fn tls_checks_the_certificate() {
+    let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
+        .output()
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let port = idem_tests::server::free_port().to_string();
+    let args = ["--tls-port", &port, "--tls-cert-file", &path("cert.pem"), "--tls-key-file", &path("key.pem")];
+    let _server = RedisServer::start_with(Kind::Redis, &[&args[..], &["--tls-auth-clients", "no"]].concat());
+    let url = format!("rediss://localhost:{port}");
+    let race = |trusted: bool| {
+        let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
+        racer.args([&url, "tls:", "3", "0"]);
+        // In a process of its own, as the trusted certificates are read from its environment.
+        if trusted {
+            racer.env("SSL_CERT_FILE", path("cert.pem"));
+        }
+        racer.output().unwrap()
+    };
+    let refused = race(false);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("ertificate"), "{said}");
+    let served = race(true);
+    assert!(served.status.success(), "{}", String::from_utf8_lossy(&served.stderr));
+    std::fs::remove_dir_all(folder).ok();
+}
+
 // What is refused.
 
 #[tokio::test]

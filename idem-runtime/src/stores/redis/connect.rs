@@ -59,6 +59,9 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
+        if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
+            return Err(misconfigured("`rediss://` needs the feature `redis-tls` of idem-runtime".to_owned()));
+        }
         // The error of `redis` may quote the URL, and the URL may hold a password.
         let client = Client::open(url).map_err(|error| {
             let detail = error
@@ -75,6 +78,10 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
+        // Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would
+        // panic.
+        #[cfg(feature = "redis-tls")]
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let clock = Arc::new(SystemClock::default());
         let unusable = |error: RedisError| not_connected(&error);
         let connection = Connection::ours(&client, clock.clone(), self.response_timeout).map_err(unusable)?;
