@@ -6,8 +6,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use idem_runtime::RedisStore;
 use idem_runtime::conformance::Subject;
+use idem_runtime::{Key, RedisStore};
+use redis::AsyncCommands;
+
+use crate::proxy::{Line, Proxy};
 
 /// A kind of server, and the environment variable that names its program; `scripts/test` sets them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,7 +60,18 @@ impl Kind {
         let url = self.shared();
         let store = RedisStore::connect(&url).await.expect("connects");
         let peer = RedisStore::connect(&url).await.expect("connects");
-        Subject::new(store).peer(peer)
+        let port = url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+        let cut_off = Proxy::to(port).await;
+        let unreachable = RedisStore::connect(&cut_off.url()).await.expect("connects");
+        cut_off.set(Line::Refuse);
+        let spoil = move |key: Key| {
+            let url = url.clone();
+            async move {
+                let name = format!("idem:{}", key.as_str());
+                let _: () = raw(&url).await.set(name, "not a record").await.expect("sets");
+            }
+        };
+        Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
     }
 }
 

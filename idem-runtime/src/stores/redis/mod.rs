@@ -31,8 +31,9 @@ use crate::{
     StoreError, StoreErrorKind, StoreFuture, Write,
 };
 
-/// How often a reservation looks again at a record that changes under its eyes.
-const LOOKS: usize = 16;
+/// How often a reservation looks again at a record that changes under its eyes. Each time another attempt has got ahead,
+/// so this is a bound on what can't happen rather than on what may.
+const LOOKS: usize = 10_000;
 /// How many leases one script renews: a bound on how long the server does nothing else.
 const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of others are remembered as held.
@@ -129,13 +130,15 @@ impl Shared {
         let first = Record::first(request);
         let value = format::encode(&first);
         let retention = millis(first.retention(request.ttl));
+        let mut changed = None;
         for _ in 0..LOOKS {
-            let found = match self.dispatch.reserve(key.as_bytes(), &value, retention).await.map_err(failed)? {
-                Value::Nil => {
-                    return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false });
-                }
-                Value::BulkString(found) => Bytes::from(found),
-                other => return Err(unexpected(&other)),
+            let found = match changed.take() {
+                Some(found) => found,
+                None => match self.dispatch.reserve(key.as_bytes(), &value, retention).await.map_err(failed)? {
+                    Value::Nil => return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false }),
+                    Value::BulkString(found) => Bytes::from(found),
+                    other => return Err(unexpected(&other)),
+                },
             };
             let record = format::decode(&found).map_err(corrupt)?;
             let pending = matches!(record.state, State::Pending { .. });
@@ -161,7 +164,7 @@ impl Shared {
                     self.remember(record.owner, asked_at.saturating_add(lapses_in));
                     return Ok(Reservation::Pending { attempt: record.attempt, lapses_in });
                 }
-                (Taken::Changed, _) => {}
+                (Taken::Changed(now), _) => changed = now,
                 (taken, meeting) => {
                     let message = format!("the server answered {taken:?} to {meeting:?}");
                     return Err(StoreError::new(StoreErrorKind::Unknown, message));
@@ -191,7 +194,8 @@ impl Shared {
             .await?;
         match taken {
             Value::Int(-2) => Ok(Taken::Replaced),
-            Value::Int(-1) => Ok(Taken::Changed),
+            Value::Int(-1) => Ok(Taken::Changed(None)),
+            Value::BulkString(record) => Ok(Taken::Changed(Some(Bytes::from(record)))),
             Value::Int(0) => Ok(Taken::Lapsed),
             Value::Int(left) => Ok(Taken::Held(Duration::from_millis(left.unsigned_abs()))),
             other => Err(unexpected(&other)),
@@ -276,7 +280,7 @@ fn depends_on_lease(answer: &Reservation) -> bool {
 enum Taken {
     Replaced,
     Lapsed,
-    Changed,
+    Changed(Option<Bytes>),
     Held(Duration),
 }
 

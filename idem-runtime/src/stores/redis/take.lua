@@ -1,11 +1,12 @@
 -- Replaces the record that was met by a new pending one, or tells how long its lease still holds.
 -- KEYS: record. ARGV: what was met (state, then bytes 9 to 32), its lease and retention, new record ('' to only ask), its
 -- retention, wake channel. Milliseconds throughout.
--- Answers the milliseconds that are left, 0 lapsed and left alone, -1 no longer the record that was met, -2 replaced.
+-- Answers the milliseconds that are left, 0 lapsed and left alone, -2 replaced; or the record that is there now, if it is
+-- not the one that was met, -1 if there is none.
 local record = redis.pcall('GET', KEYS[1])
-if type(record) ~= 'string' or string.sub(record, 1, 5) ~= 'idem\1' then return -1 end
+if type(record) ~= 'string' then return -1 end
 local state = string.sub(record, 6, 6)
-if state .. string.sub(record, 9, 32) ~= ARGV[1] then return -1 end
+if string.sub(record, 1, 5) ~= 'idem\1' or state .. string.sub(record, 9, 32) ~= ARGV[1] then return record end
 if state == 'P' then
   -- Every renewal sets the whole retention anew, so what has passed of it is the age of the lease.
   local left = tonumber(ARGV[2]) - (tonumber(ARGV[3]) - redis.call('PTTL', KEYS[1]))

@@ -34,7 +34,14 @@ pub(super) struct Wakeups {
 }
 
 #[derive(Default)]
-struct Waiting(Mutex<HashMap<String, Arc<Notify>>>);
+struct Waiting(Mutex<HashMap<String, Waiters>>);
+
+/// Those who wait for one key, and how many they are.
+#[derive(Default)]
+struct Waiters {
+    woken: Arc<Notify>,
+    count: usize,
+}
 
 struct Subscription {
     /// Whether publications arrive.
@@ -78,7 +85,7 @@ impl Wakeups {
         mark: impl Future<Output = Result<bool, StoreError>>,
     ) -> Result<(), StoreError> {
         let waiter = self.waiting.join(key);
-        let mut woken = pin!(waiter.notify.notified());
+        let mut woken = pin!(waiter.woken.notified());
         woken.as_mut().enable();
         let subscribed = self.subscribe(clock).await;
         if mark.await? {
@@ -125,21 +132,19 @@ async fn listen(client: Client, channel: String, waiting: Arc<Waiting>, live: wa
 impl Waiting {
     fn join(&self, key: &str) -> Waiter<'_> {
         let mut waiting = lock(&self.0);
-        let notify = match waiting.get(key) {
-            Some(notify) => Arc::clone(notify),
-            None => Arc::clone(waiting.entry(key.to_owned()).or_default()),
-        };
-        Waiter { waiting: self, key: key.to_owned(), notify }
+        let waiters = waiting.entry(key.to_owned()).or_default();
+        waiters.count += 1;
+        Waiter { waiting: self, key: key.to_owned(), woken: Arc::clone(&waiters.woken) }
     }
 
     fn wake(&self, key: &str) {
-        if let Some(notify) = lock(&self.0).get(key) {
-            notify.notify_waiters();
+        if let Some(waiters) = lock(&self.0).get(key) {
+            waiters.woken.notify_waiters();
         }
     }
 
     fn wake_all(&self) {
-        lock(&self.0).values().for_each(|notify| notify.notify_waiters());
+        lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
     }
 }
 
@@ -147,15 +152,17 @@ impl Waiting {
 struct Waiter<'a> {
     waiting: &'a Waiting,
     key: String,
-    notify: Arc<Notify>,
+    woken: Arc<Notify>,
 }
 
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let mut waiting = lock(&self.waiting.0);
-        // The map's and this one.
-        if Arc::strong_count(&self.notify) <= 2 {
-            waiting.remove(&self.key);
+        if let Some(waiters) = waiting.get_mut(&self.key) {
+            waiters.count -= 1;
+            if waiters.count == 0 {
+                waiting.remove(&self.key);
+            }
         }
     }
 }
