@@ -12,9 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use idem_examples::{
-    Charges, Count, Counts, Event, Mishap, PaymentError, ProcessStore, Queue, Receipt, counts, deliveries,
-};
+use idem_examples::{Charges, Count, Counts, Event, Mishap, PaymentError, Queue, Receipt, counts, deliveries};
 use idem_runtime::{Disposition, MemoryStore, current, idempotent, observe};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
@@ -94,7 +92,8 @@ fn main() -> ExitCode {
 fn work_until_done_or_dead(world: &Arc<World>, store: &MemoryStore, idempotent: bool) -> bool {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let (die, mut death) = mpsc::channel(1);
-    let app = Arc::new(App { store: ProcessStore::new(store), world: Arc::clone(world), die });
+    // A handle of its own, as another process would have: nobody else renews its leases.
+    let app = Arc::new(App { store: store.peer(), world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {
         let app = Arc::clone(&app);
         if idempotent {
@@ -115,7 +114,7 @@ fn work_until_done_or_dead(world: &Arc<World>, store: &MemoryStore, idempotent: 
 
 /// What a worker has.
 struct App {
-    store: ProcessStore,
+    store: MemoryStore,
     world: Arc<World>,
     die: mpsc::Sender<()>,
 }

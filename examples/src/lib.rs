@@ -7,7 +7,6 @@ mod generate;
 mod mishaps;
 mod orders;
 mod payment;
-mod process;
 mod queue;
 mod report;
 
@@ -21,7 +20,6 @@ pub use generate::generate;
 pub use mishaps::{Mishap, deliveries};
 pub use orders::{Event, Malformed, Order, read};
 pub use payment::{PaymentError, Receipt};
-pub use process::ProcessStore;
 pub use queue::{Message, Queue, VISIBILITY_TIMEOUT};
 pub use report::{Charges, Count, Counts, Report, counts};
 

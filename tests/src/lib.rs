@@ -169,3 +169,8 @@ impl Store for FaultyStore {
         self.inner.reopen(key, attempt)
     }
 }
+
+/// Compiles and runs the code of the README, in memory.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
