@@ -42,7 +42,7 @@ async fn consume(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
         let (result, outcome) = observe(charge_customer(&app, &message.event)).await;
-        counts(&result, &outcome).for_each(|count| app.count(count));
+        counts(&outcome).for_each(|count| app.count(count));
         match outcome.disposition() {
             Disposition::Ack => app.world.queue.ack(&message),
             Disposition::Retry { after } => app.world.queue.nack(&message, after),

@@ -49,7 +49,7 @@ async fn consume(app: Arc<App>, mut stream: Stream) -> RedisResult<()> {
     while let Some(message) = stream.receive().await? {
         app.run.count(Count::Delivery).await?;
         let (result, outcome) = observe(charge_customer(&app, &message.event)).await;
-        for count in counts(&result, &outcome) {
+        for count in counts(&outcome) {
             app.run.count(count).await?;
         }
         match outcome.disposition() {

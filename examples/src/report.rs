@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use idem_runtime::{Disposition, Error, Outcome};
+use idem_runtime::{Disposition, Outcome, Refusal};
 
-use crate::{Event, Order, PaymentError, Receipt};
+use crate::{Event, Order};
 
 /// Something worth counting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -74,15 +74,14 @@ impl Count {
 }
 
 /// What one delivery to an idempotent handler adds to the table.
-pub fn counts(result: &Result<Receipt, PaymentError>, outcome: &Outcome) -> impl Iterator<Item = Count> {
-    let in_progress = matches!(result, Err(PaymentError::Idempotency(Error::InProgress { .. })));
+pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     let retried = matches!(outcome.disposition(), Disposition::Retry { .. });
     [
         (outcome.executed() && outcome.recorded(), Count::Record),
         (outcome.replayed(), Count::Replay),
         (outcome.waited(), Count::Wait),
         (outcome.took_over(), Count::Takeover),
-        (in_progress, Count::InProgress),
+        (outcome.refused() == Some(Refusal::InProgress), Count::InProgress),
         (outcome.executed() && retried, Count::Failure),
         (outcome.disposition() == Disposition::DeadLetter, Count::DeadLetter),
     ]
