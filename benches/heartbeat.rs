@@ -1,31 +1,37 @@
 //! What keeping a lease alive costs a handler that ends long before its first beat.
 //!
-//! - *Ready at once*: such a handler has no heartbeat, only a test whether it was pending. There is no library without
-//!   that test to compare with, so the raw side is the protocol by hand over the same store: an owner, reserve, run,
-//!   encode, finish, with the same key and without the engine. What is left is all that the engine does for a first run:
-//!   an upper bound of the heartbeat's share.
-//! - *Pends once*: the handler yields once, so its lease is registered, asked for and deregistered. The raw side yields
-//!   once just before the same call: the same work for the executor and for the library, but no heartbeat.
-//! - *Task per call*: the raw side is the "pends once" above; what a renewal task of its own would add to every call.
+//! - *Ready at once*: such a handler has no heartbeat, only a test whether it was pending, and there is no library
+//!   without that test to compare with. The raw side is the protocol by hand over the same store: the same key, an owner,
+//!   reserve, run, encode, finish. What is left is the whole engine: an upper bound of the heartbeat's share.
+//! - *Pends once*: the handler is pending once, so its lease is registered, looked at and deregistered. The raw side is
+//!   pending once just before the same call: as many polls, the same work for the library, but no heartbeat.
+//! - *A task for each call*: against the same raw side, a renewal task spawned and aborted for each call.
 
+use std::future::poll_fn;
 use std::hint::black_box;
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
-use idem_benches::{Goal, Samples, Table, alternate, is_wanted, nanos_each, sized, timed_on_cpu};
+use idem_benches::{Goal, Table, alternate, is_wanted, nanos_each, sized, timed_on_cpu};
 use idem_runtime::{
     Codec, CodecName, Error, Finish, Json, Key, MemoryStore, OnCrash, Operation, Payload, Policy, Reservation, Reserve,
     Store, Write, record_values, run,
 };
-use tokio::task::yield_now;
 
-const POLICY: Policy = Policy::new(TTL);
 const TTL: Duration = Duration::from_secs(7 * 86_400);
+const POLICY: Policy = Policy::new(TTL);
 
 fn key(id: u64) -> Key {
     Key::new("bench", id).expect("a valid key")
 }
 
-async fn protocol_by_hand(store: &dyn Store, id: u64) -> u64 {
+async fn pending_once() {
+    let mut polled = false;
+    poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await;
+}
+
+async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
     let store = store.handle();
     let request = Reserve {
         key: key(id),
@@ -45,39 +51,66 @@ async fn protocol_by_hand(store: &dyn Store, id: u64) -> u64 {
 }
 
 async fn ready(store: &MemoryStore, id: u64) -> u64 {
-    let operation = Operation::new(store, Ok(key(id)), POLICY);
     let body = async { Ok::<_, Error>(black_box(id)) };
-    run(operation, record_values::<Json>(), body).await.expect("runs")
+    run(Operation::new(store, Ok(key(id)), POLICY), record_values::<Json>(), body).await.expect("runs")
 }
 
-async fn pends_once(store: &MemoryStore, id: u64) -> u64 {
-    let operation = Operation::new(store, Ok(key(id)), POLICY);
+async fn pends_within(store: &MemoryStore, id: u64) -> u64 {
     let body = async {
-        yield_now().await;
+        pending_once().await;
         Ok::<_, Error>(black_box(id))
     };
-    run(operation, record_values::<Json>(), body).await.expect("runs")
+    run(Operation::new(store, Ok(key(id)), POLICY), record_values::<Json>(), body).await.expect("runs")
 }
 
-async fn yields_before(store: &MemoryStore, id: u64) -> u64 {
-    yield_now().await;
+async fn pends_before(store: &MemoryStore, id: u64) -> u64 {
+    pending_once().await;
     ready(store, id).await
 }
 
-async fn task_per_call(store: &MemoryStore, id: u64) -> u64 {
+async fn task_for_each_call(store: &MemoryStore, id: u64) -> u64 {
     let beat = tokio::spawn(std::future::pending::<()>());
-    let value = yields_before(store, id).await;
+    let value = pends_before(store, id).await;
     beat.abort();
     value
 }
 
-fn main() {
-    let count: u64 = sized(5_000, 100);
-    let rounds = sized(201, 2);
+/// Calls `handler` again and again, polling it until it is ready, on a runtime and a store of this round's own.
+fn measure(handler: impl AsyncFn(&MemoryStore, u64) -> u64) -> f64 {
+    let count = sized(4_000, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
-    // A store of its own for each round, so that every side has as many records.
-    let measure = |side: &dyn AsyncFn(&MemoryStore, u64)| {};
-    let _ = measure;
+    let store = MemoryStore::new();
+    let calls = async {
+        for id in 0..count {
+            let mut call = pin!(handler(&store, id));
+            poll_fn(|cx| {
+                loop {
+                    if let Poll::Ready(value) = call.as_mut().poll(cx) {
+                        return Poll::Ready(black_box(value));
+                    }
+                }
+            })
+            .await;
+        }
+    };
+    let took = timed_on_cpu(|| runtime.block_on(calls));
+    nanos_each(took, usize::try_from(count).expect("a small number"))
+}
+
+fn main() {
+    let rounds = sized(201, 2);
     let table = Table::new("Heartbeat, memory store, one thread", "ns", "ns more");
-    let _ = (table, count, rounds, runtime, is_wanted("x"));
+    let more = |idem, raw| idem - raw;
+    if is_wanted("ready at once") {
+        let [raw, idem] = alternate(rounds, [&mut || measure(by_hand), &mut || measure(ready)]);
+        table.line("ready at once: engine against protocol by hand", &raw, &idem, more, Goal::AtMost(20.0));
+    }
+    if is_wanted("pends once") {
+        let [raw, idem, task] = alternate(
+            rounds,
+            [&mut || measure(pends_before), &mut || measure(pends_within), &mut || measure(task_for_each_call)],
+        );
+        table.line("pends once: within the handler against before the call", &raw, &idem, more, Goal::AtMost(200.0));
+        table.line("for comparison: a task for each call", &raw, &task, more, Goal::None);
+    }
 }

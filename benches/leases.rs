@@ -1,1 +1,177 @@
-fn main() {}
+//! What 10 000 live leases cost a Redis server each beat.
+//!
+//! The handlers are real and pending, and their store renews them by itself. The server counts: `script` is the time it
+//! spends in `EVALSHA`, which includes the commands of the scripts, so those aren't added; `in all` is the processor time
+//! of its main thread, with reading, parsing and answering. Both are for 10 000 renewals, whatever was due while a round
+//! lasted. By hand, each lease is renewed by a script call of its own, in pipelines of 500.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use idem_benches::{Goal, Samples, Table, is_wanted, sized};
+use idem_runtime::{Error, RedisStore, idempotent};
+use idem_tests::server::{Kind, RedisServer};
+use redis::aio::MultiplexedConnection;
+use redis::cmd;
+use tokio::sync::{Barrier, Semaphore};
+use tokio::task::JoinSet;
+
+const RENEW: &str = "\
+    if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
+    return redis.call('PEXPIRE', KEYS[1], ARGV[2])";
+const LEASES_AT_A_BEAT: f64 = 10_000.0;
+
+struct Hall {
+    entered: Barrier,
+    /// Closed at the end.
+    leave: Semaphore,
+}
+
+#[idempotent(key = "{id}", ttl = "7d", store = store, scope = "bench::leases", lease = "3s")]
+async fn hold(store: &RedisStore, id: usize, hall: &Hall) -> Result<(), Error> {
+    hall.entered.wait().await;
+    hall.leave.acquire().await.map_or(Ok(()), |_| Ok(()))
+}
+
+/// What the server has counted so far.
+#[derive(Clone, Copy, Debug)]
+struct Counters {
+    renewals: f64,
+    script_ms: f64,
+    cpu_ms: f64,
+}
+
+impl Counters {
+    async fn read(connection: &mut MultiplexedConnection) -> Self {
+        let info: String = cmd("INFO").arg("commandstats").arg("cpu").query_async(connection).await.expect("answers");
+        let field = |line: &str, field: &str| -> f64 {
+            let line = info.lines().find_map(|it| it.strip_prefix(line)).unwrap_or_default();
+            let value = line.split(',').find_map(|it| it.strip_prefix(field)).unwrap_or("0");
+            value.trim().parse().expect("a number")
+        };
+        let seconds = field("used_cpu_user_main_thread:", "") + field("used_cpu_sys_main_thread:", "");
+        Self {
+            renewals: field("cmdstat_pexpire:", "calls="),
+            script_ms: field("cmdstat_evalsha:", "usec=") / 1e3,
+            cpu_ms: seconds * 1e3,
+        }
+    }
+}
+
+/// One measurement a round: milliseconds of scripts, of processor in all, and of the longest call.
+#[derive(Default)]
+struct Rounds {
+    script: Vec<f64>,
+    cpu: Vec<f64>,
+    longest: Vec<f64>,
+}
+
+impl Rounds {
+    async fn measure(&mut self, connection: &mut MultiplexedConnection, round: impl Future<Output = ()>) {
+        cmd("SLOWLOG").arg("RESET").exec_async(connection).await.expect("answers");
+        let before = Counters::read(connection).await;
+        round.await;
+        let after = Counters::read(connection).await;
+        let beats = (after.renewals - before.renewals) / LEASES_AT_A_BEAT;
+        if beats < 0.01 {
+            return;
+        }
+        self.script.push((after.script_ms - before.script_ms) / beats);
+        self.cpu.push((after.cpu_ms - before.cpu_ms) / beats);
+        type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
+        let slow: Vec<Entry> = cmd("SLOWLOG").arg("GET").arg(-1).query_async(connection).await.expect("answers");
+        let evalsha = |entry: &&Entry| matches!(entry.3.first(), Some(redis::Value::BulkString(name)) if name == b"EVALSHA");
+        let longest = slow.iter().filter(evalsha).map(|entry| entry.2).max().unwrap_or_default();
+        self.longest.push(f64::from(longest) / 1e3);
+    }
+
+    fn print(self, table: &Table, name: &str, script: Goal, cpu: Goal, longest: Goal) {
+        let lines = [("scripts", self.script, script), ("in all", self.cpu, cpu)];
+        for (what, samples, goal) in lines {
+            let samples = Samples::from(samples);
+            table.value(&format!("{name}: {what}"), &samples, samples.median(), goal);
+        }
+        let samples = Samples::from(self.longest);
+        table.value(&format!("{name}: longest call"), &samples, samples.max(), longest);
+    }
+}
+
+async fn by_hand(connection: &mut MultiplexedConnection, script: &str, leases: usize) {
+    for from in (0..leases).step_by(500) {
+        let mut pipeline = redis::pipe();
+        for lease in from..leases.min(from + 500) {
+            pipeline.cmd("EVALSHA").arg(script).arg(1).arg(format!("hand:{lease}")).arg("owner").arg(604_800_000);
+        }
+        let done: Vec<u32> = pipeline.query_async(connection).await.expect("answers");
+        assert!(done.iter().all(|done| *done == 1), "a lease was lost");
+    }
+}
+
+async fn bench(table: &Table) {
+    let (leases, rounds) = (sized(10_000, 500), sized(12, 2));
+    let server = RedisServer::start(Kind::Redis);
+    let mut connection = server.raw().await;
+    for (name, value) in [("slowlog-log-slower-than", 20), ("slowlog-max-len", 100_000)] {
+        cmd("CONFIG").arg("SET").arg(name).arg(value).exec_async(&mut connection).await.expect("answers");
+    }
+
+    if is_wanted("by hand") {
+        let script: String =
+            cmd("SCRIPT").arg("LOAD").arg(RENEW).query_async(&mut connection).await.expect("loads");
+        for lease in 0..leases {
+            let set = cmd("SET").arg(format!("hand:{lease}")).arg("owner").exec_async(&mut connection).await;
+            set.expect("answers");
+        }
+        let mut measured = Rounds::default();
+        for _ in 0..rounds {
+            let mut connection = connection.clone();
+            let mut counting = connection.clone();
+            measured.measure(&mut counting, by_hand(&mut connection, &script, leases)).await;
+        }
+        measured.print(table, "for comparison, one call a lease by hand", Goal::None, Goal::None, Goal::None);
+    }
+
+    if is_wanted("one beat of 10 000 leases") {
+        let store = RedisStore::connect(&server.url()).await.expect("connects");
+        let hall = Arc::new(Hall { entered: Barrier::new(leases + 1), leave: Semaphore::new(0) });
+        let mut handlers = JoinSet::new();
+        for id in 0..leases {
+            let (store, hall) = (store.clone(), Arc::clone(&hall));
+            handlers.spawn(async move { hold(&store, id, &hall).await });
+        }
+        hall.entered.wait().await;
+        let mut measured = Rounds::default();
+        // The first beat still has everything in it that the start left behind.
+        for round in 0..=rounds {
+            let mut beat = Rounds::default();
+            beat.measure(&mut connection, pause(Duration::from_secs(1))).await;
+            if round > 0 {
+                measured.script.extend(beat.script);
+                measured.cpu.extend(beat.cpu);
+                measured.longest.extend(beat.longest);
+            }
+        }
+        hall.leave.close();
+        for held in handlers.join_all().await {
+            held.expect("no lease was lost");
+        }
+        measured.print(
+            table,
+            "one beat of 10 000 leases",
+            Goal::None,
+            Goal::AtMost(25.0),
+            Goal::AtMost(3.0),
+        );
+    }
+}
+
+async fn pause(duration: Duration) {
+    #[allow(clippy::disallowed_methods, reason = "a bench waits for real beats")]
+    tokio::time::sleep(duration).await;
+}
+
+fn main() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let table = Table::new("Leases on Redis, processor time of the server", "ms", "result");
+    runtime.expect("a runtime can be built").block_on(bench(&table));
+}

@@ -1,1 +1,261 @@
-fn main() {}
+//! `RedisStore` against what one would write by hand over one multiplexed connection of `redis`.
+//!
+//! - *First run*, by hand: the same formatted key, `SET key owner NX GET PX lease`, the same handler, its result as JSON,
+//!   and a script that replaces the value if it still is the owner's (`EVALSHA`). The result lies there bare.
+//! - *Replay*, by hand: `GET` of the very record that the library replays; nothing is decoded.
+//! - *In progress*, by hand: `SET key owner NX GET PX lease` that finds another owner.
+//!
+//! By hand there are two connections, as the client makes them by default and with `TCP_NODELAY`; a line is against the
+//! better of the two. Server and client share the machine.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, sized, thousands_per_second, timed};
+use idem_runtime::{Error, Key, OnCrash, Policy, RedisStore, Reservation, Reserve, Store, idempotent};
+use idem_tests::server::{Kind, RedisServer};
+use redis::aio::MultiplexedConnection;
+use redis::io::tcp::TcpSettings;
+use redis::{Client, IntoConnectionInfo};
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+
+const LEASE: Duration = Policy::DEFAULT_LEASE;
+const TTL: Duration = Duration::from_secs(7 * 86_400);
+const OWNER_CHECKED_SET: &str = "\
+    if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
+    return 1";
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
+async fn ship(store: &RedisStore, order_id: u64) -> Result<Receipt, Error> {
+    Ok(Receipt::of(order_id))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Work {
+    FirstRun,
+    Replay,
+    InProgress,
+}
+
+impl Work {
+    fn name(self) -> &'static str {
+        match self {
+            Self::FirstRun => "first run",
+            Self::Replay => "replay",
+            Self::InProgress => "in progress",
+        }
+    }
+
+    fn goal(self, tasks: u64) -> Goal {
+        match (self, tasks) {
+            (Self::FirstRun, ..=16) | (Self::Replay, ..=64) => Goal::AtLeast(0.95),
+            (Self::FirstRun, _) | (Self::Replay, ..=256) => Goal::AtLeast(1.2),
+            (Self::Replay, _) => Goal::AtLeast(2.0),
+            (Self::InProgress, _) => Goal::None,
+        }
+    }
+
+    /// How many orders there are to choose from; a first run takes a new one each time.
+    fn orders(self) -> u64 {
+        match self {
+            Self::FirstRun => u64::MAX,
+            Self::Replay => 1000,
+            Self::InProgress => 64,
+        }
+    }
+}
+
+#[derive(Clone)]
+enum Side {
+    Idem(RedisStore),
+    ByHand(ByHand),
+}
+
+impl Side {
+    async fn call(&mut self, work: Work, order_id: u64) {
+        match (self, work) {
+            (Self::Idem(store), Work::FirstRun | Work::Replay) => {
+                ship(store, order_id).await.expect("ships");
+            }
+            (Self::Idem(store), Work::InProgress) => {
+                let refused = ship(store, order_id).await;
+                assert!(matches!(refused, Err(Error::InProgress { .. })), "{refused:?}");
+            }
+            (Self::ByHand(by_hand), Work::FirstRun) => drop(by_hand.ship(order_id).await),
+            (Self::ByHand(by_hand), Work::Replay) => drop(by_hand.replay(order_id).await),
+            (Self::ByHand(by_hand), Work::InProgress) => drop(by_hand.in_progress(order_id).await),
+        }
+    }
+}
+
+/// The protocol by hand.
+#[derive(Clone)]
+struct ByHand {
+    connection: MultiplexedConnection,
+    script: Arc<str>,
+    owners: Arc<AtomicU64>,
+}
+
+impl ByHand {
+    async fn connect(server: &RedisServer, nodelay: bool) -> Self {
+        let info = server.url().into_connection_info().expect("a valid URL");
+        let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
+        let client = Client::open(info).expect("a valid URL");
+        let mut connection = client.get_multiplexed_async_connection().await.expect("connects");
+        let script = redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
+        Self { connection, script: script.expect("loads").into(), owners: Arc::default() }
+    }
+
+    async fn reserve(&mut self, key: &str, owner: &str) -> Option<Vec<u8>> {
+        let mut set = redis::cmd("SET");
+        set.arg(key).arg(owner).arg("NX").arg("GET").arg("PX").arg(millis(LEASE));
+        set.query_async(&mut self.connection).await.expect("answers")
+    }
+
+    async fn ship(&mut self, order_id: u64) -> Receipt {
+        let key = format!("idem:1/bench::ship/order:{order_id}");
+        let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
+        assert_eq!(self.reserve(&key, &owner).await, None, "reserved by somebody else");
+        let receipt = Receipt::of(order_id);
+        let json = serde_json::to_vec(&receipt).expect("encodes");
+        let mut complete = redis::cmd("EVALSHA");
+        complete.arg(&*self.script).arg(1).arg(&key).arg(&owner).arg(json).arg(millis(TTL));
+        let done: u64 = complete.query_async(&mut self.connection).await.expect("answers");
+        assert_eq!(done, 1, "taken over by somebody else");
+        receipt
+    }
+
+    async fn replay(&mut self, order_id: u64) -> Vec<u8> {
+        let mut get = redis::cmd("GET");
+        get.arg(format!("idem:1/bench::ship/order:{order_id}"));
+        get.query_async(&mut self.connection).await.expect("answers")
+    }
+
+    async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
+        let key = format!("idem:1/bench::ship/order:{order_id}");
+        self.reserve(&key, "0000000000000000").await.expect("somebody has it")
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).expect("short enough")
+}
+
+struct Bench {
+    server: RedisServer,
+    runtime: Runtime,
+    idem: Side,
+    default: Side,
+    nodelay: Side,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let server = RedisServer::start(Kind::Redis);
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.expect("a runtime can be built");
+        let (idem, default, nodelay) = runtime.block_on(async {
+            let store = RedisStore::connect(&server.url()).await.expect("connects");
+            (store, ByHand::connect(&server, false).await, ByHand::connect(&server, true).await)
+        });
+        Self {
+            server,
+            runtime,
+            idem: Side::Idem(idem),
+            default: Side::ByHand(default),
+            nodelay: Side::ByHand(nodelay),
+        }
+    }
+
+    /// Forgets everything but scripts, and prepares the orders that `work` is about.
+    fn prepare(&self, work: Work) {
+        self.runtime.block_on(async {
+            let flush = redis::cmd("FLUSHDB").exec_async(&mut self.server.raw().await).await;
+            flush.expect("flushes");
+            match work {
+                Work::FirstRun => {}
+                Work::Replay => {
+                    for order_id in 0..work.orders() {
+                        self.idem.clone().call(Work::FirstRun, order_id).await;
+                    }
+                }
+                Work::InProgress => {
+                    let holder = RedisStore::connect(&self.server.url()).await.expect("connects");
+                    for order_id in 0..work.orders() {
+                        hold(&holder, order_id).await;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Thousands of calls a second that `tasks` tasks make, each one after the other, `count` in all.
+    fn measure(&self, side: &Side, work: Work, tasks: u64, count: u64) -> f64 {
+        if work == Work::FirstRun {
+            self.prepare(work);
+        }
+        let calls = async {
+            let mut running = JoinSet::new();
+            for task in 0..tasks {
+                let mut side = side.clone();
+                running.spawn(async move {
+                    for call in (task..count).step_by(usize::try_from(tasks).expect("few")) {
+                        side.call(work, call % work.orders()).await;
+                    }
+                });
+            }
+            running.join_all().await;
+        };
+        let took = timed(|| self.runtime.block_on(calls));
+        thousands_per_second(took, usize::try_from(count).expect("few"))
+    }
+}
+
+/// Reserves an order for longer than the bench takes.
+async fn hold(store: &RedisStore, order_id: u64) {
+    let request = Reserve {
+        key: Key::new("bench::ship", format!("order:{order_id}")).expect("a valid key"),
+        owner: store.heartbeats().new_owner(),
+        lease: Duration::from_secs(3600),
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    };
+    let reserved = store.reserve(&request).await;
+    assert!(matches!(reserved, Ok(Reservation::Reserved { .. })), "{reserved:?}");
+}
+
+fn main() {
+    let bench = Bench::new();
+    let rounds = sized(11, 1);
+    let table = Table::new("Redis", "thousand a second", "times its throughput");
+    for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
+        let mut is_prepared = false;
+        for (tasks, count) in [(1, 1_500), (16, 20_000), (64, 30_000), (256, 40_000), (1024, 60_000)] {
+            let name = format!("{}, {tasks} {}", work.name(), if tasks == 1 { "task" } else { "tasks" });
+            if !is_wanted(&name) {
+                continue;
+            }
+            if !is_prepared {
+                bench.prepare(work);
+                is_prepared = true;
+            }
+            let count = sized(count, count / 20);
+            let measure = |side| bench.measure(side, work, tasks, count);
+            let [default, nodelay, idem] = alternate(
+                rounds,
+                [&mut || measure(&bench.default), &mut || measure(&bench.nodelay), &mut || measure(&bench.idem)],
+            );
+            let (raw, socket) = if nodelay.median() > default.median() {
+                (nodelay, "against no-delay socket")
+            } else {
+                (default, "against default socket")
+            };
+            table.line(&format!("{name} ({socket})"), &raw, &idem, |idem, raw| idem / raw, work.goal(tasks));
+        }
+    }
+}

@@ -1,4 +1,60 @@
 //! Idempotent handlers for messages that are delivered at least once.
+//!
+//! Under [`#[idempotent]`](macro@idempotent) the body of an `async fn` runs once for each key, and every duplicate gets
+//! the recorded result.
+//!
+//! ```
+//! use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
+//!
+//! #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
+//! async fn ship(store: &MemoryStore, order_id: u64) -> Result<String, Error> {
+//!     Ok(format!("parcel for order {order_id}"))
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+//! let store = MemoryStore::new();
+//! let (first, outcome) = observe(ship(&store, 42)).await;
+//! assert!(outcome.executed());
+//! let (duplicate, outcome) = observe(ship(&store, 42)).await;
+//! assert!(outcome.replayed());
+//! assert_eq!(outcome.disposition(), Disposition::Ack);
+//! assert_eq!(first.unwrap(), duplicate.unwrap());
+//! # });
+//! ```
+//!
+//! | to | see |
+//! |---|---|
+//! | protect a handler | [`#[idempotent]`](macro@idempotent) with all its options; [`run`] without the macro |
+//! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`] |
+//! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
+//! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
+//! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`) |
+//! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
+//! | shut down | [`Heartbeats::flush`] |
+//! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
+//! | write a store | [`Store`], [`record`], `conformance` (feature `conformance`) |
+//!
+//! # What is guaranteed
+//!
+//! At most one attempt for a key holds a live lease; `Ok` means that the result is recorded; a recorded result never
+//! changes within its retention; a late attempt never touches the record of its successor; a failing store is never read
+//! as "no record".
+//!
+//! An effect of the body can still happen twice: a process may die after the effect and before its record, or be paused
+//! for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs with idempotency keys of their
+//! own; `on_crash = fail` allows one run at most.
+//!
+//! # Features
+//!
+//! | feature | what it adds |
+//! |---|---|
+//! | `macros` (default) | the attribute |
+//! | `memory` (default) | [`MemoryStore`] |
+//! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
+//! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
+//! | `conformance` | the suite that every store passes, for authors of stores |
+//!
+//! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
 #![warn(missing_docs)]
 
 mod attempt;
