@@ -98,7 +98,8 @@ struct Workspace(PathBuf);
 
 impl Workspace {
     fn generate(handlers: usize) -> Self {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_owned();
+        let root =
+            Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_owned();
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compile_time");
         let names = SIDES.map(|(name, _)| name);
         let write = |path: &str, text: &str| {
@@ -108,7 +109,9 @@ impl Workspace {
         };
         write(
             "Cargo.toml",
-            &format!("[workspace]\nresolver = \"3\"\nmembers = {names:?}\n\n[profile.dev.package.\"*\"]\ndebug = false\n"),
+            &format!(
+                "[workspace]\nresolver = \"3\"\nmembers = {names:?}\n\n[profile.dev.package.\"*\"]\ndebug = false\n"
+            ),
         );
         for (name, attribute) in SIDES {
             let manifest = format!(
@@ -175,11 +178,7 @@ fn main() {
         let [plain_cpu, instrumented_cpu, annotated_cpu] = &mut cpu;
         let [plain, instrumented, annotated] = alternate(
             rounds,
-            [
-                &mut || measure(0, plain_cpu),
-                &mut || measure(1, instrumented_cpu),
-                &mut || measure(2, annotated_cpu),
-            ],
+            [&mut || measure(0, plain_cpu), &mut || measure(1, instrumented_cpu), &mut || measure(2, annotated_cpu)],
         );
         let [plain_cpu, instrumented_cpu, annotated_cpu] = cpu.map(|mut values| {
             values.remove(0);

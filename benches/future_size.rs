@@ -63,7 +63,9 @@ fn main() {
         size_of_val(&annotated::three(&store, 1)),
     ];
     println!("\n### Future size\n");
-    println!("| handler that holds {BYTES} bytes | plain, bytes | annotated, bytes | the attribute's share | of one level |");
+    println!(
+        "| handler that holds {BYTES} bytes | plain, bytes | annotated, bytes | the attribute's share | of one level |"
+    );
     println!("|---|---|---|---|---|");
     let mut below = 0;
     for (i, name) in ["alone", "calls another", "calls one that calls another"].into_iter().enumerate() {

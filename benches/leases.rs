@@ -80,7 +80,8 @@ impl Rounds {
         self.cpu.push((after.cpu_ms - before.cpu_ms) / beats);
         type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
         let slow: Vec<Entry> = cmd("SLOWLOG").arg("GET").arg(-1).query_async(connection).await.expect("answers");
-        let evalsha = |entry: &&Entry| matches!(entry.3.first(), Some(redis::Value::BulkString(name)) if name == b"EVALSHA");
+        let evalsha =
+            |entry: &&Entry| matches!(entry.3.first(), Some(redis::Value::BulkString(name)) if name == b"EVALSHA");
         let longest = slow.iter().filter(evalsha).map(|entry| entry.2).max().unwrap_or_default();
         self.longest.push(f64::from(longest) / 1e3);
     }
@@ -116,8 +117,7 @@ async fn bench(table: &Table) {
     }
 
     if is_wanted("by hand") {
-        let script: String =
-            cmd("SCRIPT").arg("LOAD").arg(RENEW).query_async(&mut connection).await.expect("loads");
+        let script: String = cmd("SCRIPT").arg("LOAD").arg(RENEW).query_async(&mut connection).await.expect("loads");
         for lease in 0..leases {
             let set = cmd("SET").arg(format!("hand:{lease}")).arg("owner").exec_async(&mut connection).await;
             set.expect("answers");
@@ -155,13 +155,7 @@ async fn bench(table: &Table) {
         for held in handlers.join_all().await {
             held.expect("no lease was lost");
         }
-        measured.print(
-            table,
-            "one beat of 10 000 leases",
-            Goal::None,
-            Goal::AtMost(25.0),
-            Goal::AtMost(3.0),
-        );
+        measured.print(table, "one beat of 10 000 leases", Goal::None, Goal::AtMost(25.0), Goal::AtMost(3.0));
     }
 }
 

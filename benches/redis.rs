@@ -105,7 +105,8 @@ impl ByHand {
         let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
         let client = Client::open(info).expect("a valid URL");
         let mut connection = client.get_multiplexed_async_connection().await.expect("connects");
-        let script = redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
+        let script =
+            redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
         Self { connection, script: script.expect("loads").into(), owners: Arc::default() }
     }
 
@@ -161,13 +162,7 @@ impl Bench {
             let store = RedisStore::connect(&server.url()).await.expect("connects");
             (store, ByHand::connect(&server, false).await, ByHand::connect(&server, true).await)
         });
-        Self {
-            server,
-            runtime,
-            idem: Side::Idem(idem),
-            default: Side::ByHand(default),
-            nodelay: Side::ByHand(nodelay),
-        }
+        Self { server, runtime, idem: Side::Idem(idem), default: Side::ByHand(default), nodelay: Side::ByHand(nodelay) }
     }
 
     /// Forgets everything but scripts, and prepares the orders that `work` is about.

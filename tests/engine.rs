@@ -1,4 +1,10 @@
 //! The engine against a store that fails on command and a clock that tests drive.
+#![allow(
+    clippy::async_yields_async,
+    clippy::unchecked_time_subtraction,
+    clippy::unused_async,
+    reason = "bodies need not wait, calls in progress are handed around, and the durations are constants"
+)]
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -46,7 +52,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let clock = ManualClock::new();
-        let store = FaultyStore::new(MemoryStore::with_clock(clock.clone()));
+        let store = FaultyStore::new(&MemoryStore::with_clock(clock.clone()));
         Self { clock, store, runs: AtomicU32::new(0) }
     }
 
@@ -93,7 +99,7 @@ impl World {
 
     /// A process that died in its body: the record stays pending and nobody renews it.
     async fn crash(&self, policy: Policy) {
-        let dead = FaultyStore::new(self.store.handle());
+        let dead = FaultyStore::new(&self.store);
         dead.always(Call::Renew, Fault::Hang);
         let request = idem_runtime::Reserve {
             key: Self::key("k"),

@@ -1,5 +1,6 @@
 //! `RedisStore` against real servers: what is written, what is refused, and what breaks.
-#![allow(clippy::disallowed_methods)] // These tests wait for real servers.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+#![allow(clippy::format_collect, reason = "a handful of bytes")]
 
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicU32, Ordering};

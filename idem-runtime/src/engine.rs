@@ -118,6 +118,7 @@ enum Begun {
 /// Reserves the key, or finds out why the body is not to run; and says whether it had to wait.
 ///
 /// Not an `async fn`: that would keep room for its argument twice, and so would every call around it.
+#[expect(clippy::manual_async_fn, reason = "see above")]
 fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
     async move {
         let Operation { store, policy, key, .. } = &operation;
@@ -346,6 +347,7 @@ impl Drop for Held {
 /// Records how the body ended. Its heartbeat goes on meanwhile; the error says that nothing is recorded.
 ///
 /// Not an `async fn`, for the reason given at [`begin`].
+#[expect(clippy::manual_async_fn, reason = "see above")]
 fn end(mut held: Held) -> impl Future<Output = Result<(), Error>> {
     async move {
         let ended = write_end(&held).await;

@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt::{self, Display, Write as _};
 use std::rc::Rc;
+use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 /// The version of the stored form. A change of format gets a new version *and* a way to find records under the old one:
@@ -59,6 +60,27 @@ impl Key {
 
     fn split(&self) -> (&str, &str) {
         self.0[VERSION.len()..].split_once('/').unwrap_or_default()
+    }
+}
+
+/// Reads a key as it is displayed, in errors and logs for example: `<scope>/<text>`, with its escapes.
+///
+/// ```
+/// use idem_runtime::Key;
+/// let shown = "shop::ship/a%3Ab:c"; // Not the same as `Key::new("shop::ship", "a%3Ab:c")`, which escapes the `%`.
+/// assert_eq!(shown.parse::<Key>().unwrap().to_string(), shown);
+/// ```
+impl FromStr for Key {
+    type Err = KeyError;
+
+    fn from_str(shown: &str) -> Result<Self, KeyError> {
+        let (scope, text) = shown.split_once('/').unwrap_or_default();
+        let mut builder = KeyBuilder::under(scope, check_scope(scope));
+        builder.text.push_str(text);
+        if text.is_empty() {
+            builder.missing_part();
+        }
+        builder.build()
     }
 }
 
@@ -478,6 +500,14 @@ mod tests {
         let mut builder = KeyBuilder::new(&SCOPE);
         builder.display_part(&Broken, None);
         assert_eq!(problem(builder.build()), Err(KeyProblem::Missing));
+    }
+
+    #[test]
+    fn a_displayed_key_can_be_read_back() {
+        let key = build(&[("a:b%", Some(':')), ("c/d", None)], &[":"]).unwrap();
+        assert_eq!(key.to_string().parse(), Ok(key));
+        assert_eq!(problem("no scope".parse()), Err(KeyProblem::InvalidScope));
+        assert_eq!(problem("scope/".parse()), Err(KeyProblem::Missing));
     }
 
     #[test]

@@ -236,10 +236,8 @@ pub enum StoreErrorKind {
 }
 
 /// A store that did not do what it was asked for.
-#[derive(Debug)]
 pub struct StoreError(Box<Failure>);
 
-#[derive(Debug)]
 struct Failure {
     kind: StoreErrorKind,
     message: String,
@@ -272,6 +270,17 @@ impl StoreError {
     /// Whether the same call may succeed if it is repeated.
     pub fn is_transient(&self) -> bool {
         matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unknown)
+    }
+}
+
+impl fmt::Debug for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("StoreError");
+        shown.field("kind", &self.0.kind).field("message", &self.0.message);
+        if let Some(source) = &self.0.source {
+            shown.field("source", source);
+        }
+        shown.finish()
     }
 }
 
@@ -390,6 +399,7 @@ macro_rules! forward {
     )* };
 }
 
+#[cfg(any(feature = "memory", feature = "redis"))]
 pub(crate) use forward;
 
 forward! {

@@ -56,7 +56,7 @@ struct Plan {
 
 impl FaultyStore {
     /// Hands everything on until told otherwise.
-    pub fn new(inner: impl Store) -> Self {
+    pub fn new(inner: &(impl Store + ?Sized)) -> Self {
         Self { inner: inner.handle(), plan: Arc::default() }
     }
 

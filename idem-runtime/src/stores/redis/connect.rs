@@ -89,7 +89,7 @@ impl RedisOptions {
         self.open(connection, clock, Wakeups::new(client)).await
     }
 
-    /// Uses the user's own connection, for example a [`redis::aio::ConnectionManager`] that is there already. It must be
+    /// Uses the user's own connection, for example a `ConnectionManager` that is there already. It must be
     /// multiplexed, so that clones share it, and reconnect by itself.
     ///
     /// Such a connection can't subscribe to anything, so a duplicate that waits for a running attempt asks every 50 ms.
