@@ -516,6 +516,18 @@ async fn a_refused_connection_writes_nothing_and_heals() {
 }
 
 #[tokio::test]
+async fn a_connection_that_stopped_answering_is_given_up() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let request = request(&store, "k");
+    proxy.set(Line::Stale);
+    let error = store.reserve(&request).await.unwrap_err();
+    assert!(error.may_have_landed(), "{error}");
+    // The old connection would time out for ever; nobody has closed it.
+    assert!(matches!(store.reserve(&request).await, Ok(Reservation::Reserved { .. })));
+}
+
+#[tokio::test]
 async fn a_cancelled_caller_takes_nobody_with_it() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;

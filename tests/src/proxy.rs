@@ -21,6 +21,8 @@ pub enum Line {
     ResetOnReply,
     /// Resets every connection at once, old and new.
     Refuse,
+    /// Swallows everything on the connections that are there, and carries new ones: a route that changed.
+    Stale,
 }
 
 /// A proxy in front of one server.
@@ -61,6 +63,7 @@ impl Proxy {
 
 async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
+    let stale = *line.borrow() == Line::Stale;
     client.set_nodelay(true).ok();
     server.set_nodelay(true).ok();
     // So that a drop is a reset and not an orderly end.
@@ -81,27 +84,29 @@ async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
         return;
     }
     tokio::select! {
-        () = upstream(&mut from_client, &mut to_server, lines.clone()) => {}
-        () = downstream(&mut from_server, to_client, lines) => {}
+        () = upstream(&mut from_client, &mut to_server, lines.clone(), stale) => {}
+        () = downstream(&mut from_server, to_client, lines, stale) => {}
         () = healed => {}
     }
 }
 
-async fn upstream(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, line: watch::Receiver<Line>) {
+async fn upstream(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, line: watch::Receiver<Line>, new: bool) {
     let mut buffer = vec![0; 64 * 1024];
     while let Ok(read @ 1..) = from.read(&mut buffer).await {
-        if *line.borrow() != Line::LoseRequests && to.write_all(&buffer[..read]).await.is_err() {
+        let lost = matches!(*line.borrow(), Line::LoseRequests) || (*line.borrow() == Line::Stale && !new);
+        if !lost && to.write_all(&buffer[..read]).await.is_err() {
             return;
         }
     }
 }
 
-async fn downstream(from: &mut OwnedReadHalf, mut to: OwnedWriteHalf, line: watch::Receiver<Line>) {
+async fn downstream(from: &mut OwnedReadHalf, mut to: OwnedWriteHalf, line: watch::Receiver<Line>, new: bool) {
     let mut buffer = vec![0; 64 * 1024];
     while let Ok(read @ 1..) = from.read(&mut buffer).await {
         let now = *line.borrow();
         match now {
             Line::LoseReplies => {}
+            Line::Stale if !new => {}
             Line::ResetOnReply => break,
             _ if to.write_all(&buffer[..read]).await.is_err() => break,
             _ => {}
