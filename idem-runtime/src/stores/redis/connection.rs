@@ -151,7 +151,7 @@ impl Connection {
             }
             Line::Ours(own) => {
                 let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
-                let answer = self.in_time(connection.req_packed_command(command)).await;
+                let answer = connection.req_packed_command(command).await.map_err(Failure::of);
                 own.look_after(generation, answer.as_ref().map(std::slice::from_ref));
                 answer
             }
@@ -173,7 +173,7 @@ impl Connection {
             }
             Line::Ours(own) => {
                 let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
-                let answers = self.in_time(connection.req_packed_commands(commands, 0, count)).await;
+                let answers = connection.req_packed_commands(commands, 0, count).await.map_err(Failure::of);
                 own.look_after(generation, answers.as_deref());
                 answers
             }
@@ -181,6 +181,7 @@ impl Connection {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
     }
 
+    /// A user's connection may have no time limit of its own.
     async fn in_time<T>(&self, exchange: impl Future<Output = Result<T, RedisError>>) -> Result<T, Failure> {
         match race(exchange, self.clock.sleep(self.timeout)).await {
             Some(answer) => answer.map_err(Failure::of),
@@ -231,8 +232,7 @@ impl Connection {
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeout))
             .set_pipeline_buffer_size(DRIVER_QUEUE)
-            // Every exchange has a time limit here.
-            .set_response_timeout(None);
+            .set_response_timeout(Some(self.timeout));
         let connecting = own.client.get_multiplexed_async_connection_with_config(&config);
         // The limit above ends with the TCP connection; the login can hang as well.
         race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {

@@ -1,7 +1,7 @@
 //! Sends what many tasks want of the server over one connection.
 //!
-//! - A lone command never waits: while few are in flight, each goes straight to the connection, driven by its caller.
-//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
+//! - A lone command never waits: while nothing is in flight, it goes straight to the connection, driven by its caller.
+//! - Beyond that, operations gather, and two *lanes* (spawned tasks) each send everything that has gathered as one
 //!   pipeline: one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
 //! - Completions that gathered become one script call for up to [`FINISHED_AT_ONCE`] keys.
 //! - Reservations that gathered are first looked up with one `MGET` while most turn out to be replays: a tenth of the
@@ -12,7 +12,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -25,12 +25,8 @@ use super::connection::{Connection, Failure, Refusal};
 use crate::clock::{Clock, Instant};
 use crate::sync::lock;
 
-/// Commands in flight up to which each is sent by itself.
-const DIRECT: usize = 24;
-/// The same for completions: fewer, because scripts gain more from being one.
-const DIRECT_FINISH: usize = 1;
-/// Batches in flight at a time.
-const LANES: usize = 6;
+/// Batches in flight at a time: while the server works on one, the other is read and written. More make batches smaller.
+const LANES: usize = 2;
 /// Operations in one batch.
 const BATCH: usize = 256;
 /// Bytes of keys and values above which a batch takes no more.
@@ -242,8 +238,8 @@ struct Shared {
     channel: String,
     timeout: Duration,
     runtime: Handle,
-    /// Commands in flight that their callers drive.
-    direct: AtomicUsize,
+    /// Whether a lone command is in flight, driven by its caller.
+    lone: AtomicBool,
     /// Lanes running; written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
     /// How many of 256 reservations were replays lately.
@@ -257,11 +253,11 @@ struct Queue {
     spare: Vec<Gather>,
 }
 
-struct InFlight<'a>(&'a AtomicUsize);
+struct Lone<'a>(&'a AtomicBool);
 
-impl Drop for InFlight<'_> {
+impl Drop for Lone<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 
@@ -281,7 +277,7 @@ impl Dispatch {
             channel: channel.to_owned(),
             timeout,
             runtime: Handle::current(),
-            direct: AtomicUsize::new(0),
+            lone: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
             replays: AtomicUsize::new(0),
             queue: Mutex::default(),
@@ -294,7 +290,7 @@ impl Dispatch {
 
     /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
-        if let Some(_in_flight) = self.0.enter(DIRECT) {
+        if let Some(_lone) = self.0.enter() {
             return self.0.connection.one(&reserve(key, value, ttl_ms)).await;
         }
         let add = |gather: &mut Gather| {
@@ -308,7 +304,7 @@ impl Dispatch {
 
     /// Whether the record is this owner's and finished now.
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
-        if let Some(_in_flight) = self.0.enter(DIRECT_FINISH) {
+        if let Some(_lone) = self.0.enter() {
             let Shared { scripts: Scripts { finish_one, .. }, channel, .. } = &*self.0;
             let call = |name, script| finish(name, script, channel, std::iter::once(*completion));
             return match self.0.connection.one(&call("EVALSHA", &finish_one.sha)).await {
@@ -330,7 +326,7 @@ impl Dispatch {
 
     /// Any other command.
     pub(super) async fn command(&self, command: Cmd) -> Answer {
-        if let Some(_in_flight) = self.0.enter(DIRECT) {
+        if let Some(_lone) = self.0.enter() {
             return self.0.connection.one(&command).await;
         }
         let add = |gather: &mut Gather| {
@@ -343,16 +339,10 @@ impl Dispatch {
 }
 
 impl Shared {
-    /// A place among the commands sent one by one, if one is free and nothing gathers.
-    fn enter(&self, limit: usize) -> Option<InFlight<'_>> {
-        if self.lanes.load(Ordering::Relaxed) != 0 {
-            return None;
-        }
-        if self.direct.fetch_add(1, Ordering::Relaxed) < limit {
-            return Some(InFlight(&self.direct));
-        }
-        self.direct.fetch_sub(1, Ordering::Relaxed);
-        None
+    /// The right to send a command by itself, if nothing else is in flight.
+    fn enter(&self) -> Option<Lone<'_>> {
+        let alone = self.lanes.load(Ordering::Relaxed) == 0 && !self.lone.swap(true, Ordering::Relaxed);
+        alone.then(|| Lone(&self.lone))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
