@@ -32,6 +32,9 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(10);
 /// one that ends before that pays nothing here. A single task then renews all leases in one call of [`Store::renew`] per
 /// beat; it starts with the first lease, ends when there are none, and starts anew on the runtime of a living handler if
 /// its own runtime shuts down.
+///
+/// It needs its runtime to run: a handler that blocks the only thread of a `current_thread` runtime stops the heartbeats
+/// of all leases there. Put such work on `spawn_blocking`, and give each of several runtimes a store handle of its own.
 pub struct Heartbeats {
     clock: Arc<dyn Clock>,
     owners: Owners,
