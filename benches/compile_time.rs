@@ -71,7 +71,7 @@ fn source(attribute: &str, handlers: usize) -> String {
             r"
 {attribute}
 pub async fn ship_{i}(app: &App, event: &OrderPaid) -> Result<Shipment, ShipError> {{
-    if event.cents < {i} {{
+    if event.cents <= {i} {{
         return Err(ShipError::TooCheap);
     }}
     let shipment = app.carrier.book(event.order_id, &event.address).await?;
@@ -116,9 +116,9 @@ impl Workspace {
         for (name, attribute) in SIDES {
             let manifest = format!(
                 "[package]\nname = \"{name}\"\nversion = \"0.0.0\"\nedition = \"2024\"\npublish = false\n\n\
-                 [dependencies]\nidem-runtime = {{ path = {:?} }}\nserde = {{ version = \"1\", features = [\"derive\"] }}\n\
+                 [dependencies]\nidem-runtime = {{ path = \"{}\" }}\nserde = {{ version = \"1\", features = [\"derive\"] }}\n\
                  tracing = {{ version = \"0.1\", default-features = false, features = [\"attributes\"] }}\n",
-                root.join("idem-runtime"),
+                root.join("idem-runtime").display(),
             );
             write(&format!("{name}/Cargo.toml"), &manifest);
             write(&format!("{name}/src/lib.rs"), &source(attribute, handlers));

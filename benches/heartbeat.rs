@@ -76,7 +76,7 @@ async fn task_for_each_call(store: &MemoryStore, id: u64) -> u64 {
 }
 
 /// Calls `handler` again and again, polling it until it is ready, on a runtime and a store of this round's own.
-fn measure(handler: impl AsyncFn(&MemoryStore, u64) -> u64) -> f64 {
+fn measure(handler: &impl AsyncFn(&MemoryStore, u64) -> u64) -> f64 {
     let count = sized(4_000, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let store = MemoryStore::new();
@@ -102,13 +102,13 @@ fn main() {
     let table = Table::new("Heartbeat, memory store, one thread", "ns", "ns more");
     let more = |idem, raw| idem - raw;
     if is_wanted("ready at once") {
-        let [raw, idem] = alternate(rounds, [&mut || measure(by_hand), &mut || measure(ready)]);
+        let [raw, idem] = alternate(rounds, [&mut || measure(&by_hand), &mut || measure(&ready)]);
         table.line("ready at once: engine against protocol by hand", &raw, &idem, more, Goal::AtMost(20.0));
     }
     if is_wanted("pends once") {
         let [raw, idem, task] = alternate(
             rounds,
-            [&mut || measure(pends_before), &mut || measure(pends_within), &mut || measure(task_for_each_call)],
+            [&mut || measure(&pends_before), &mut || measure(&pends_within), &mut || measure(&task_for_each_call)],
         );
         table.line("pends once: within the handler against before the call", &raw, &idem, more, Goal::AtMost(200.0));
         table.line("for comparison: a task for each call", &raw, &task, more, Goal::None);

@@ -58,6 +58,9 @@ impl Counters {
     }
 }
 
+/// Of the slow log: a number, when, how many microseconds, the command, and from whom.
+type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
+
 /// One measurement a round: milliseconds of scripts, of processor in all, and of the longest call.
 #[derive(Default)]
 struct Rounds {
@@ -78,7 +81,6 @@ impl Rounds {
         }
         self.script.push((after.script_ms - before.script_ms) / beats);
         self.cpu.push((after.cpu_ms - before.cpu_ms) / beats);
-        type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
         let slow: Vec<Entry> = cmd("SLOWLOG").arg("GET").arg(-1).query_async(connection).await.expect("answers");
         let evalsha =
             |entry: &&Entry| matches!(entry.3.first(), Some(redis::Value::BulkString(name)) if name == b"EVALSHA");

@@ -26,7 +26,7 @@ fn key(order_id: u64) -> String {
     format!("1/memory::ship/order:{order_id}")
 }
 
-async fn ship_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
+fn ship_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
     let key = key(order_id);
     match map.entry(key.clone()) {
         Entry::Occupied(_) => return None,
@@ -38,7 +38,7 @@ async fn ship_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
     Some(receipt)
 }
 
-async fn replay_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
+fn replay_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
     match &*map.get(&key(order_id))? {
         State::Completed(bytes) => serde_json::from_slice(bytes).ok(),
         State::Pending => None,
@@ -63,11 +63,9 @@ fn main() {
     };
     let first_by_hand = |map: &Map| {
         let took = timed_on_cpu(|| {
-            runtime.block_on(async {
-                for order_id in 0..orders {
-                    black_box(ship_by_hand(map, order_id).await.expect("ships"));
-                }
-            });
+            for order_id in 0..orders {
+                black_box(ship_by_hand(map, order_id).expect("ships"));
+            }
         });
         nanos_each(took, count)
     };
@@ -83,11 +81,9 @@ fn main() {
         ours(&store);
         let by_hand = || {
             let took = timed_on_cpu(|| {
-                runtime.block_on(async {
-                    for order_id in 0..orders {
-                        black_box(replay_by_hand(&map, order_id).await.expect("is there"));
-                    }
-                });
+                for order_id in 0..orders {
+                    black_box(replay_by_hand(&map, order_id).expect("is there"));
+                }
             });
             nanos_each(took, count)
         };

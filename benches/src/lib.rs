@@ -96,17 +96,17 @@ fn quantile(values: &[f64], at: f64) -> f64 {
 /// Measures every side once a round, in an order that turns from round to round. One round more comes first and counts
 /// for nothing.
 pub fn alternate<const N: usize>(rounds: usize, sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
-    let mut samples = [const { Vec::new() }; N];
+    let mut sides = sides.map(|side| (side, Vec::with_capacity(rounds)));
     for round in 0..=rounds {
-        for i in 0..N {
-            let side = (round + i) % N;
-            let value = sides[side]();
+        for turn in 0..N {
+            let (side, samples) = &mut sides[(round + turn) % N];
+            let value = side();
             if round > 0 {
-                samples[side].push(value);
+                samples.push(value);
             }
         }
     }
-    samples.map(Samples)
+    sides.map(|(_, samples)| Samples(samples))
 }
 
 /// What a line must reach.
@@ -122,18 +122,16 @@ pub enum Goal {
 
 /// A table, printed line by line as it is measured, in Markdown so that it can be pasted.
 #[derive(Debug)]
-pub struct Table {
-    unit: &'static str,
-}
+pub struct Table(());
 
 impl Table {
     /// Prints the head. `result` names what a line comes to, for example `ratio`.
-    pub fn new(title: &str, unit: &'static str, result: &str) -> Self {
+    pub fn new(title: &str, unit: &str, result: &str) -> Self {
         let quick = if is_quick() { " (quick run: the figures mean nothing)" } else { "" };
         println!("\n### {title}{quick}\n");
         println!("| work | raw, {unit} | idem, {unit} | {result} | middle half of the rounds | goal | |");
         println!("|---|---|---|---|---|---|---|");
-        Self { unit }
+        Self(())
     }
 
     /// A line: the medians of both sides and `calculate` of them, idem first.
@@ -155,11 +153,6 @@ impl Table {
             figure(result),
             judged(result, goal)
         );
-    }
-
-    /// The unit of the sides.
-    pub fn unit(&self) -> &'static str {
-        self.unit
     }
 }
 

@@ -3,7 +3,9 @@
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
 use std::fmt::{self, Display, Write as _};
+use std::hash::{BuildHasher, Hash, Hasher};
 use std::rc::Rc;
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
@@ -24,8 +26,12 @@ const VERSION: &str = "1/";
 /// assert_eq!(key.to_string(), "shop::ship_order/order:42");
 /// assert_eq!(key.as_str(), "1/shop::ship_order/order:42");
 /// ```
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key(Arc<str>);
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    text: Arc<str>,
+    /// Made once, with a secret of this process: a key is looked up several times in a call, and maps of keys grow.
+    hash: u64,
+}
 
 impl Key {
     /// The longest stored form, in bytes.
@@ -45,7 +51,7 @@ impl Key {
 
     /// The stored form, with the version of the form in front.
     pub fn as_str(&self) -> &str {
-        &self.0
+        &self.text
     }
 
     /// The scope the key lives under.
@@ -59,7 +65,7 @@ impl Key {
     }
 
     fn split(&self) -> (&str, &str) {
-        self.0[VERSION.len()..].split_once('/').unwrap_or_default()
+        self.text[VERSION.len()..].split_once('/').unwrap_or_default()
     }
 }
 
@@ -86,7 +92,13 @@ impl FromStr for Key {
 
 impl Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0[VERSION.len()..])
+        f.write_str(&self.text[VERSION.len()..])
+    }
+}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
     }
 }
 
@@ -309,13 +321,18 @@ impl<'a> KeyBuilder<'a> {
         };
         let result = match problem {
             Some(problem) => Err(KeyError { scope: scope.to_owned(), problem }),
-            None => Ok(Key(Arc::from(text.as_str()))),
+            None => Ok(Key { hash: hash(&text), text: Arc::from(text.as_str()) }),
         };
         if text.capacity() <= 2 * Key::MAX_BYTES {
             BUFFER.set(text);
         }
         result
     }
+}
+
+fn hash(text: &str) -> u64 {
+    static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::default);
+    SECRET.hash_one(text)
 }
 
 struct Escape<'a> {

@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -115,10 +116,28 @@ struct Records {
 
 #[derive(Debug, Default)]
 struct Shard {
-    slots: HashMap<Key, Slot>,
+    slots: HashMap<Key, Slot, BuildHasherDefault<KeyHasher>>,
     /// For each slot the entry of its `listed_at`, no later than its expiry; entries of other times are out of date.
     expiries: BinaryHeap<Reverse<(Instant, Key)>>,
     waiters: HashMap<Key, Waiters>,
+}
+
+/// Takes the hash that a key has as it is.
+#[derive(Default)]
+struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("a key hashes as one `u64`");
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 /// Those who wait for one key, and how many they are.
@@ -140,20 +159,26 @@ struct Slot {
 impl Slot {
     /// A slot that is listed `ttl` from now: when it expires if it is finished at once, so that this needs no other entry.
     fn new(record: Record, ttl: Duration, now: Instant) -> Self {
-        let lapses_at = match record.state {
+        let mut slot = Self { record, expires_at: now, lapses_at: now, listed_at: now.saturating_add(ttl) };
+        slot.date(ttl, now);
+        slot
+    }
+
+    /// Counts lease and retention from `now`.
+    fn date(&mut self, ttl: Duration, now: Instant) {
+        self.lapses_at = match self.record.state {
             State::Pending { lease, .. } => now.saturating_add(lease),
             _ => now,
         };
-        let expires_at = now.saturating_add(record.retention(ttl));
-        Self { expires_at, lapses_at, listed_at: now.saturating_add(ttl), record }
+        self.expires_at = now.saturating_add(self.record.retention(ttl));
     }
 
-    /// Writes `record`. If it now expires sooner than it is listed, the answer is the time to list it at.
-    fn write(&mut self, record: Record, ttl: Duration, now: Instant) -> Option<Instant> {
-        let listed_at = self.listed_at;
-        *self = Self::new(record, ttl, now);
-        let relist = self.expires_at < listed_at;
-        self.listed_at = listed_at.min(self.expires_at);
+    /// The same for a record that was changed. If it now expires sooner than it is listed, the answer is the time to list
+    /// it at.
+    fn changed(&mut self, ttl: Duration, now: Instant) -> Option<Instant> {
+        self.date(ttl, now);
+        let relist = self.expires_at < self.listed_at;
+        self.listed_at = self.listed_at.min(self.expires_at);
         relist.then_some(self.listed_at)
     }
 }
@@ -203,12 +228,11 @@ impl Shared {
         self.heartbeats.clock().now()
     }
 
-    /// Keys mostly differ in their last bytes; a full hash would be computed twice.
+    /// Chosen by bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.
     fn shard(&self, key: &Key) -> &Mutex<Shard> {
-        let bytes = key.as_str().as_bytes();
-        let tail = bytes.last_chunk().map_or(0, |tail| u64::from_le_bytes(*tail));
-        let hash = (tail ^ bytes.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        &self.records.shards[usize::from(hash.to_be_bytes()[0]) % SHARDS]
+        let mut hasher = KeyHasher::default();
+        key.hash(&mut hasher);
+        &self.records.shards[usize::from(hasher.finish().to_le_bytes()[5]) % SHARDS]
     }
 
     fn sweep(&self, shard: &Mutex<Shard>, now: Instant, limit: usize) {
@@ -253,7 +277,8 @@ impl Shared {
             (Record::first(request), false)
         };
         let lease = with.lease(request);
-        if let Some(at) = slot.write(with, request.ttl, now) {
+        slot.record = with;
+        if let Some(at) = slot.changed(request.ttl, now) {
             shard.expiries.push(Reverse((at, request.key.clone())));
         }
         shard.wake(&request.key);
@@ -272,8 +297,9 @@ impl Shared {
             let repeated = slot.record.is_finished() == matches!(state, State::Completed(_) | State::Failed(_));
             return if repeated { Write::Done } else { Write::Refused };
         }
-        let record = Record { starts: slot.record.starts.saturating_sub(refund), state, ..slot.record.clone() };
-        if let Some(at) = slot.write(record, lease.ttl, now) {
+        slot.record.starts = slot.record.starts.saturating_sub(refund);
+        slot.record.state = state;
+        if let Some(at) = slot.changed(lease.ttl, now) {
             shard.expiries.push(Reverse((at, lease.key.clone())));
         }
         shard.wake(&lease.key);
