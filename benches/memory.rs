@@ -46,7 +46,7 @@ fn replay_by_hand(map: &Map, order_id: u64) -> Option<Receipt> {
 }
 
 fn main() {
-    let orders: u64 = sized(std::env::var("N").map_or(10_000, |n| n.parse().unwrap()), 200);
+    let orders: u64 = sized(10_000, 200);
     let count = usize::try_from(orders).expect("a small number");
     let rounds = sized(151, 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
