@@ -250,13 +250,12 @@ impl Shared {
 
     fn try_reserve(&self, request: &Reserve, now: Instant) -> Result<Reservation, StoreError> {
         let mut shard = lock(self.shard(&request.key));
+        let removed = shard.sweep(now, SWEEP);
+        if removed > 0 {
+            self.records.len.fetch_sub(removed, Ordering::Relaxed);
+        }
         let shard = &mut *shard;
         let Some(slot) = shard.slots.get_mut(&request.key) else {
-            // Whoever adds a record cleans up; a replay has nothing to do with it.
-            let removed = shard.sweep(now, SWEEP);
-            if removed > 0 {
-                self.records.len.fetch_sub(removed, Ordering::Relaxed);
-            }
             if !self.claim_room() {
                 let message =
                     format!("the store holds {} records and is full; none is forgotten early", self.records.capacity);
