@@ -1,7 +1,7 @@
 //! Sends what many tasks want of the server over one connection.
 //!
 //! - A lone command never waits: while nothing is in flight, it goes straight to the connection, driven by its caller.
-//! - Beyond that, operations gather, and two *lanes* (spawned tasks) each send everything that has gathered as one
+//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
 //!   pipeline: one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
 //! - Completions that gathered become one script call for up to [`FINISHED_AT_ONCE`] keys.
 //! - Reservations that gathered are first looked up with one `MGET` while most turn out to be replays: a tenth of the
@@ -25,8 +25,10 @@ use super::connection::{Connection, Failure, Refusal};
 use crate::clock::{Clock, Instant};
 use crate::sync::lock;
 
-/// Batches in flight at a time: while the server works on one, the other is read and written. More make batches smaller.
-const LANES: usize = 2;
+/// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
+/// keep the client busy, and more batches would only be smaller ones.
+const LANES: usize = 6;
+const LANES_FOR_REPLAYS: usize = 2;
 /// Operations in one batch.
 const BATCH: usize = 256;
 /// Bytes of keys and values above which a batch takes no more.
@@ -381,12 +383,18 @@ impl Shared {
         let slot = add(gather);
         let reply = Reply { replies: Arc::clone(&gather.replies), slot };
         let lanes = self.lanes.load(Ordering::Relaxed);
-        if lanes < LANES {
+        let limit = if self.expects_replays() { LANES_FOR_REPLAYS } else { LANES };
+        if lanes < limit {
             self.lanes.store(lanes + 1, Ordering::Relaxed);
             drop(queue);
             self.runtime.spawn(Lane { shared: Arc::clone(self), running: true }.run());
         }
         reply
+    }
+
+    /// Whether most reservations were replays lately.
+    fn expects_replays(&self) -> bool {
+        self.replays.load(Ordering::Relaxed) >= 128
     }
 
     /// Notes how many of `asked` reservations met a value.
@@ -398,7 +406,7 @@ impl Shared {
     async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
         let calls: Vec<Range<usize>> = chunks(gather.completions.len(), FINISHED_AT_ONCE).collect();
-        let look_first = gather.reserves.len() >= LOOK_FIRST && self.replays.load(Ordering::Relaxed) >= 128;
+        let look_first = gather.reserves.len() >= LOOK_FIRST && self.expects_replays();
 
         let mut pipeline = Pipeline::with_capacity(gather.reserves.len() + gather.commands.len() + calls.len());
         if look_first {
