@@ -1036,6 +1036,26 @@ async fn a_handler_that_calls_itself_is_turned_away() {
     assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
 }
 
+#[tokio::test]
+async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
+    let world = World::new();
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let (go, gate) = tokio::sync::oneshot::channel::<()>();
+    let other = run(world.operation(wait), record_values::<Json>(), async {
+        gate.await.ok();
+        world.body().await
+    });
+    // Switched off, it holds no reservation that it could wait for in vain.
+    let off = wait.mode(Mode::Off);
+    let outer = run(world.operation(off), record_values::<Json>(), world.call_result(wait));
+    let finish = async {
+        settle().await;
+        go.send(()).unwrap();
+    };
+    let (other, outer, ()) = futures::join!(other, outer, finish);
+    assert_eq!((other.unwrap(), outer.unwrap()), (1, 1));
+}
+
 impl World {
     /// As [`World::call`], for somebody else to observe.
     async fn call_result(&self, policy: Policy) -> Result<u32, Error> {
