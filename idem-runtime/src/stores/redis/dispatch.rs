@@ -27,7 +27,7 @@ use crate::sync::lock;
 
 /// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
 /// keep the client busy, and more batches would only be smaller ones.
-const LANES: usize = 6;
+const LANES: usize = 3;
 const LANES_FOR_REPLAYS: usize = 2;
 /// Operations in one batch.
 const BATCH: usize = 256;
