@@ -1,5 +1,6 @@
 //! Servers of the tests' own: on free ports, in folders of their own, gone with the process that started them.
 
+use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -128,6 +129,9 @@ impl RedisServer {
             .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..1000 {
+            // Whoever answers in place of a server that has ended is somebody else.
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+            assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if self.ping() {
                 return;
             }
@@ -179,6 +183,15 @@ pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
 }
 
 /// A port that nobody listens on now.
+///
+/// No port is given out twice: tests run side by side, and each lets go of its port before its server takes it.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
+    static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    loop {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let port = listener.local_addr().expect("bound").port();
+        if GIVEN.lock().unwrap().insert(port) {
+            return port;
+        }
+    }
 }
