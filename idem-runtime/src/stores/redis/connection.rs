@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::io::tcp::TcpSettings;
 use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, IntoConnectionInfo, Pipeline, RedisError};
 use redis::{ServerError, Value};
 
@@ -54,6 +53,14 @@ impl Failure {
     /// Whether the server has forgotten a script: nothing was written.
     pub(super) fn is_unknown_script(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
+    }
+
+    /// Without a connection nothing was sent, whatever kept it from being made; the server may have said why.
+    fn not_opened(error: RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(_) => Self::of(error),
+            _ => Self::NotSent(error.to_string().into()),
+        }
     }
 
     /// What a failed exchange means. A reply of the server is no error here, except while a connection is being set up;
@@ -135,7 +142,10 @@ impl Connection {
         let info = match info.addr() {
             // The certificates of the user's client are in it, so it is left as it is.
             ConnectionAddr::TcpTls { .. } => None,
-            _ => Some(info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay)).into_connection_info()?),
+            _ => Some({
+                let tcp = info.tcp_settings().clone().set_nodelay(nodelay);
+                info.set_tcp_settings(tcp).into_connection_info()?
+            }),
         };
         let client = info.map_or_else(|| Ok(client.clone()), Client::open)?;
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
@@ -150,7 +160,7 @@ impl Connection {
                 self.in_time(connection.req_packed_command(command)).await
             }
             Line::Ours(own) => {
-                let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
+                let (generation, mut connection) = self.open(own).await.map_err(Failure::not_opened)?;
                 let answer = connection.req_packed_command(command).await.map_err(Failure::of);
                 own.look_after(generation, answer.as_ref().map(std::slice::from_ref));
                 answer
@@ -172,7 +182,7 @@ impl Connection {
                 self.in_time(connection.req_packed_commands(commands, 0, count)).await
             }
             Line::Ours(own) => {
-                let (generation, mut connection) = self.open(own).await.map_err(Failure::of)?;
+                let (generation, mut connection) = self.open(own).await.map_err(Failure::not_opened)?;
                 let answers = connection.req_packed_commands(commands, 0, count).await.map_err(Failure::of);
                 own.look_after(generation, answers.as_deref());
                 answers
@@ -236,7 +246,7 @@ impl Connection {
         let connecting = own.client.get_multiplexed_async_connection_with_config(&config);
         // The limit above ends with the TCP connection; the login can hang as well.
         race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
-            Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::ConnectionRefused, "no answer to the login")))
+            Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer to the login")))
         })
     }
 }

@@ -110,7 +110,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// A script that is not on the hot path.
+/// A script, and the name that the server has for it.
 struct Script {
     source: &'static str,
     sha: String,
@@ -176,10 +176,11 @@ impl Shared {
 
     /// Replaces the record that was met, if it still is the one that was met and its lease has lapsed.
     async fn take(&self, key: &str, found: &Bytes, met: &Record, meeting: &Meeting) -> Result<Taken, StoreError> {
-        let (lease, retention) = match met.state {
-            State::Pending { lease, ttl, .. } => (millis(lease), millis(lease.saturating_add(ttl))),
-            _ => (0, 0),
+        let lease = match met.state {
+            State::Pending { lease, .. } => millis(lease),
+            _ => 0,
         };
+        let retention = millis(met.retention(Duration::ZERO));
         let (value, new_retention) = match meeting {
             Meeting::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
             Meeting::Answer(_) => (Vec::new(), 0),
