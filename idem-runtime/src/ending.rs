@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 
 use crate::clock::Instant;
 use crate::heartbeat::UnderWay;
-use crate::{Finish, Lease, Release, Store, StoreError, Write};
+use crate::{Finish, Lease, Payload, Release, Store, StoreError, StoreErrorKind, Write};
 
 /// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -24,21 +24,42 @@ pub enum Ending {
     Release(Release),
 }
 
-/// Writes `ending`, again and again while the lease can be held: every write is safe to repeat with its owner token.
+impl Ending {
+    /// What is written if the store can't hold the result; `None` if there is no result to leave out.
+    fn without_result(&self) -> Option<Self> {
+        match self {
+            Self::Finish(Finish::Completed(Payload::Stored { bytes, .. })) => {
+                Some(Self::Finish(Finish::Completed(Payload::TooLarge { bytes: bytes.len() as u64 })))
+            }
+            // An error that can't be replayed is not worth ending the operation for.
+            Self::Finish(Finish::Failed(Payload::Stored { .. })) => Some(Self::Release(Release::Returned)),
+            _ => None,
+        }
+    }
+}
+
+/// Writes `ending`, again and again while the lease can be held: every write is safe to repeat with its owner token. If
+/// the store can't hold the result, `ending` becomes one without it.
 pub(crate) async fn write(
     store: &dyn Store,
     lease: &Lease,
     confirmed_at: Instant,
-    ending: &Ending,
+    ending: &mut Ending,
 ) -> Result<Write, StoreError> {
     let heartbeats = store.heartbeats();
     let mut pause = FIRST_PAUSE;
     loop {
-        let written = match ending {
+        let written = match &*ending {
             Ending::Finish(finish) => store.finish(lease, finish).await,
             Ending::Release(release) => store.release(lease, *release).await,
         };
         let Err(error) = written else { return written };
+        if error.kind() == StoreErrorKind::TooLarge
+            && let Some(without_result) = ending.without_result()
+        {
+            *ending = without_result;
+            continue;
+        }
         let remaining = heartbeats.lease_remaining(lease, confirmed_at);
         if !error.is_transient() || remaining.is_zero() {
             return Err(error);
@@ -49,11 +70,11 @@ pub(crate) async fn write(
 }
 
 /// Writes `ending` although nobody waits for it: at once if the store can, otherwise in a task of its own.
-pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Instant, ending: Ending) {
+pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Instant, mut ending: Ending) {
     let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
         let _under_way = UnderWay::new(store.heartbeats());
         let key = &lease.key;
-        match write(&*store, &lease, confirmed_at, &ending).await {
+        match write(&*store, &lease, confirmed_at, &mut ending).await {
             Ok(Write::Done) => tracing::debug!(%key, store = store.name(), attempt = lease.attempt, "written late"),
             // A reservation whose answer was not awaited need not have landed.
             Ok(Write::Refused) => tracing::debug!(%key, store = store.name(), "nothing of this attempt to write to"),

@@ -344,25 +344,30 @@ impl Drop for Held {
     }
 }
 
-/// Records how the body ended. Its heartbeat goes on meanwhile; the error says that nothing is recorded.
+/// Records how the body ended, and says whether that left a finished record, and with the result in it. The heartbeat
+/// goes on meanwhile; the error says that nothing is recorded.
 ///
 /// Not an `async fn`, for the reason given at [`begin`].
 #[expect(clippy::manual_async_fn, reason = "see above")]
-fn end(mut held: Held) -> impl Future<Output = Result<(), Error>> {
+fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
     async move {
-        let ended = write_end(&held).await;
+        let ended = write_end(&mut held).await;
+        let stored = match (&ended, &held.on_drop) {
+            (Ok(Write::Done), Some(ending)) => stored(held.attempt().key(), ending),
+            _ => None,
+        };
         // An error of a release is the one case where something is left to do: `Held` does it late.
         if ended.is_ok() || matches!(held.on_drop, Some(Ending::Finish(_))) {
             held.on_drop = None;
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {
-            Ok(Write::Done) => Ok(()),
+            Ok(Write::Done) => Ok(stored),
             Ok(Write::Refused) => Err(held.lost()),
             Err(error) if held.on_drop.is_some() => {
                 // The caller gets the body's own error, and does not wait for its key to be freed.
                 tracing::debug!(key = %lease.key, %error, "the key could not be freed yet; trying again late");
-                Ok(())
+                Ok(None)
             }
             Err(source) => Err(Error::Unrecorded {
                 key: lease.key.clone(),
@@ -375,12 +380,13 @@ fn end(mut held: Held) -> impl Future<Output = Result<(), Error>> {
     }
 }
 
-async fn write_end(held: &Held) -> Result<Write, StoreError> {
-    let Attempt { store, lease, reserved_at, .. } = held.attempt();
-    match held.on_drop.as_ref() {
-        None => Ok(Write::Done),
-        Some(Ending::Release(release)) => store.release(lease, *release).await,
-        Some(finish) => ending::write(&**store, lease, *reserved_at, finish).await,
+async fn write_end(held: &mut Held) -> Result<Write, StoreError> {
+    let Held { attempt: Some(Attempt { store, lease, reserved_at, .. }), on_drop: Some(ending), .. } = held else {
+        return Ok(Write::Done);
+    };
+    match ending {
+        Ending::Release(release) => store.release(lease, *release).await,
+        Ending::Finish(_) => ending::write(&**store, lease, *reserved_at, ending).await,
     }
 }
 
@@ -419,8 +425,6 @@ pin_project! {
             end: C,
             result: Option<Result<T, E>>,
             enforced: bool,
-            // Whether a record is written, and with the result in it.
-            stored: Option<bool>,
         },
         Over,
     }
@@ -430,7 +434,7 @@ impl<A, B, C, R, T, E> Future for Run<A, B, C, R, T, E>
 where
     A: Future<Output = (Begun, bool)>,
     B: Future<Output = Result<T, E>>,
-    C: Future<Output = Result<(), Error>>,
+    C: Future<Output = Result<Option<bool>, Error>>,
     R: Recorder<T, E>,
     E: From<Error>,
 {
@@ -485,21 +489,19 @@ where
                         // What happens if the encoding panics: the body has succeeded, so nobody else may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
                     }
-                    let ending = this.recorder.ending(&result, *this.max_result_bytes);
-                    let stored = stored(held.attempt().key(), &ending);
-                    held.on_drop = Some(ending);
+                    held.on_drop = Some(this.recorder.ending(&result, *this.max_result_bytes));
                     // The body's own variables may be large, and may hold what others wait for.
                     this.body.set(None);
                     let enforced = held.enforced;
-                    this.phase.set(Phase::End { end: (this.end)(held), result: Some(result), enforced, stored });
+                    this.phase.set(Phase::End { end: (this.end)(held), result: Some(result), enforced });
                 }
-                PhaseProjection::End { end, result, enforced, stored } => {
+                PhaseProjection::End { end, result, enforced } => {
                     let ended = ready!(end.poll(cx));
                     let result = result.take().expect("taken once");
                     match ended {
-                        Ok(()) => {
+                        Ok(stored) => {
                             this.outcome.recorded = stored.is_some();
-                            this.outcome.result_stored = *stored == Some(true);
+                            this.outcome.result_stored = stored == Some(true);
                             if result.is_err() && stored.is_some() {
                                 this.outcome.disposition = Disposition::DeadLetter;
                             }

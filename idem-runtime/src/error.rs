@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::codec::CodecError;
@@ -146,7 +147,7 @@ pub enum Error {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// The encoded result was larger than `max_result_bytes`.
+    /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
     TooLarge {
         /// Its size in bytes.
         bytes: u64,
@@ -163,6 +164,11 @@ pub enum Unavailable {
         /// What the codec said.
         source: CodecError,
     },
+    /// What is needed to read the result is gone or was altered, for example an object that it was offloaded to.
+    Unreadable {
+        /// What is wrong.
+        reason: Arc<str>,
+    },
     /// An error was recorded, and this handler doesn't read recorded errors (`on_error = release`).
     RecordedError,
 }
@@ -170,9 +176,12 @@ pub enum Unavailable {
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLarge { bytes } => write!(f, "it had {bytes} bytes, more than `max_result_bytes` allows"),
+            Self::TooLarge { bytes } => {
+                write!(f, "it had {bytes} bytes, more than `max_result_bytes` or the store allows")
+            }
             Self::Unencodable => f.write_str("the codec could not write it"),
             Self::OtherCodec { codec } => write!(f, "codec `{codec}` wrote it"),
+            Self::Unreadable { reason } => write!(f, "it can't be read: {reason}"),
             Self::Undecodable { .. } => f.write_str("it does not decode as the function's return type"),
             Self::RecordedError => {
                 f.write_str("it is an error, and this handler does not read recorded errors (`on_error = release`)")

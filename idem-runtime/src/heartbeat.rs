@@ -43,6 +43,8 @@ pub struct Heartbeats {
     /// [`NEVER`].
     next_beat: AtomicU64,
     running: AtomicBool,
+    /// Whether leases are renewed at all.
+    beats: bool,
     /// Wakes the renewal task for a lease that is due before `next_beat`.
     earlier: Notify,
     /// Writes and renewals under way that nobody's call waits for.
@@ -92,10 +94,16 @@ impl Heartbeats {
             shards: Default::default(),
             next_beat: AtomicU64::new(NEVER),
             running: AtomicBool::new(false),
+            beats: true,
             earlier: Notify::new(),
             under_way: AtomicUsize::new(0),
             flushed: Notify::new(),
         }
+    }
+
+    /// No heartbeats: for a store whose reservations need no lease, because they end with something else.
+    pub fn none(clock: Arc<dyn Clock>) -> Self {
+        Self { beats: false, ..Self::new(clock) }
     }
 
     /// The clock of the store handle.
@@ -140,6 +148,9 @@ impl Heartbeats {
 
     /// Keeps `lease` alive until it is deregistered. `waker` is woken when the lease is found lost.
     pub(crate) fn register(&self, store: &dyn Store, lease: &Lease, confirmed_at: Instant, waker: &Waker) {
+        if !self.beats {
+            return;
+        }
         let due = confirmed_at.saturating_add(lease.lease / 3);
         let registered = Registered { lease: lease.clone(), confirmed_at, due, lost: false, waker: waker.clone() };
         lock(self.shard(lease.owner)).insert(lease.owner, registered);

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -113,8 +114,8 @@ where
                 OnError::Release => Ending::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
                     // An error that can't be replayed is not worth ending the operation for.
-                    Payload::TooLarge { .. } | Payload::Unencodable => Ending::Release(Release::Returned),
                     stored @ Payload::Stored { .. } => Ending::Finish(Finish::Failed(stored)),
+                    _ => Ending::Release(Release::Returned),
                 },
             },
         }
@@ -149,5 +150,6 @@ fn read<C: Codec, V: DeserializeOwned>(payload: &Payload) -> Result<V, Unavailab
         Payload::Stored { codec, .. } => Err(Unavailable::OtherCodec { codec: codec.as_str().to_owned() }),
         Payload::TooLarge { bytes } => Err(Unavailable::TooLarge { bytes: *bytes }),
         Payload::Unencodable => Err(Unavailable::Unencodable),
+        Payload::Unreadable { reason } => Err(Unavailable::Unreadable { reason: Arc::clone(reason) }),
     }
 }

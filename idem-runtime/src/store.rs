@@ -233,6 +233,10 @@ pub enum StoreErrorKind {
     Misconfigured,
     /// The store is full: new keys are refused, nothing is forgotten. Nothing was written.
     Full,
+    /// The result is larger than the store can hold. Nothing was written; the engine records the completion without it.
+    TooLarge,
+    /// The user's transaction can't go on. Nothing of it takes effect: roll it back and deliver the message again.
+    Aborted,
 }
 
 /// A store that did not do what it was asked for.

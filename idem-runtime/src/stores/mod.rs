@@ -4,3 +4,5 @@
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
+pub(crate) mod waiting;

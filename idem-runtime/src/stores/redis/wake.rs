@@ -3,19 +3,18 @@
 //! A waiter marks the pending record; whatever ends the attempt finds the mark and publishes the key. An attempt that
 //! nobody waits for publishes nothing.
 
-use std::collections::HashMap;
 use std::future::poll_fn;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::stream::Stream;
 use redis::Client;
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
 use crate::clock::{Clock, race};
-use crate::sync::lock;
+use crate::stores::waiting::Waiting;
 use crate::{StoreError, SystemClock};
 
 /// How often a waiter asks if its connection can't subscribe.
@@ -31,16 +30,6 @@ pub(super) struct Wakeups {
     channel: String,
     waiting: Arc<Waiting>,
     subscription: OnceLock<Subscription>,
-}
-
-#[derive(Default)]
-struct Waiting(Mutex<HashMap<String, Waiters>>);
-
-/// Those who wait for one key, and how many they are.
-#[derive(Default)]
-struct Waiters {
-    woken: Arc<Notify>,
-    count: usize,
 }
 
 struct Subscription {
@@ -85,7 +74,7 @@ impl Wakeups {
         mark: impl Future<Output = Result<bool, StoreError>>,
     ) -> Result<(), StoreError> {
         let waiter = self.waiting.join(key);
-        let mut woken = pin!(waiter.woken.notified());
+        let mut woken = pin!(waiter.woken());
         woken.as_mut().enable();
         let subscribed = self.subscribe(clock).await;
         if mark.await? {
@@ -126,43 +115,5 @@ async fn listen(client: Client, channel: String, waiting: Arc<Waiting>, live: wa
             waiting.wake_all();
         }
         clock.sleep(RESUBSCRIBE).await;
-    }
-}
-
-impl Waiting {
-    fn join(&self, key: &str) -> Waiter<'_> {
-        let mut waiting = lock(&self.0);
-        let waiters = waiting.entry(key.to_owned()).or_default();
-        waiters.count += 1;
-        Waiter { waiting: self, key: key.to_owned(), woken: Arc::clone(&waiters.woken) }
-    }
-
-    fn wake(&self, key: &str) {
-        if let Some(waiters) = lock(&self.0).get(key) {
-            waiters.woken.notify_waiters();
-        }
-    }
-
-    fn wake_all(&self) {
-        lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
-    }
-}
-
-/// One waiting duplicate; the last one for a key takes the entry away.
-struct Waiter<'a> {
-    waiting: &'a Waiting,
-    key: String,
-    woken: Arc<Notify>,
-}
-
-impl Drop for Waiter<'_> {
-    fn drop(&mut self) {
-        let mut waiting = lock(&self.waiting.0);
-        if let Some(waiters) = waiting.get_mut(&self.key) {
-            waiters.count -= 1;
-            if waiters.count == 0 {
-                waiting.remove(&self.key);
-            }
-        }
     }
 }

@@ -1,0 +1,68 @@
+//! The duplicates of one store handle that wait for running attempts, by key.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
+
+use crate::sync::lock;
+
+/// Who waits for what.
+#[derive(Default, Debug)]
+pub(crate) struct Waiting(Mutex<HashMap<String, Waiters>>);
+
+/// Those who wait for one key, and how many they are.
+#[derive(Default, Debug)]
+struct Waiters {
+    woken: Arc<Notify>,
+    count: usize,
+}
+
+impl Waiting {
+    /// Waits for `key` until the answer is dropped.
+    pub(crate) fn join(&self, key: &str) -> Waiter<'_> {
+        let mut waiting = lock(&self.0);
+        let waiters = waiting.entry(key.to_owned()).or_default();
+        waiters.count += 1;
+        Waiter { waiting: self, key: key.to_owned(), woken: Arc::clone(&waiters.woken) }
+    }
+
+    /// Wakes whoever waits for `key`.
+    pub(crate) fn wake(&self, key: &str) {
+        if let Some(waiters) = lock(&self.0).get(key) {
+            waiters.woken.notify_waiters();
+        }
+    }
+
+    /// Wakes everybody: a wake-up may have got lost.
+    pub(crate) fn wake_all(&self) {
+        lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
+    }
+}
+
+/// One waiting duplicate; the last one for a key takes the entry away.
+pub(crate) struct Waiter<'a> {
+    waiting: &'a Waiting,
+    key: String,
+    woken: Arc<Notify>,
+}
+
+impl Waiter<'_> {
+    /// Ready once the key is woken. Wake-ups count from its first poll, or from `enable`.
+    pub(crate) fn woken(&self) -> Notified<'_> {
+        self.woken.notified()
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut waiting = lock(&self.waiting.0);
+        if let Some(waiters) = waiting.get_mut(&self.key) {
+            waiters.count -= 1;
+            if waiters.count == 0 {
+                waiting.remove(&self.key);
+            }
+        }
+    }
+}
