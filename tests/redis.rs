@@ -2,7 +2,7 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,6 +14,7 @@ use idem_runtime::{
     observe, record_values, run,
 };
 use idem_tests::proxy::{Line, Proxy};
+use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, raw};
 use redis::AsyncCommands;
 
@@ -660,40 +661,14 @@ async fn the_users_own_connection_and_client_can_be_used() {
     let _: () = own.set("still", "usable").await.unwrap();
 }
 
-fn racer(url: &str, prefix: &str, keys: usize, begin: usize) -> Child {
-    let args = [url, prefix, &keys.to_string(), &begin.to_string()].map(ToString::to_string);
-    Command::new(env!("CARGO_BIN_EXE_racer")).args(args).spawn().unwrap()
-}
-
 #[tokio::test]
 async fn processes_race_for_the_same_keys() {
-    const KEYS: usize = 400;
-    const KILLS: usize = 12;
     let server = RedisServer::start(Kind::Redis);
-    let (url, prefix) = (server.url(), "race:");
-    let mut racers: Vec<Child> = (0..3).map(|n| racer(&url, prefix, KEYS, n * KEYS / 4)).collect();
-    // One more is killed again and again, wherever it happens to be.
-    for kill in 0..KILLS {
-        let mut victim = racer(&url, prefix, KEYS, kill * KEYS / KILLS);
-        tokio::time::sleep(Duration::from_millis(60)).await;
-        victim.kill().unwrap();
-        victim.wait().unwrap();
-    }
-    for racer in &mut racers {
-        assert!(racer.wait().unwrap().success());
-    }
-
-    let store = RedisStore::options().prefix(prefix).connect(&url).await.unwrap();
-    let mut raw = server.raw().await;
-    let mut repeated = 0;
-    for n in 0..KEYS {
-        let record = store.inspect(&Key::new("race", n).unwrap()).await.unwrap().expect("recorded").record;
-        let State::Completed(Payload::Stored { bytes, .. }) = &record.state else { panic!("{n}: {record:?}") };
-        let recorded: u32 = serde_json::from_slice(bytes).unwrap();
-        let effects: Vec<u32> = raw.lrange(format!("{prefix}effects:{n}"), 0, -1).await.unwrap();
-        assert!(effects.is_sorted_by(|a, b| a < b), "{n}: attempts never overlap: {effects:?}");
-        assert_eq!(effects.last(), Some(&recorded), "{n}: nothing ran after the attempt that is recorded");
-        repeated += effects.len() - 1;
-    }
-    assert!(repeated <= KILLS, "only a killed process may leave an effect without a record: {repeated}");
+    let spec = format!("redis {} race:", server.url());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let effects = race.run(async {}).await;
+    assert!(
+        effects.repeated() <= race.kills,
+        "only a killed process may leave an effect without a record: {effects:?}"
+    );
 }

@@ -3,7 +3,9 @@
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
 pub mod proxy;
+pub mod race;
 pub mod server;
+pub mod stores;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
