@@ -199,6 +199,9 @@ impl Heartbeats {
 
     /// How long `lease` is sure to be held, if it was last confirmed at `confirmed_at` or by a beat since.
     pub(crate) fn lease_remaining(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
+        if !self.beats {
+            return lease.lease;
+        }
         let confirmed_at = match lock(self.shard(lease.owner)).get(&lease.owner) {
             Some(registered) if registered.lost => return Duration::ZERO,
             Some(registered) => registered.confirmed_at.max(confirmed_at),

@@ -76,6 +76,8 @@ mod recorder;
 mod store;
 mod stores;
 mod sync;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod within;
 
 pub use attempt::{Attempt, current};
 pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock};
@@ -102,6 +104,9 @@ pub use store::{
 pub use stores::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use stores::redis::{RedisOptions, RedisStore};
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use within::{OperationWithin, Transaction, Within, run_within};
 
 #[doc(hidden)]
 #[path = "private.rs"]

@@ -102,6 +102,51 @@ impl<T: ?Sized> NoPart<T> for Part<'_, T> {
     }
 }
 
+// ---- The operation -------------------------------------------------------------------------------------------------
+
+/// What `idem_operation` of a store or of a transaction makes.
+pub trait Operate: Sized {
+    #[must_use]
+    fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self;
+
+    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>;
+}
+
+impl Operate for Operation {
+    fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
+        self.fingerprint(payload)
+    }
+
+    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>,
+    {
+        crate::run(self, recorder, body)
+    }
+}
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+impl<C: crate::Transaction> Operate for crate::OperationWithin<C> {
+    fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
+        self.fingerprint(payload)
+    }
+
+    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>,
+    {
+        crate::run_within(self, recorder, body)
+    }
+}
+
 // ---- The store and the policy --------------------------------------------------------------------------------------
 
 /// A [`Store`], found by the method call behind whatever derefs to it, and not moved.
@@ -147,22 +192,22 @@ impl<P: IsPolicy + ?Sized> PolicyOf for P {
     note = "derive it: `#[derive(serde::Serialize)]`, or fingerprint the parts that matter: `fingerprint = (event.id, event.amount)`"
 )]
 pub trait IsPayload {
-    fn fingerprint(&self, operation: Operation) -> Operation;
+    fn fingerprint<O: Operate>(&self, operation: O) -> O;
 }
 
 impl<F: Serialize + ?Sized> IsPayload for F {
-    fn fingerprint(&self, operation: Operation) -> Operation {
-        operation.fingerprint(self)
+    fn fingerprint<O: Operate>(&self, operation: O) -> O {
+        operation.with_fingerprint(self)
     }
 }
 
 /// A payload, found by the method call behind whatever derefs to it, and not moved.
 pub trait FingerprintOf {
-    fn idem_fingerprint(&self, operation: Operation) -> Operation;
+    fn idem_fingerprint<O: Operate>(&self, operation: O) -> O;
 }
 
 impl<F: IsPayload + ?Sized> FingerprintOf for F {
-    fn idem_fingerprint(&self, operation: Operation) -> Operation {
+    fn idem_fingerprint<O: Operate>(&self, operation: O) -> O {
         self.fingerprint(operation)
     }
 }
@@ -373,11 +418,11 @@ where
     E: From<Error>,
     R: Recorder<T, E>,
 {
-    pub fn run<B: Future<Output = Result<T, E>>>(
+    pub fn run<O: Operate, B: Future<Output = Result<T, E>>>(
         self,
-        operation: Operation,
+        operation: O,
         body: B,
     ) -> impl Future<Output = Result<T, E>> {
-        crate::run(operation, self.recorder, body)
+        operation.run(self.recorder, body)
     }
 }
