@@ -986,6 +986,49 @@ async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
 }
 
 #[tokio::test]
+async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends_all_the_same() {
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    let (result, outcome) = world.call(POLICY).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+    assert_eq!(world.state().await, State::Completed(Payload::TooLarge { bytes: 1 }));
+    let (result, outcome) = world.call(POLICY).await;
+    let unavailable =
+        matches!(&result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. }));
+    assert!(unavailable, "{result:?}");
+    assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::Ack));
+
+    // Nor if nobody waits for the record any more.
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::Slow(2));
+    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    let body = world.body();
+    let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), body));
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    drop(call);
+    world.store.heartbeats().flush().await;
+    assert_eq!(world.state().await, State::Completed(Payload::TooLarge { bytes: 1 }));
+}
+
+#[tokio::test]
+async fn an_error_that_the_store_can_not_hold_frees_the_key() {
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    let call = async || {
+        let body = async { Err::<u32, _>(Failure::Declined(7)) };
+        observe(run(world.operation(POLICY), record_results::<Json>(), body)).await
+    };
+    let (result, outcome) = call().await;
+    assert_eq!(result, Err(Failure::Declined(7)));
+    assert!(!outcome.recorded(), "{outcome:?}");
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    assert_eq!(world.state().await, State::Released);
+    assert!(call().await.1.recorded());
+}
+
+#[tokio::test]
 async fn confirming_a_lost_lease_says_so() {
     let world = World::new();
     let result = run(world.operation(POLICY), record_values::<Json>(), async {
