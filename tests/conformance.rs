@@ -15,6 +15,8 @@ use plain::{Mistake, Plain};
 store_conformance!(memory, MemoryStore::new());
 store_conformance!(redis, Kind::Redis.subject().await);
 store_conformance!(valkey, Kind::Valkey.subject().await);
+#[cfg(feature = "sqlite")]
+store_conformance!(sqlite, idem_tests::sqlite::subject().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// A name that the macro must leave alone.

@@ -55,6 +55,13 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     fn entropy(&self) -> u128;
 }
 
+/// Milliseconds since 1970 by the wall clock of this host, which all its processes share.
+#[cfg(feature = "sqlite")]
+pub(crate) fn wall_millis() -> i64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
+}
+
 /// What `future` gives, or `None` if `limit` is over first.
 pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Output> {
     let mut future = pin!(future);

@@ -5,6 +5,8 @@
 pub mod proxy;
 pub mod race;
 pub mod server;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
 pub mod stores;
 
 use std::collections::VecDeque;

@@ -4,5 +4,7 @@
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(feature = "sqlite")]
+pub(crate) mod sqlite;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
 pub(crate) mod waiting;

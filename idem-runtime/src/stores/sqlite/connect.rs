@@ -1,0 +1,381 @@
+//! Settings, opening a file, and what SQLite's errors mean.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rusqlite::ffi::ErrorCode;
+use rusqlite::{Connection, OpenFlags};
+
+use super::table::{self, Form, Trouble};
+use super::{SqliteStore, threads};
+use crate::clock::{Clock, Instant, SystemClock};
+use crate::{StoreError, StoreErrorKind};
+
+/// The pauses between two tries to get a lock that another process holds: about as long as a transaction.
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+const LONGEST_PAUSE: Duration = Duration::from_millis(2);
+
+/// What a commit waits for, which is what a loss of power can take back. The death of a process takes nothing back, and
+/// nothing damages the file.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub enum Synchronous {
+    /// Each commit waits for the disk, and survives a loss of power. Concurrent calls share commits.
+    #[default]
+    Full,
+    /// Commits don't wait for the disk. A loss of power, or a crash of the operating system, takes back what was
+    /// committed since the last checkpoint, seconds or more of work: operations that had finished run again, attempt
+    /// numbers start anew, and `on_crash = fail` is forgotten with its record.
+    Normal,
+}
+
+/// Settings for a [`SqliteStore`].
+///
+/// ```
+/// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
+/// # use std::time::Duration;
+/// use idem_runtime::{SqliteStore, Synchronous};
+/// let store = SqliteStore::options()
+///     .table("shop_operations")
+///     .synchronous(Synchronous::Normal)
+///     .busy_timeout(Duration::from_secs(1))
+///     .open(folder.join("shop.db"))
+///     .await?;
+/// # Ok(()) }
+/// # let folder = std::env::temp_dir().join(format!("idem-doc-options-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).unwrap();
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(open(&folder)).unwrap();
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// ```
+#[derive(Clone, Debug)]
+pub struct SqliteOptions {
+    pub(super) table: String,
+    pub(super) synchronous: Synchronous,
+    pub(super) busy_timeout: Duration,
+    pub(super) response_timeout: Duration,
+    pub(super) queue_capacity: usize,
+    pub(super) max_bytes: Option<u64>,
+}
+
+impl Default for SqliteOptions {
+    fn default() -> Self {
+        Self {
+            table: "idem_records".to_owned(),
+            synchronous: Synchronous::Full,
+            busy_timeout: Duration::from_secs(5),
+            response_timeout: Duration::from_secs(15),
+            queue_capacity: 16_384,
+            max_bytes: None,
+        }
+    }
+}
+
+impl SqliteOptions {
+    /// The table that holds the records; `idem_records` where nothing is said. Letters, digits and `_`. Applications
+    /// that share a file and must not share operations need different ones.
+    #[must_use]
+    pub fn table(self, table: impl Into<String>) -> Self {
+        Self { table: table.into(), ..self }
+    }
+
+    /// What a commit waits for; [`Synchronous::Full`] where nothing is said. It holds for this handle only: every process
+    /// that opens the file chooses for its own commits.
+    #[must_use]
+    pub fn synchronous(self, synchronous: Synchronous) -> Self {
+        Self { synchronous, ..self }
+    }
+
+    /// How long to wait for a lock that another process or handle holds on the file; 5 s where nothing is said. After it
+    /// the call fails, and nothing was written.
+    #[must_use]
+    pub fn busy_timeout(self, busy_timeout: Duration) -> Self {
+        Self { busy_timeout, ..self }
+    }
+
+    /// How long a call waits for its answer, whatever holds it up; 15 s where nothing is said. After it the write may
+    /// have landed, and is repeated with the same owner token.
+    #[must_use]
+    pub fn response_timeout(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
+    }
+
+    /// How many calls may wait to be taken up; 16 384 where nothing is said. One more is refused at once.
+    #[must_use]
+    pub fn queue_capacity(self, queue_capacity: usize) -> Self {
+        Self { queue_capacity: queue_capacity.max(1), ..self }
+    }
+
+    /// How large the file may become, with everything else that is in it; the disk is the limit where nothing is said.
+    /// A full store refuses what needs more room, with [`StoreErrorKind::Full`]; it forgets nothing early.
+    #[must_use]
+    pub fn max_bytes(self, max_bytes: u64) -> Self {
+        Self { max_bytes: Some(max_bytes), ..self }
+    }
+
+    /// Opens the file at `path`, and makes it and the table in it if they are not there; see [`SqliteStore::open`].
+    ///
+    /// # Errors
+    /// As [`SqliteStore::open`].
+    pub async fn open(self, path: impl AsRef<Path>) -> Result<SqliteStore, StoreError> {
+        let clock = Arc::new(SystemClock::default());
+        let database = Database::new(path.as_ref(), self, clock.clone())?;
+        Ok(SqliteStore::new(threads::start(database).await?, clock))
+    }
+}
+
+/// A file and how it is to be used.
+#[derive(Debug)]
+pub(super) struct Database {
+    pub(super) path: PathBuf,
+    pub(super) options: SqliteOptions,
+    pub(super) clock: Arc<SystemClock>,
+}
+
+/// A connection, and which file it is connected to.
+pub(super) struct Connected {
+    pub(super) connection: Connection,
+    file: FileId,
+}
+
+impl Database {
+    fn new(path: &Path, options: SqliteOptions, clock: Arc<SystemClock>) -> Result<Self, StoreError> {
+        let SqliteOptions { table, .. } = &options;
+        let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
+        if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
+            return Err(misconfigured(format!("`{table}` can't be the name of a table: write letters, digits and `_`")));
+        }
+        if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
+            return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
+        }
+        // Absolute, so that a change of the working directory changes nothing, and `file:` is no URI.
+        let path = std::path::absolute(path)
+            .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
+        Ok(Self { path, options, clock })
+    }
+
+    /// Connects, and makes the file and the table if they are not there.
+    pub(super) fn create(&self) -> Result<Connected, StoreError> {
+        self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
+            Failure::Refused(error) => error,
+            Failure::Sqlite(error) => self.unusable(&error),
+        })
+    }
+
+    /// Connects again. A file that is gone is not made anew: that would forget every record.
+    pub(super) fn reconnect(&self) -> Result<Connected, StoreError> {
+        self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
+            Failure::Refused(error) => error,
+            Failure::Sqlite(error) => not_written(&error),
+        })
+    }
+
+    fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
+        let flags = flags | OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(&self.path, flags)?;
+        // Waiting for locks is done here, with shorter pauses than SQLite's.
+        connection.busy_timeout(Duration::ZERO)?;
+        // Where the file can't be opened for writing, SQLite opens it for reading.
+        if connection.is_readonly("main")? {
+            let message = format!("`{}` is read-only: records can't be written", self.path.display());
+            return Err(Failure::Refused(misconfigured(message)));
+        }
+        let file = FileId::of(&self.path).map_err(|error| {
+            Failure::Refused(unavailable(format!("`{}` can't be looked at: {error}", self.path.display())))
+        })?;
+        let mode = self.patiently(|| {
+            connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0))
+        })?;
+        if mode != "wal" {
+            let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
+            return Err(Failure::Refused(misconfigured(message)));
+        }
+        let synchronous = match self.options.synchronous {
+            Synchronous::Full => "FULL",
+            Synchronous::Normal => "NORMAL",
+        };
+        // `fullfsync` is for macOS, where a plain fsync leaves the data in the disk's own cache.
+        connection.execute_batch(&format!("PRAGMA synchronous = {synchronous}; PRAGMA fullfsync = ON;"))?;
+        self.patiently(|| self.limit_size(&connection))?;
+        self.check_table(&connection, may_create)?;
+        Ok(Connected { connection, file })
+    }
+
+    fn limit_size(&self, connection: &Connection) -> rusqlite::Result<()> {
+        let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
+        let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
+        let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
+        // SQLite bounds it by what is there already and by what it can do.
+        connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
+    }
+
+    fn check_table(&self, connection: &Connection, may_create: bool) -> Result<(), Failure> {
+        let table = &self.options.table;
+        let mut form = self.patiently(|| table::form(connection, table))?;
+        if form == Form::Absent && may_create {
+            self.patiently(|| connection.execute_batch("BEGIN IMMEDIATE"))?;
+            let created = table::create(connection, table).and_then(|()| connection.execute_batch("COMMIT"));
+            if created.is_err() && !connection.is_autocommit() {
+                connection.execute_batch("ROLLBACK").ok();
+            }
+            created?;
+            form = self.patiently(|| table::form(connection, table))?;
+        }
+        let why = match form {
+            Form::Ours => return Ok(()),
+            Form::Absent => "is gone".to_owned(),
+            Form::Foreign => "is not one of this library; it is left alone, so choose another name".to_owned(),
+            Form::Later(columns) => format!(
+                "has columns that this release does not know ({}): a later one made it; upgrade this process",
+                columns.join(", ")
+            ),
+        };
+        let message = format!("the table `{table}` in `{}` {why}", self.path.display());
+        Err(Failure::Refused(misconfigured(message)))
+    }
+
+    /// Does `work` again while another process or handle holds the lock, up to the busy timeout.
+    pub(super) fn patiently<T>(&self, mut work: impl FnMut() -> rusqlite::Result<T>) -> rusqlite::Result<T> {
+        let started: Instant = self.clock.now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match work() {
+                Err(error)
+                    if is_busy(&error)
+                        && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
+                {
+                    std::thread::park_timeout(pause);
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// An error if the file at the path is not the one that is connected: whoever removes or replaces it would otherwise
+    /// leave this process with records that nobody else sees.
+    pub(super) fn check_file(&self, connected: &Connected) -> Result<(), StoreError> {
+        match FileId::of(&self.path) {
+            Ok(file) if file == connected.file => Ok(()),
+            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", self.path.display()))),
+            Err(error) => Err(unavailable(format!("`{}` is gone: {error}", self.path.display()))),
+        }
+    }
+
+    /// What a failure to open the file comes to.
+    fn unusable(&self, error: &rusqlite::Error) -> StoreError {
+        let path = self.path.display();
+        match code(error) {
+            Some(ErrorCode::CannotOpen | ErrorCode::PermissionDenied | ErrorCode::ReadOnly) => misconfigured(format!(
+                "`{path}` can't be opened; its folder must be there, and both must be writable: {error}"
+            )),
+            Some(ErrorCode::NotADatabase) => {
+                misconfigured(format!("`{path}` is not a SQLite database; it is left alone: {error}"))
+            }
+            _ => not_written(error),
+        }
+    }
+}
+
+/// Why there is no connection.
+enum Failure {
+    Refused(StoreError),
+    Sqlite(rusqlite::Error),
+}
+
+impl From<rusqlite::Error> for Failure {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+/// Tells a file from another one at the same path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct FileId(u64, u64);
+
+impl FileId {
+    #[cfg(unix)]
+    fn of(path: &Path) -> io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(path).map(|file| Self(file.dev(), file.ino()))
+    }
+
+    /// Here an open file can't be removed.
+    #[cfg(not(unix))]
+    fn of(path: &Path) -> io::Result<Self> {
+        std::fs::metadata(path).map(|_| Self(0, 0))
+    }
+}
+
+fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
+    error.sqlite_error_code()
+}
+
+fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
+}
+
+/// Whether the connection is to be made anew after `error`.
+pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
+    !matches!(
+        code(error),
+        Some(
+            ErrorCode::DatabaseBusy
+                | ErrorCode::DatabaseLocked
+                | ErrorCode::DiskFull
+                | ErrorCode::TooBig
+                | ErrorCode::ConstraintViolation
+        )
+    )
+}
+
+/// What `error` comes to where its transaction has not been committed.
+pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable};
+    let (kind, what) = match code(error) {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
+            (Unavailable, "another process holds the lock on the file")
+        }
+        Some(ErrorCode::DiskFull) => (Full, "the disk, or the file as far as it may grow, is full"),
+        Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied | ErrorCode::AuthorizationForStatementDenied) => {
+            (Misconfigured, "the file can't be written")
+        }
+        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (Corrupt, "the file is damaged"),
+        Some(ErrorCode::TooBig) => (TooLarge, "SQLite can't hold a row of that size"),
+        // Such as a table that somebody removed or altered, and a trigger that refuses.
+        Some(ErrorCode::Unknown | ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch) => {
+            (Misconfigured, "the table can't be used")
+        }
+        _ => (Unavailable, "SQLite failed"),
+    };
+    StoreError::new(kind, format!("nothing was written: {what}: {error}"))
+}
+
+/// What `error` comes to as the answer to a commit.
+pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
+    match code(error) {
+        // Without the lock, or without room for the frame that makes the others count, there is no commit.
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
+        _ => StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}")),
+    }
+}
+
+/// What the trouble of one operation comes to.
+pub(super) fn failed(trouble: &Trouble) -> StoreError {
+    match trouble {
+        Trouble::Sqlite(error) => not_written(error),
+        Trouble::Format(error) => StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(*error),
+        Trouble::TooLarge(bytes) => {
+            StoreError::new(StoreErrorKind::TooLarge, format!("SQLite can't hold a result of {bytes} bytes"))
+        }
+    }
+}
+
+pub(super) fn unavailable(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, message)
+}
+
+fn misconfigured(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}

@@ -1,0 +1,224 @@
+//! Records in a SQLite file.
+//!
+//! A record is a row, and each operation is a statement or two on it ([`table`]). Concurrent calls share transactions, and
+//! so the wait for the disk ([`threads`]).
+
+mod connect;
+mod table;
+mod threads;
+
+use std::fmt;
+use std::path::Path;
+use std::pin::pin;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+pub use self::connect::{SqliteOptions, Synchronous};
+use self::threads::{Answer, Ask, Core};
+use crate::clock::{SystemClock, race};
+use crate::store::forward;
+use crate::{
+    Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind,
+    StoreFuture, Write,
+};
+
+/// A store in a SQLite file, which the processes of one host share.
+///
+/// - *Atomicity*: SQLite's transactions; a reservation decides under the lock of the file.
+/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward makes leases lapse
+///   and retentions end sooner by the step, a step back later: let the clock be slewed, not stepped.
+/// - *Durability*: what is confirmed survives the death of every process. Under [`Synchronous::Full`], the default, it
+///   survives a loss of power too; under [`Synchronous::Normal`] that takes back what came after the last checkpoint.
+/// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys of
+///   [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 1 GB; what does not fit is [`StoreErrorKind::TooLarge`].
+///   A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is [`StoreErrorKind::Full`]. Expired records are cleaned up as
+///   new ones arrive, and by [`purge`](SqliteStore::purge); the room they leave is used again, the file never shrinks.
+/// - *Cost*: two commits for a first run, which concurrent calls share, one look-up for a replay, one transaction for a
+///   heartbeat, whatever the number of leases. A duplicate that waits is woken at once by its own store, and within some
+///   5 ms by others.
+///
+/// The records are in one table, `idem_records`, which may lie beside tables of the application's own. The file is put in
+/// WAL mode and stays in it. Removing or replacing it while it is open makes every call fail; copy it with SQLite's own
+/// means. Clones share two threads, which do all work on the file.
+///
+/// ```
+/// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
+/// use idem_runtime::SqliteStore;
+/// let store = SqliteStore::open(folder.join("operations.db")).await?;
+/// # Ok(()) }
+/// # let folder = std::env::temp_dir().join(format!("idem-doc-sqlite-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).unwrap();
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(open(&folder)).unwrap();
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// ```
+#[derive(Clone)]
+pub struct SqliteStore(Arc<Shared>);
+
+impl SqliteStore {
+    /// Opens the file at `path`, and makes it and the table in it if they are not there. [`SqliteOptions`] has settings.
+    ///
+    /// As many handles and processes of this host as like may have it open.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Misconfigured`] if the file or its folder can't be read and written, is not a SQLite database,
+    /// or holds a table `idem_records` of somebody else or of a later release; [`StoreErrorKind::Unavailable`] if another
+    /// process keeps the file locked.
+    pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        Self::options().open(path).await
+    }
+
+    /// Settings for a store.
+    pub fn options() -> SqliteOptions {
+        SqliteOptions::default()
+    }
+
+    fn new(core: Arc<Core>, clock: Arc<SystemClock>) -> Self {
+        let heartbeats = Heartbeats::new(clock);
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, core }))
+    }
+
+    /// Waits until late writes and renewals are through, see [`Heartbeats::flush`], and whatever else was asked of the
+    /// file before.
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
+        // Its answer comes after theirs, and that it comes is all there is to know.
+        let _ = self.0.core.ask_writer(Ask::Pass).await;
+    }
+
+    /// Looks at up to `batch` records that may have expired, removes those that have, and says how many that were. Every
+    /// reservation that is written does the same for two records, so this is for a store that nobody uses any more.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the file did not confirm.
+    pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
+        match self.0.core.ask_writer(Ask::Purge(batch)).await? {
+            Answer::Removed(removed) => Ok(removed),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl fmt::Debug for SqliteStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+forward! { () SqliteStore => shared; }
+
+struct Shared {
+    this: Weak<Shared>,
+    heartbeats: Heartbeats,
+    core: Arc<Core>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let database = &self.core.database;
+        f.debug_struct("SqliteStore")
+            .field("path", &database.path)
+            .field("table", &database.options.table)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.core.close();
+    }
+}
+
+impl Shared {
+    /// Asks for a compare-and-set.
+    async fn write(&self, ask: Ask) -> Result<Write, StoreError> {
+        match self.core.ask_writer(ask).await? {
+            Answer::Write(write) => Ok(write),
+            other => Err(nonsense(&other)),
+        }
+    }
+}
+
+/// An answer to another question. It may hold a payload and is not shown.
+fn nonsense(_: &Answer) -> StoreError {
+    StoreError::new(StoreErrorKind::Unknown, "the thread of the store answered another question")
+}
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "sqlite"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(async move {
+            match self.core.reserve(request.clone()).await? {
+                Answer::Reservation(reservation) => Ok(reservation),
+                other => Err(nonsense(&other)),
+            }
+        })
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move {
+            if leases.is_empty() {
+                return Ok(Vec::new());
+            }
+            match self.core.ask_writer(Ask::Renew(leases.to_vec())).await? {
+                Answer::Writes(writes) => Ok(writes),
+                other => Err(nonsense(&other)),
+            }
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.write(Ask::Finish(lease.clone(), finish.clone())))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.write(Ask::Release(lease.clone(), release)))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            // Before the first look: from now on the reader looks for commits of others.
+            let _counted = self.core.count_waiter();
+            let waiter = self.core.waiting.join(key.as_str());
+            let ended = async {
+                loop {
+                    let mut woken = pin!(waiter.woken());
+                    woken.as_mut().enable();
+                    match self.core.ask_reader(Ask::IsPending(key.clone(), attempt)).await? {
+                        Answer::IsPending(true) => woken.await,
+                        Answer::IsPending(false) => return Ok(()),
+                        other => return Err(nonsense(&other)),
+                    }
+                }
+            };
+            race(ended, self.heartbeats.clock().sleep(at_most)).await.unwrap_or(Ok(()))
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            match self.core.ask_reader(Ask::Inspect(key.clone())).await? {
+                Answer::Inspection(inspection) => Ok(inspection),
+                other => Err(nonsense(&other)),
+            }
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.write(Ask::Reopen(key.clone(), attempt)))
+    }
+}

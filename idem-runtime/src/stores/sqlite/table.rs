@@ -1,0 +1,424 @@
+//! The table of records: its form, and what each operation does with a row.
+//!
+//! Everything here runs on a connection that is inside a transaction, whoever began it. What changes a row begins with a
+//! write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock before it looks. `now` is
+//! [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use rusqlite::types::{FromSqlError, Value};
+use rusqlite::{Connection, Row, Statement, ToSql, params};
+
+use crate::record::format::FormatError;
+use crate::record::{Parts, signed_millis};
+use crate::{
+    Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write,
+};
+
+/// What SQLite allows in a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
+const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
+/// When clean-up looks again at a row that it may not judge.
+const NOT_OURS: i64 = 24 * 3600 * 1000;
+
+/// The columns of version 1, in their order. A later version adds one at least, and is refused by that.
+const COLUMNS: [&str; 16] = [
+    "key",
+    "format",
+    "state",
+    "owner",
+    "attempt",
+    "starts",
+    "fingerprint",
+    "on_crash_fail",
+    "lease_ms",
+    "ttl_ms",
+    "lapses_at",
+    "expires_at",
+    "listed_at",
+    "codec",
+    "result_bytes",
+    "result",
+];
+
+/// Why an operation has no answer.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// SQLite refused or failed.
+    Sqlite(rusqlite::Error),
+    /// The row is not a record.
+    Format(FormatError),
+    /// The result is larger than a row can be.
+    TooLarge(usize),
+}
+
+impl From<rusqlite::Error> for Trouble {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+impl From<FormatError> for Trouble {
+    fn from(error: FormatError) -> Self {
+        Self::Format(error)
+    }
+}
+
+impl From<FromSqlError> for Trouble {
+    fn from(_: FromSqlError) -> Self {
+        Self::Format(FormatError::Damaged)
+    }
+}
+
+/// How a table with the name of ours looks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Form {
+    Absent,
+    Ours,
+    /// All our columns and these.
+    Later(Vec<String>),
+    Foreign,
+}
+
+/// The form of the table `name`.
+pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<Form> {
+    let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
+    let columns = columns.query_map([name], |row| row.get::<_, String>(0))?;
+    let columns = columns.collect::<rusqlite::Result<Vec<_>>>()?;
+    Ok(match COLUMNS.iter().all(|ours| columns.iter().any(|column| column == ours)) {
+        _ if columns.is_empty() => Form::Absent,
+        true if columns.len() == COLUMNS.len() => Form::Ours,
+        true => Form::Later(columns.into_iter().filter(|column| !COLUMNS.contains(&&**column)).collect()),
+        false => Form::Foreign,
+    })
+}
+
+/// Creates the table `name` and its index; what is there already stays.
+pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()> {
+    // Times are milliseconds since 1970. What waiting duplicates and clean-up look at comes before the result, which may
+    // be long. Completions change no indexed column: `listed_at` is when clean-up looks at the row next.
+    connection.execute_batch(&format!(
+        r#"CREATE TABLE IF NOT EXISTS "{name}" (
+    key           TEXT    NOT NULL PRIMARY KEY,
+    format        INTEGER NOT NULL,
+    state         TEXT    NOT NULL,
+    owner         BLOB    NOT NULL,
+    attempt       INTEGER NOT NULL,
+    starts        INTEGER NOT NULL,
+    fingerprint   BLOB,
+    on_crash_fail INTEGER NOT NULL,
+    lease_ms      INTEGER,
+    ttl_ms        INTEGER,
+    lapses_at     INTEGER,
+    expires_at    INTEGER NOT NULL,
+    listed_at     INTEGER NOT NULL,
+    codec         TEXT,
+    result_bytes  INTEGER,
+    result        BLOB
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);"#
+    ))
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Sql {
+    Insert,
+    Replace,
+    Select,
+    Pending,
+    Finish,
+    Release,
+    Renew,
+    Reopen,
+    Due,
+    Delete,
+    Relist,
+}
+
+impl Sql {
+    const COUNT: usize = Self::Relist as usize + 1;
+
+    fn text(self, table: &str) -> String {
+        // The rows that an owner may write to.
+        let owned = "key = ?1 AND owner = ?2 AND state = 'P' AND format = 1 AND expires_at > ?3";
+        match self {
+            Self::Insert => format!(
+                r#"INSERT INTO "{table}" (key, owner, format, state, attempt, starts, fingerprint, on_crash_fail, lease_ms,
+                ttl_ms, lapses_at, expires_at, listed_at)
+                VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13) ON CONFLICT (key) DO NOTHING"#
+            ),
+            Self::Replace => format!(
+                r#"UPDATE "{table}" SET owner = ?2, format = ?3, state = ?4, attempt = ?5, starts = ?6, fingerprint = ?7,
+                on_crash_fail = ?8, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, codec = NULL,
+                result_bytes = NULL, result = NULL WHERE key = ?1"#
+            ),
+            Self::Select => format!(
+                r#"SELECT format, expires_at, state, owner, attempt, starts, fingerprint, on_crash_fail, lease_ms, ttl_ms,
+                lapses_at, codec, result_bytes, result FROM "{table}" WHERE key = ?1"#
+            ),
+            Self::Pending => {
+                format!(r#"SELECT 1 FROM "{table}" WHERE key = ?1 AND attempt = ?2 AND state = 'P' AND expires_at > ?3"#)
+            }
+            Self::Finish => format!(
+                r#"UPDATE "{table}" SET state = ?4, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
+                expires_at = ?5, codec = ?6, result_bytes = ?7, result = ?8 WHERE {owned}"#
+            ),
+            Self::Release => format!(
+                r#"UPDATE "{table}" SET state = ?4, starts = max(starts - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
+                ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
+            ),
+            Self::Renew => format!(r#"UPDATE "{table}" SET lapses_at = ?4, expires_at = ?5 WHERE {owned}"#),
+            Self::Reopen => format!(
+                r#"UPDATE "{table}" SET state = 'R', starts = 0, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL,
+                lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
+            ),
+            Self::Due => {
+                format!(r#"SELECT key, expires_at FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at LIMIT ?2"#)
+            }
+            Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
+            Self::Relist => {
+                format!(r#"UPDATE "{table}" SET listed_at = iif(expires_at > ?2, expires_at, ?3) WHERE key = ?1"#)
+            }
+        }
+    }
+}
+
+/// A record and its times.
+struct Found {
+    record: Record,
+    lapses_at: Option<i64>,
+    expires_at: i64,
+}
+
+impl Found {
+    /// What is left of the lease; zero unless pending.
+    fn lapses_in(&self, now: i64) -> Duration {
+        self.lapses_at.map_or(Duration::ZERO, |at| until(at, now))
+    }
+}
+
+fn until(at: i64, now: i64) -> Duration {
+    Duration::from_millis(u64::try_from(at.saturating_sub(now)).unwrap_or_default())
+}
+
+fn after(now: i64, duration: Duration) -> i64 {
+    now.saturating_add(signed_millis(duration))
+}
+
+/// The table of records on one connection, with its statements prepared when they are first needed.
+pub(crate) struct Table<'c> {
+    connection: &'c Connection,
+    name: &'c str,
+    statements: [Option<Statement<'c>>; Sql::COUNT],
+}
+
+impl<'c> Table<'c> {
+    pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
+        Self { connection, name, statements: [const { None }; Sql::COUNT] }
+    }
+
+    fn sql(&mut self, sql: Sql) -> rusqlite::Result<&mut Statement<'c>> {
+        let slot = &mut self.statements[sql as usize];
+        match slot {
+            Some(statement) => Ok(statement),
+            None => Ok(slot.insert(self.connection.prepare(&sql.text(self.name))?)),
+        }
+    }
+
+    /// Reserves, or says what is there.
+    pub(crate) fn reserve(&mut self, request: &Reserve, now: i64) -> Result<Reservation, Trouble> {
+        let first = Record::first(request);
+        if self.put(Sql::Insert, &request.key, &first, Some(request.ttl), now)? {
+            return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false });
+        }
+        let (record, takeover) = match self.meet(request, now)? {
+            Some(Meeting::Answer(answer)) => return Ok(answer),
+            Some(Meeting::Replace { with, takeover }) => (with, takeover),
+            None => (first, false),
+        };
+        self.put(Sql::Replace, &request.key, &record, None, now)?;
+        Ok(Reservation::Reserved { lease: record.lease(request), takeover })
+    }
+
+    /// The answer to a reservation that changes nothing; `None` if it has to write.
+    pub(crate) fn answer(&mut self, request: &Reserve, now: i64) -> Result<Option<Reservation>, Trouble> {
+        Ok(match self.meet(request, now)? {
+            Some(Meeting::Answer(answer)) => Some(answer),
+            _ => None,
+        })
+    }
+
+    fn meet(&mut self, request: &Reserve, now: i64) -> Result<Option<Meeting>, Trouble> {
+        let found = self.find(&request.key, now)?;
+        Ok(found.map(|found| found.record.meet(request, found.lapses_in(now))))
+    }
+
+    /// Writes a pending record. False if there is a row already, when inserting.
+    fn put(
+        &mut self,
+        sql: Sql,
+        key: &Key,
+        record: &Record,
+        listed_in: Option<Duration>,
+        now: i64,
+    ) -> rusqlite::Result<bool> {
+        let Parts { format, state, owner, attempt, starts, fingerprint, on_crash_fail, lease_ms, ttl_ms, .. } =
+            Parts::of(record);
+        let lapses_at = lease_ms.map(|ms| now.saturating_add(ms));
+        let expires_at = after(now, record.retention(Duration::ZERO));
+        // A finish is never due sooner than this, so that it needs no other entry in the index.
+        let listed_at = listed_in.map(|ttl| after(now, ttl));
+        let columns: [&dyn ToSql; 13] = [
+            &key.as_str(),
+            &owner,
+            &format,
+            &state,
+            &attempt,
+            &starts,
+            &fingerprint,
+            &on_crash_fail,
+            &lease_ms,
+            &ttl_ms,
+            &lapses_at,
+            &expires_at,
+            &listed_at,
+        ];
+        let count = columns.len() - usize::from(listed_at.is_none());
+        Ok(self.sql(sql)?.execute(&columns[..count])? == 1)
+    }
+
+    /// Ends the attempt with a result.
+    pub(crate) fn finish(&mut self, lease: &Lease, finish: &Finish, now: i64) -> Result<Write, Trouble> {
+        let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
+        if let Payload::Stored { bytes, .. } = payload
+            && bytes.len() > MAX_RESULT_BYTES
+        {
+            return Err(Trouble::TooLarge(bytes.len()));
+        }
+        let record = Record::after(lease, finish.state());
+        let Parts { state, owner, codec, result_bytes, result, .. } = Parts::of(&record);
+        let (key, expires_at) = (lease.key.as_str(), after(now, lease.ttl));
+        let columns = params![key, owner, now, state, expires_at, codec, result_bytes, result.as_deref()];
+        match self.sql(Sql::Finish)?.execute(columns)? {
+            0 => self.ended(lease, true, now),
+            _ => Ok(Write::Done),
+        }
+    }
+
+    /// Ends the attempt without a result.
+    pub(crate) fn release(&mut self, lease: &Lease, release: Release, now: i64) -> Result<Write, Trouble> {
+        let (key, owner, expires_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.ttl));
+        let refund = i64::from(release == Release::NotStarted);
+        let columns = params![key, owner, now, release.state().letter(), expires_at, refund];
+        match self.sql(Sql::Release)?.execute(columns)? {
+            0 => self.ended(lease, false, now),
+            _ => Ok(Write::Done),
+        }
+    }
+
+    /// What a write that found no pending record of its owner is answered: done if it was done before.
+    fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Write, Trouble> {
+        let found = self.find(&lease.key, now)?;
+        // A finished record of this attempt is done; a released one is not finished any more.
+        let repeated = found.is_some_and(|Found { record, .. }| {
+            record.owner == lease.owner
+                && !matches!(record.state, State::Pending { .. })
+                && record.is_finished() == with_result
+        });
+        Ok(if repeated { Write::Done } else { Write::Refused })
+    }
+
+    /// Counts lease and retention anew.
+    pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
+        let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
+        let renewed = self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
+        Ok(if renewed == 1 { Write::Done } else { Write::Refused })
+    }
+
+    /// An operator's decision.
+    pub(crate) fn reopen(&mut self, key: &Key, attempt: u32, now: i64) -> Result<Write, Trouble> {
+        let found = self.find(key, now)?;
+        match found.filter(|found| found.record.attempt == attempt && found.lapses_in(now).is_zero()) {
+            Some(_) => {
+                self.sql(Sql::Reopen)?.execute([key.as_str()])?;
+                Ok(Write::Done)
+            }
+            None => Ok(Write::Refused),
+        }
+    }
+
+    /// The record as an operator sees it.
+    pub(crate) fn inspect(&mut self, key: &Key, now: i64) -> Result<Option<Inspection>, Trouble> {
+        Ok(self.find(key, now)?.map(|found| Inspection {
+            expires_in: until(found.expires_at, now),
+            lapses_in: found.lapses_at.map(|at| until(at, now)),
+            record: found.record,
+        }))
+    }
+
+    /// Whether attempt `attempt` is pending.
+    pub(crate) fn is_pending(&mut self, key: &Key, attempt: u32, now: i64) -> Result<bool, Trouble> {
+        Ok(self.sql(Sql::Pending)?.exists(params![key.as_str(), attempt, now])?)
+    }
+
+    /// The record of `key`, unless its retention has ended.
+    fn find(&mut self, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
+        let mut rows = self.sql(Sql::Select)?.query([key.as_str()])?;
+        match rows.next()? {
+            Some(row) => read(row, now),
+            None => Ok(None),
+        }
+    }
+
+    /// Looks at up to `limit` rows that are listed by now, removes those whose retention has ended, and says how many.
+    /// The others are listed anew: most were renewed or finished since.
+    pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
+        let due = self.sql(Sql::Due)?.query_map(params![now, limit], |row| row.get::<_, Value>(0))?;
+        let due = due.collect::<rusqlite::Result<Vec<_>>>()?;
+        let mut removed = 0;
+        for key in due {
+            match self.sql(Sql::Delete)?.execute(params![key, now])? {
+                0 => {
+                    self.sql(Sql::Relist)?.execute(params![key, now, now.saturating_add(NOT_OURS)])?;
+                }
+                _ => removed += 1,
+            }
+        }
+        Ok(removed)
+    }
+}
+
+/// The record in a row, `None` if its retention has ended. What another version wrote is not judged by its times.
+fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
+    let column = |index| row.get_ref(index);
+    let format = column(0)?.as_i64()?;
+    let expires_at = column(1)?.as_i64()?;
+    if format == Parts::VERSION && expires_at <= now {
+        return Ok(None);
+    }
+    let on_crash_fail = match column(7)?.as_i64()? {
+        0 => false,
+        1 => true,
+        _ => return Err(FormatError::Damaged.into()),
+    };
+    let lapses_at = column(10)?.as_i64_or_null()?;
+    let parts = Parts {
+        format,
+        state: column(2)?.as_str()?,
+        owner: column(3)?.as_blob()?,
+        attempt: column(4)?.as_i64()?,
+        starts: column(5)?.as_i64()?,
+        fingerprint: column(6)?.as_blob_or_null()?,
+        on_crash_fail,
+        lease_ms: column(8)?.as_i64_or_null()?,
+        ttl_ms: column(9)?.as_i64_or_null()?,
+        codec: column(11)?.as_str_or_null()?,
+        result_bytes: column(12)?.as_i64_or_null()?,
+        result: column(13)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
+    };
+    let record = parts.record()?;
+    if matches!(record.state, State::Pending { .. }) != lapses_at.is_some() {
+        return Err(FormatError::Damaged.into());
+    }
+    Ok(Some(Found { record, lapses_at, expires_at }))
+}
