@@ -403,7 +403,7 @@ macro_rules! forward {
     )* };
 }
 
-#[cfg(any(feature = "memory", feature = "redis"))]
+#[cfg(any(feature = "memory", feature = "postgres", feature = "redis"))]
 pub(crate) use forward;
 
 forward! {

@@ -7,6 +7,7 @@ use idem_runtime::{RedisStore, Store};
 /// The store that `spec` names:
 ///
 /// - `redis URL PREFIX`
+/// - `postgres URL SCHEMA`
 ///
 /// # Panics
 /// If it can't be opened.
@@ -15,6 +16,11 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
     match words[..] {
         ["redis", url, prefix] => {
             Arc::new(RedisStore::options().prefix(prefix).connect(url).await.expect("the server is there"))
+        }
+        #[cfg(feature = "postgres")]
+        ["postgres", url, schema] => {
+            let options = idem_runtime::PostgresStore::options().schema(schema);
+            Arc::new(options.connect(url).await.expect("the server is there"))
         }
         _ => panic!("`{spec}` names no store"),
     }
