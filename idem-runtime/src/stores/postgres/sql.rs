@@ -96,13 +96,13 @@ pub(super) struct Statements {
     pub(super) check: Statement,
 }
 
-/// What a row is read from, in this order.
+/// What a row is read from, in this order. `now()` may be earlier than the latest write that the statement sees.
 const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.starts, r.fingerprint, r.on_crash_fail, r.lease_ms, \
-                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, now()";
+                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, clock_timestamp()";
 /// The same for a record that was made just now.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
-                    NULL::timestamptz, now()";
+                    NULL::timestamptz, NULL::timestamptz";
 /// Where [`RECORD`] is followed by the key.
 const KEY_AT: usize = 15;
 
