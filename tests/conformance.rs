@@ -17,6 +17,10 @@ store_conformance!(redis, Kind::Redis.subject().await);
 store_conformance!(valkey, Kind::Valkey.subject().await);
 #[cfg(feature = "sqlite")]
 store_conformance!(sqlite, idem_tests::sqlite::subject().await);
+#[cfg(feature = "postgres")]
+store_conformance!(postgres, idem_tests::postgres::subject().await);
+#[cfg(feature = "postgres")]
+store_conformance!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// A name that the macro must leave alone.

@@ -103,6 +103,8 @@ pub use store::{
 };
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
+#[cfg(feature = "postgres")]
+pub use stores::postgres::{PostgresOptions, PostgresStore};
 #[cfg(feature = "redis")]
 pub use stores::redis::{RedisOptions, RedisStore};
 #[cfg(feature = "sqlite")]

@@ -403,7 +403,7 @@ macro_rules! forward {
     )* };
 }
 
-#[cfg(any(feature = "memory", feature = "redis", feature = "sqlite"))]
+#[allow(unused_imports, reason = "without a store of the library nobody else forwards")]
 pub(crate) use forward;
 
 forward! {

@@ -55,6 +55,11 @@ impl Proxy {
         format!("redis://{}", self.address)
     }
 
+    /// The port it listens on.
+    pub fn port(&self) -> u16 {
+        self.address.port()
+    }
+
     /// What it does from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);

@@ -8,6 +8,7 @@ use idem_runtime::{RedisStore, Store};
 ///
 /// - `redis URL PREFIX`
 /// - `sqlite PATH`
+/// - `postgres URL SCHEMA`
 ///
 /// # Panics
 /// If it can't be opened.
@@ -19,6 +20,11 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         }
         #[cfg(feature = "sqlite")]
         ["sqlite", path] => Arc::new(idem_runtime::SqliteStore::open(path).await.expect("the file can be opened")),
+        #[cfg(feature = "postgres")]
+        ["postgres", url, schema] => {
+            let options = idem_runtime::PostgresStore::options().schema(schema);
+            Arc::new(options.connect(url).await.expect("the server is there"))
+        }
         _ => panic!("`{spec}` names no store"),
     }
 }

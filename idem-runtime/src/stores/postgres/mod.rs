@@ -1,0 +1,632 @@
+//! Records in a table of a PostgreSQL server.
+//!
+//! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads the row that is
+//! there: no replay locks a row or writes one. Whatever changes a row is one `UPDATE` that compares the owner token, and
+//! every time is the server's `now()`. No transaction is open while a handler runs.
+
+mod client;
+mod lanes;
+mod options;
+mod sql;
+mod wake;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use tokio::task::AbortHandle;
+use tokio_postgres::types::ToSql;
+
+use self::client::{Database, Effect, Failure, Hidden};
+use self::lanes::{Lanes, Work};
+pub use self::options::PostgresOptions;
+use self::sql::{Found, Met, Statement, Statements};
+use self::wake::Wakeups;
+use crate::clock::all;
+use crate::record::{Parts, format};
+use crate::store::forward;
+use crate::{
+    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State,
+    Store, StoreError, StoreErrorKind, StoreFuture, Write,
+};
+
+/// How often a call looks again at a record that changes under its eyes. Each time another attempt has got ahead, so this
+/// is a bound on what can't happen rather than on what may.
+const LOOKS: usize = 1_000;
+/// How many leases one statement renews: a bound on how long it keeps their rows from those that finish.
+const RENEWED_AT_ONCE: usize = 500;
+/// How many reservations in a row, of 256, have to be replays for the next to look before it reserves.
+const MOSTLY: u32 = 128;
+
+/// A store in a PostgreSQL server, 12 or newer.
+///
+/// - *Atomicity*: the primary key decides who is first, `UPDATE`s that compare the owner token decide the rest. Each is a
+///   transaction of its own.
+/// - *Clock*: the server's. A clock step of the server, or a failover to one whose clock differs, moves leases and
+///   retentions with it.
+/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on, as they are unless somebody turned them
+///   off, nothing acknowledged is lost in a crash; [`connect`](PostgresStore::connect) logs a warning otherwise. A
+///   failover to a standby that is not synchronous forgets what had not reached it.
+/// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 1 GB. Rows are deleted by
+///   [`purge`](PostgresStore::purge) only, or by [`purge_every`](PostgresOptions::purge_every).
+/// - *Cost*: two statements for a first run, one for a replay or a running attempt; those of concurrent tasks leave
+///   together and share one commit, a lone one never waits. A heartbeat is one statement for up to 500 leases.
+///
+/// The table is made by [`ensure_schema`](PostgresOptions::ensure_schema), or by migrations of your own from
+/// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. They live on the tokio runtime they were made
+/// on.
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+/// use idem_runtime::PostgresStore;
+/// let url = "postgres://shop:password@localhost/shop";
+/// let store = PostgresStore::options().ensure_schema().connect(url).await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct PostgresStore(Arc<Shared>);
+
+impl PostgresStore {
+    /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs as
+    /// libpq takes them. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); without it
+    /// nothing is encrypted. Of several hosts the one that takes writes is used. [`PostgresOptions`] has more settings.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
+    /// something else, a standby, and a table that is not there or is another version's;
+    /// [`StoreErrorKind::Unavailable`] if nobody answers.
+    pub async fn connect(url: &str) -> Result<Self, StoreError> {
+        Self::options().connect(url).await
+    }
+
+    /// Settings for a connection.
+    pub fn options() -> PostgresOptions {
+        PostgresOptions::default()
+    }
+
+    /// The statements that make the table in a schema of this name, for migrations of your own. They may be run again.
+    ///
+    /// ```
+    /// # use idem_runtime::PostgresStore;
+    /// assert!(PostgresStore::schema_sql("idem").contains(r#"CREATE TABLE IF NOT EXISTS "idem".records"#));
+    /// ```
+    pub fn schema_sql(schema: &str) -> String {
+        sql::ddl(schema)
+    }
+
+    /// Deletes expired records, looking at no more than `batch` rows, and says how many that were.
+    ///
+    /// One statement. Rows that somebody is writing to are left for the next time, and records that were renewed since
+    /// are put off. Whether a record is purged changes nothing but the size of the table.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the server did not confirm; it may be repeated.
+    pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
+        Ok(self.0.purge(batch).await?.0)
+    }
+
+    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl fmt::Debug for PostgresStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+forward! { () PostgresStore => shared; }
+
+struct Shared {
+    this: Weak<Shared>,
+    heartbeats: Heartbeats,
+    schema: Box<str>,
+    server: Arc<Server>,
+    reserves: Lanes<Reserves>,
+    ends: Lanes<Ends>,
+    wakeups: Wakeups,
+    purger: OnceLock<AbortHandle>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresStore").field("schema", &self.schema).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Some(purger) = self.purger.get() {
+            purger.abort();
+        }
+    }
+}
+
+/// The connections, and what is said over them.
+#[derive(Debug)]
+struct Server {
+    database: Database,
+    sql: Statements,
+}
+
+impl Server {
+    async fn rows(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+        effect: Effect,
+    ) -> Result<Vec<tokio_postgres::Row>, Failure> {
+        self.database.query(statement, params, effect).await
+    }
+
+    /// Whether the statement changed a row.
+    async fn changes(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<bool, Failure> {
+        Ok(!self.rows(statement, params, Effect::Writes).await?.is_empty())
+    }
+
+    /// The record that is there, expired or not.
+    async fn look(&self, key: &str) -> Result<Option<Found>, StoreError> {
+        match self.rows(&self.sql.look, &[&key], Effect::Reads).await?.first().map(sql::met) {
+            Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
+            Some(Met::Made | Met::Unseen) => Err(corrupt(format::FormatError::Damaged)),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Reservations.
+struct Reserves {
+    server: Arc<Server>,
+    /// How many of 256 reservations were replays lately.
+    replays: AtomicU32,
+}
+
+/// A key as the sorted batches need it: every process locks rows in the same order, so none waits in a circle.
+fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..operations.len()).collect();
+    order.sort_by(|a, b| key(&operations[*a]).cmp(key(&operations[*b])));
+    order
+}
+
+impl Reserves {
+    /// Whether most reservations were replays lately: then a plain look is all that most of them need.
+    fn expects_replays(&self) -> bool {
+        self.replays.load(Ordering::Relaxed) >= MOSTLY
+    }
+
+    /// Notes how many of `asked` reservations met a record that had finished.
+    fn note(&self, replays: usize, asked: usize) {
+        let before = self.replays.load(Ordering::Relaxed);
+        let now = u32::try_from(256 * replays / asked.max(1)).unwrap_or(256);
+        // A lone replay among first runs, or a first run among replays, says little.
+        let weight = if asked > 8 { 4 } else { 8 };
+        self.replays.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
+    }
+
+    /// Answers for requests with different keys, in their order.
+    async fn distinct(&self, requests: &[&Reserve]) -> Result<Vec<Met>, Failure> {
+        let mut met: Vec<Met> = requests.iter().map(|_| Met::Unseen).collect();
+        let keys: HashMap<&str, usize> = requests.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
+        let mut absent: Vec<&Reserve> = requests.to_vec();
+        if self.expects_replays() {
+            let keys_asked: Vec<&str> = requests.iter().map(|it| it.key.as_str()).collect();
+            let rows = self.server.rows(&self.server.sql.look_many, &[&keys_asked], Effect::Reads).await?;
+            for row in &rows {
+                if let Some(i) = sql::key(row).and_then(|key| keys.get(key)) {
+                    met[*i] = sql::met(row);
+                }
+            }
+            absent.retain(|it| matches!(met[keys[it.key.as_str()]], Met::Unseen));
+        }
+        if !absent.is_empty() {
+            let column = |of: fn(&Reserve) -> i64| absent.iter().map(|it| of(it)).collect::<Vec<_>>();
+            let names: Vec<&str> = absent.iter().map(|it| it.key.as_str()).collect();
+            let owners: Vec<&[u8]> = absent.iter().map(|it| &it.owner.as_bytes()[..]).collect();
+            let fingerprints: Vec<_> = absent.iter().map(|it| fingerprint(it)).collect();
+            let on_crash_fail: Vec<bool> = absent.iter().map(|it| on_crash_fail(it)).collect();
+            let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
+            let params: [&(dyn ToSql + Sync); 6] =
+                [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls];
+            for row in &self.server.rows(&self.server.sql.reserve_many, &params, Effect::Writes).await? {
+                if let Some(i) = sql::key(row).and_then(|key| keys.get(key)) {
+                    // A record that was purged while this one was made is history.
+                    if !matches!(met[*i], Met::Made) {
+                        met[*i] = sql::met(row);
+                    }
+                }
+            }
+        }
+        self.note(met.iter().filter(|met| is_replay(met)).count(), met.len());
+        Ok(met)
+    }
+}
+
+fn is_replay(met: &Met) -> bool {
+    matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
+}
+
+fn fingerprint(request: &Reserve) -> Option<&[u8]> {
+    request.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..])
+}
+
+fn on_crash_fail(request: &Reserve) -> bool {
+    Parts::of(&Record::first(request)).on_crash_fail
+}
+
+impl Work for Reserves {
+    type Operation = Reserve;
+    type Answer = Met;
+
+    const LANES: usize = 2;
+
+    fn database(&self) -> &Database {
+        &self.server.database
+    }
+
+    fn bytes(request: &Reserve) -> usize {
+        request.key.as_str().len() + 80
+    }
+
+    async fn one(&self, request: &Reserve) -> Result<Met, Failure> {
+        let key = request.key.as_str();
+        if self.expects_replays() {
+            let rows = self.server.rows(&self.server.sql.look, &[&key], Effect::Reads).await?;
+            if let Some(row) = rows.first() {
+                let met = sql::met(row);
+                self.note(usize::from(is_replay(&met)), 1);
+                return Ok(met);
+            }
+        }
+        let params: [&(dyn ToSql + Sync); 6] = [
+            &key,
+            &Hidden(&request.owner.as_bytes()[..]),
+            &Hidden(fingerprint(request)),
+            &on_crash_fail(request),
+            &sql::millis(request.lease),
+            &sql::millis(request.ttl),
+        ];
+        let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
+        let mut met = Met::Unseen;
+        for row in &rows {
+            if !matches!(met, Met::Made) {
+                met = sql::met(row);
+            }
+        }
+        self.note(usize::from(is_replay(&met)), 1);
+        Ok(met)
+    }
+
+    async fn many(&self, requests: &[Reserve]) -> Result<Vec<Met>, Failure> {
+        let order = by_key(requests, |it| it.key.as_str());
+        let groups: Vec<&[usize]> = order.chunk_by(|a, b| requests[*a].key == requests[*b].key).collect();
+        let firsts: Vec<&Reserve> = groups.iter().map(|group| &requests[group[0]]).collect();
+        let met = self.distinct(&firsts).await?;
+        let mut answers: Vec<Met> = requests.iter().map(|_| Met::Unseen).collect();
+        for (group, met) in groups.into_iter().zip(met) {
+            for i in &group[1..] {
+                answers[*i] = match &met {
+                    // The first of them has it, and the others meet what it has made.
+                    Met::Made => {
+                        let first = &requests[group[0]];
+                        Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
+                    }
+                    met => met.clone(),
+                };
+            }
+            answers[group[0]] = met;
+        }
+        Ok(answers)
+    }
+}
+
+/// The ends of attempts.
+struct Ends(Arc<Server>);
+
+/// The end of one attempt.
+struct End {
+    key: Key,
+    owner: Owner,
+    record: Record,
+    refund: i64,
+    ttl: Duration,
+}
+
+impl Ends {
+    async fn distinct(&self, ends: &[&End]) -> Result<Vec<bool>, Failure> {
+        let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
+        let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
+        let owners: Vec<&[u8]> = ends.iter().map(|it| &it.owner.as_bytes()[..]).collect();
+        let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
+        let states: Vec<&str> = parts.iter().map(|it| it.state).collect();
+        let refunds: Vec<i64> = ends.iter().map(|it| it.refund).collect();
+        let codecs: Vec<Option<&str>> = parts.iter().map(|it| it.codec).collect();
+        let results: Vec<Option<&[u8]>> = parts.iter().map(|it| it.result.as_deref()).collect();
+        let sizes: Vec<Option<i64>> = parts.iter().map(|it| it.result_bytes).collect();
+        let ttls: Vec<i64> = ends.iter().map(|it| sql::millis(it.ttl)).collect();
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls];
+        let mut done = vec![false; ends.len()];
+        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Writes).await? {
+            if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
+                done[*i] = true;
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl Work for Ends {
+    type Operation = End;
+    /// Whether it ended a pending record.
+    type Answer = bool;
+
+    const LANES: usize = 2;
+
+    fn database(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn bytes(end: &End) -> usize {
+        let result = match &end.record.state {
+            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => bytes.len(),
+            _ => 0,
+        };
+        end.key.as_str().len() + result + 80
+    }
+
+    async fn one(&self, end: &End) -> Result<bool, Failure> {
+        let parts = Parts::of(&end.record);
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &end.key.as_str(),
+            &Hidden(&end.owner.as_bytes()[..]),
+            &parts.state,
+            &end.refund,
+            &parts.codec,
+            &Hidden(parts.result.as_deref()),
+            &parts.result_bytes,
+            &sql::millis(end.ttl),
+        ];
+        self.0.changes(&self.0.sql.end, &params).await
+    }
+
+    async fn many(&self, ends: &[End]) -> Result<Vec<bool>, Failure> {
+        let order = by_key(ends, |it| it.key.as_str());
+        let mut done = vec![false; ends.len()];
+        // Of several ends of one key each has a statement of its own: in one, which of them counts would be anybody's guess.
+        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
+        let mut turn = 0;
+        loop {
+            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
+            if some.is_empty() {
+                return Ok(done);
+            }
+            let distinct: Vec<&End> = some.iter().map(|i| &ends[*i]).collect();
+            for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
+                done[*i] = was_done;
+            }
+            turn += 1;
+        }
+    }
+}
+
+impl Shared {
+    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        for _ in 0..LOOKS {
+            let found = match self.reserves.call(request.clone()).await? {
+                Met::Made => {
+                    return Ok(Reservation::Reserved { lease: Record::first(request).lease(request), takeover: false });
+                }
+                Met::Found(found) => found.map_err(corrupt)?,
+                // It is there for the next statement.
+                Met::Unseen => continue,
+            };
+            let (with, takeover) = if found.is_expired() {
+                (Record::first(request), false)
+            } else {
+                match found.record.meet(request, found.lapses_in()) {
+                    Meeting::Answer(answer) => return Ok(answer),
+                    Meeting::Replace { with, takeover } => (with, takeover),
+                }
+            };
+            if self.replace(request, &found, &with).await? {
+                return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+            }
+        }
+        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+    }
+
+    /// Replaces the record that was met, if it still is the one that was met.
+    async fn replace(&self, request: &Reserve, met: &Found, with: &Record) -> Result<bool, Failure> {
+        let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
+        let params: [&(dyn ToSql + Sync); 12] = [
+            &request.key.as_str(),
+            &Hidden(parts.owner),
+            &Hidden(parts.fingerprint),
+            &parts.on_crash_fail,
+            &sql::millis(request.lease),
+            &sql::millis(request.ttl),
+            &parts.attempt,
+            &parts.starts,
+            &Hidden(seen.owner),
+            &seen.attempt,
+            &seen.state,
+            &met.is_expired(),
+        ];
+        self.server.changes(&self.server.sql.replace, &params).await
+    }
+
+    /// Compare-and-set on the owner token: a pending record becomes `state`; one that is there already is recognised.
+    async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
+        let finishes = matches!(state, State::Completed(_) | State::Failed(_));
+        let record = Record::after(lease, state);
+        for _ in 0..LOOKS {
+            let end =
+                End { key: lease.key.clone(), owner: lease.owner, record: record.clone(), refund, ttl: lease.ttl };
+            if self.ends.call(end).await? {
+                return Ok(Write::Done);
+            }
+            let found = self.server.look(lease.key.as_str()).await?;
+            let Some(found) = found.filter(|found| !found.is_expired() && found.record.owner == lease.owner) else {
+                return Ok(Write::Refused);
+            };
+            // The record is this attempt's own. A finished one is done; a released one is not finished any more. A pending
+            // one was made after it was found missing.
+            if !matches!(found.record.state, State::Pending { .. }) {
+                return Ok(if found.record.is_finished() == finishes { Write::Done } else { Write::Refused });
+            }
+        }
+        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+    }
+
+    async fn renew_some(&self, leases: &[&Lease]) -> Result<Vec<(String, [u8; Owner::BYTES])>, Failure> {
+        let keys: Vec<&str> = leases.iter().map(|lease| lease.key.as_str()).collect();
+        let owners: Vec<&[u8]> = leases.iter().map(|lease| &lease.owner.as_bytes()[..]).collect();
+        let owners = Hidden(owners);
+        let params: [&(dyn ToSql + Sync); 2] = [&keys, &owners];
+        let renew = || self.server.rows(&self.server.sql.renew, &params, Effect::Writes);
+        let rows = match renew().await {
+            Err(failure) if failure.is_deadlock => renew().await?,
+            answer => answer?,
+        };
+        let renewed = rows.iter().filter_map(|row| {
+            let owner = row.try_get::<_, &[u8]>(1).ok()?.try_into().ok()?;
+            Some((row.try_get(0).ok()?, owner))
+        });
+        Ok(renewed.collect())
+    }
+
+    async fn purge(&self, batch: u32) -> Result<(u64, u64), StoreError> {
+        let purge = &self.server.sql.purge;
+        let rows = self.server.rows(purge, &[&i64::from(batch)], Effect::Writes).await?;
+        let count = |at: usize| {
+            let count: Option<i64> = rows.first().and_then(|row| row.try_get(at).ok());
+            u64::try_from(count.unwrap_or_default()).unwrap_or_default()
+        };
+        Ok((count(0), count(1)))
+    }
+
+    /// Purges every `interval`, as long as the store lives.
+    fn start_purger(&self, interval: Duration, batch: u32) {
+        let (this, clock) = (Weak::clone(&self.this), Arc::clone(self.server.database.clock()));
+        let task = tokio::spawn(async move {
+            loop {
+                clock.sleep(interval).await;
+                loop {
+                    let Some(this) = this.upgrade() else { return };
+                    match this.purge(batch).await {
+                        Ok((gone, kept)) if gone + kept >= u64::from(batch) => {}
+                        Ok(_) => break,
+                        Err(error) => {
+                            tracing::warn!(%error, "expired records could not be purged; trying again");
+                            break;
+                        }
+                    }
+                }
+            }
+        });
+        if let Err(task) = self.purger.set(task.abort_handle()) {
+            task.abort();
+        }
+    }
+}
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "postgres"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move {
+            let order = by_key(leases, |lease| lease.key.as_str());
+            let sorted: Vec<&Lease> = order.iter().map(|i| &leases[*i]).collect();
+            let mut calls: Vec<_> =
+                sorted.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
+            let mut renewed = std::collections::HashSet::with_capacity(leases.len());
+            for some in all(&mut calls).await {
+                renewed.extend(some?);
+            }
+            Ok(leases
+                .iter()
+                .map(|lease| {
+                    let is_renewed = renewed.contains(&(lease.key.as_str().to_owned(), *lease.owner.as_bytes()));
+                    if is_renewed { Write::Done } else { Write::Refused }
+                })
+                .collect())
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
+            if let Payload::Stored { bytes, .. } = payload
+                && bytes.len() > sql::MAX_RESULT_BYTES
+            {
+                let message = format!("the result has {} bytes, a row holds {}", bytes.len(), sql::MAX_RESULT_BYTES);
+                return Err(StoreError::new(StoreErrorKind::TooLarge, message));
+            }
+            self.end(lease, finish.state(), 0).await
+        })
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.end(lease, release.state(), i64::from(release == Release::NotStarted)))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            let mark = async {
+                let sql = &self.server.sql;
+                let (statement, effect) = if self.wakeups.listens() {
+                    (&sql.mark, Effect::Writes)
+                } else {
+                    (&sql.is_pending, Effect::Reads)
+                };
+                let rows = self.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
+                Ok(rows.first().and_then(|row| row.try_get(0).ok()).unwrap_or(false))
+            };
+            self.wakeups.wait(key.as_str(), at_most, mark).await
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let found = self.server.look(key.as_str()).await?.filter(|found| !found.is_expired());
+            Ok(found.map(|found| {
+                let lapses_in = matches!(found.record.state, State::Pending { .. }).then(|| found.lapses_in());
+                Inspection { expires_in: found.expires_in(), lapses_in, record: found.record }
+            }))
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            let reopen = &self.server.sql.reopen;
+            let reopened = self.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
+            Ok(if reopened { Write::Done } else { Write::Refused })
+        })
+    }
+}
+
+fn corrupt(error: format::FormatError) -> StoreError {
+    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
+}

@@ -1,0 +1,280 @@
+//! How to connect, and what the server has to be.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime};
+use tokio_postgres::config::{SslMode, TargetSessionAttrs};
+use tokio_postgres::{Config, NoTls};
+
+use super::client::{Database, Effect};
+use super::lanes::Lanes;
+use super::sql::{self, Statements};
+use super::wake::{Listener, Tls, Wakeups};
+use super::{Ends, PostgresStore, Reserves, Server, Shared};
+use crate::{Heartbeats, StoreError, StoreErrorKind, SystemClock};
+
+/// The oldest server whose statements are the ones used here.
+const OLDEST: i64 = 120_000;
+/// Rows that the background purge looks at in one statement.
+const PURGED_AT_ONCE: u32 = 500;
+
+/// Settings of a [`PostgresStore`].
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+/// # use std::time::Duration;
+/// use idem_runtime::PostgresStore;
+/// let store = PostgresStore::options()
+///     .schema("shop_idem")
+///     .ensure_schema()
+///     .purge_every(Duration::from_secs(60))
+///     .connect("postgres://shop@localhost/shop?sslmode=require")
+///     .await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct PostgresOptions {
+    schema: String,
+    ensure_schema: bool,
+    pool_size: usize,
+    response_timeout: Duration,
+    behind_pgbouncer: bool,
+    purge_every: Option<Duration>,
+}
+
+impl Default for PostgresOptions {
+    fn default() -> Self {
+        Self {
+            schema: sql::SCHEMA.to_owned(),
+            ensure_schema: false,
+            pool_size: 6,
+            response_timeout: Duration::from_secs(5),
+            behind_pgbouncer: false,
+            purge_every: None,
+        }
+    }
+}
+
+impl PostgresOptions {
+    /// The schema that holds the table; `idem` where nothing is said. Applications that share a database and must not
+    /// share operations need different ones. At most 58 bytes.
+    #[must_use]
+    pub fn schema(self, schema: impl Into<String>) -> Self {
+        Self { schema: schema.into(), ..self }
+    }
+
+    /// Makes the schema and the table if they are not there; any number of processes may do so at once. The login needs
+    /// the right to create a schema then. Without it they have to be there: see [`PostgresStore::schema_sql`].
+    #[must_use]
+    pub fn ensure_schema(self) -> Self {
+        Self { ensure_schema: true, ..self }
+    }
+
+    /// How many connections there are at most, beside the one that listens; 6 where nothing is said. Operations of any
+    /// number of tasks share them.
+    #[must_use]
+    pub fn pool_size(self, pool_size: usize) -> Self {
+        Self { pool_size: pool_size.max(1), ..self }
+    }
+
+    /// How long one exchange with the server may take; 5 s where nothing is said. Keep it well below the shortest beat (a
+    /// third of the lease). After it the write may have landed, and is repeated with the same owner token. It is also the
+    /// `statement_timeout` of the store's connections, except behind PgBouncer.
+    #[must_use]
+    pub fn response_timeout(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
+    }
+
+    /// The server is reached through PgBouncer, or another pooler, that gives each transaction a session of its own.
+    ///
+    /// Nothing is kept in a session then: statements have no names and are planned each time, and a duplicate that waits
+    /// for a running attempt asks every 50 ms instead of being woken.
+    #[must_use]
+    pub fn behind_pgbouncer(self) -> Self {
+        Self { behind_pgbouncer: true, ..self }
+    }
+
+    /// Deletes expired records in the background, in batches, every `interval`; the task ends with the store. Where
+    /// nothing is said they stay until somebody calls [`PostgresStore::purge`].
+    #[must_use]
+    pub fn purge_every(self, interval: Duration) -> Self {
+        Self { purge_every: Some(interval), ..self }
+    }
+
+    /// Connects to the server at `url`; see [`PostgresStore::connect`].
+    ///
+    /// # Errors
+    /// As [`PostgresStore::connect`].
+    pub async fn connect(self, url: &str) -> Result<PostgresStore, StoreError> {
+        // With our TLS every certificate is checked in full, so that both words mean the same.
+        let checked = url.replace("sslmode=verify-full", "sslmode=require");
+        let mut config: Config = checked.parse().map_err(|error: tokio_postgres::Error| {
+            // What is wrong with it may quote it, and it may hold a password.
+            let detail = std::error::Error::source(&error).map(ToString::to_string);
+            let detail = detail.filter(|_| !url.contains('@') && !url.contains("password"));
+            let detail = detail.unwrap_or_else(|| "write `postgres://[user[:password]@]host[:port][/database]`".into());
+            misconfigured(format!("the PostgreSQL URL can't be used: {detail}"))
+        })?;
+        let tls = tls(&mut config)?;
+        self.complete(&mut config);
+        let manager = ManagerConfig { recycling_method: RecyclingMethod::Fast };
+        let manager = match &tls {
+            Tls::Off => Manager::from_config(config.clone(), NoTls, manager),
+            #[cfg(feature = "postgres-tls")]
+            Tls::On(tls) => Manager::from_config(config.clone(), tls.clone(), manager),
+        };
+        let pool = Pool::builder(manager).max_size(self.pool_size).runtime(Runtime::Tokio1).build();
+        let pool = pool.map_err(|error| misconfigured(format!("the pool can't be made: {error}")))?;
+        let listener = (!self.behind_pgbouncer).then_some(Listener { config, tls });
+        self.open(pool, listener).await
+    }
+
+    /// Uses the user's own pool, which may serve other work too.
+    ///
+    /// What belongs to the pool is the pool's: its size, its TLS, its login. Its connections can't listen, so a duplicate
+    /// that waits for a running attempt asks every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
+    ///
+    /// # Errors
+    /// As [`PostgresStore::connect`].
+    pub async fn with_pool(self, pool: Pool) -> Result<PostgresStore, StoreError> {
+        self.open(pool, None).await
+    }
+
+    /// Settings of the connections that are ours.
+    fn complete(&self, config: &mut Config) {
+        if config.get_connect_timeout().is_none() {
+            config.connect_timeout(self.response_timeout);
+        }
+        config.keepalives_idle(Duration::from_secs(30));
+        if config.get_hosts().len() > 1 && config.get_target_session_attrs() == TargetSessionAttrs::Any {
+            config.target_session_attrs(TargetSessionAttrs::ReadWrite);
+        }
+        if config.get_application_name().is_none() {
+            config.application_name("idem");
+        }
+        // A pooler refuses settings of a session.
+        if !self.behind_pgbouncer {
+            let timeout = self.response_timeout.as_millis().clamp(1, 2_147_483_647);
+            // One way to every row, by its key: also right after the table was empty, and always in the same order.
+            let ours = format!(
+                "-c statement_timeout={timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
+                 -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off"
+            );
+            let theirs = config.get_options().unwrap_or_default().to_owned();
+            config.options(format!("{ours} {theirs}").trim_end());
+        }
+    }
+
+    async fn open(self, pool: Pool, listener: Option<Listener>) -> Result<PostgresStore, StoreError> {
+        if self.schema.is_empty() || self.schema.len() > sql::MAX_SCHEMA_BYTES || self.schema.contains('\0') {
+            let limit = sql::MAX_SCHEMA_BYTES;
+            return Err(misconfigured(format!("the name of the schema must have 1 to {limit} bytes, and no NUL")));
+        }
+        let clock = Arc::new(SystemClock::default());
+        let database = Database::new(pool, clock.clone(), self.response_timeout, !self.behind_pgbouncer);
+        let server = Arc::new(Server { database, sql: Statements::new(&self.schema) });
+        if server.check(&self.schema).await?.is_none() {
+            if !self.ensure_schema {
+                return Err(misconfigured(format!(
+                    "there is no table `records` in the schema `{}`; make it with `PostgresOptions::ensure_schema`, or \
+                     with the statements of `PostgresStore::schema_sql`",
+                    self.schema
+                )));
+            }
+            server.database.execute(&sql::ensure(&self.schema)).await?;
+            if server.check(&self.schema).await?.is_none() {
+                return Err(misconfigured("the table was made, but is not there".to_owned()));
+            }
+        }
+        let wakeups = Wakeups::new(listener, sql::channel(&self.schema), clock.clone());
+        let shared = Arc::new_cyclic(|this| Shared {
+            this: this.clone(),
+            heartbeats: Heartbeats::new(clock),
+            schema: self.schema.into(),
+            reserves: Lanes::new(Reserves { server: Arc::clone(&server), replays: 0.into() }),
+            ends: Lanes::new(Ends(Arc::clone(&server))),
+            server,
+            wakeups,
+            purger: OnceLock::new(),
+        });
+        if let Some(interval) = self.purge_every {
+            shared.start_purger(interval, PURGED_AT_ONCE);
+        }
+        Ok(PostgresStore(shared))
+    }
+}
+
+/// How the connections of `config` are encrypted.
+fn tls(config: &mut Config) -> Result<Tls, StoreError> {
+    if config.get_ssl_mode() != SslMode::Require {
+        // `prefer`, the driver's default, protects from nobody, and fails where a certificate is not trusted.
+        config.ssl_mode(SslMode::Disable);
+        return Ok(Tls::Off);
+    }
+    #[cfg(not(feature = "postgres-tls"))]
+    return Err(misconfigured("`sslmode=require` needs the feature `postgres-tls` of idem-runtime".to_owned()));
+    #[cfg(feature = "postgres-tls")]
+    {
+        // Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would
+        // panic.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        match tokio_postgres_rustls::MakeRustlsConnect::with_native_certs() {
+            Ok((tls, _)) => Ok(Tls::On(tls)),
+            Err(_) => Err(misconfigured("the system has no certificates to trust, so TLS can't be used".to_owned())),
+        }
+    }
+}
+
+impl Server {
+    /// Whether the table is there. Everything else that is not as it has to be is an error.
+    async fn check(&self, schema: &str) -> Result<Option<()>, StoreError> {
+        let rows = self.rows(&self.sql.check, &[&Statements::table(schema)], Effect::Reads).await?;
+        let unusable = || misconfigured("the server does not answer as PostgreSQL does".to_owned());
+        let row = rows.first().ok_or_else(unusable)?;
+        let read = || -> Result<_, tokio_postgres::Error> {
+            let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
+            let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);
+            let (read_only, durable): (bool, bool) = (row.try_get(4)?, row.try_get(5)?);
+            let (there, comment): (bool, Option<&str>) = (row.try_get(6)?, row.try_get(7)?);
+            Ok((version, number, encoding, standby, read_only, durable, there, comment))
+        };
+        let (version, number, encoding, standby, read_only, durable, there, comment) = read().map_err(|_| unusable())?;
+        if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
+            let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
+            return Err(misconfigured(format!("the server is {name}; PostgreSQL 12 or newer is needed")));
+        }
+        if encoding != "UTF8" {
+            return Err(misconfigured(format!("the database has the encoding {encoding}; UTF8 is needed for keys")));
+        }
+        if standby || read_only {
+            return Err(misconfigured(
+                "the server is a standby or allows reading only; connect to the primary, or name all hosts in the URL"
+                    .to_owned(),
+            ));
+        }
+        if !durable {
+            tracing::warn!(
+                "`fsync` or `synchronous_commit` is off: a crash of the server forgets records that were acknowledged, and \
+                 a forgotten operation runs again"
+            );
+        }
+        if there && comment.is_none_or(|comment| !is_ours(comment)) {
+            return Err(misconfigured(format!(
+                "the table `records` in the schema `{schema}` is not `{}`, as its comment would say; it is another \
+                 version's or somebody else's, and is left alone",
+                sql::TABLE_VERSION
+            )));
+        }
+        Ok(there.then_some(()))
+    }
+}
+
+/// Whether a comment on a table says that it is one of this version; whatever follows is the administrator's.
+fn is_ours(comment: &str) -> bool {
+    comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+fn misconfigured(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}

@@ -1,0 +1,364 @@
+//! What is said to the server, and how its rows are read: the one place that knows the table.
+//!
+//! Every statement stands alone (autocommit), and every time in it is the server's `now()`. A record that has expired
+//! counts as absent in each of them, whether or not it was purged; a row of another format is never written to.
+
+use std::error::Error;
+
+use bytes::Bytes;
+use tokio_postgres::Row;
+use tokio_postgres::types::{FromSql, Type};
+
+use crate::record::format::FormatError;
+use crate::record::{Parts, signed_millis};
+use crate::{Record, State};
+use std::time::Duration;
+
+/// The schema where nothing is said.
+pub(super) const SCHEMA: &str = "idem";
+/// What the comment on the table begins with.
+pub(super) const TABLE_VERSION: &str = "idem 1";
+/// The longest name of a schema: the name of the channel has 63 bytes at most.
+pub(super) const MAX_SCHEMA_BYTES: usize = 58;
+/// The largest result: a value of PostgreSQL has less than 1 GiB, and so has the message that brings it.
+pub(super) const MAX_RESULT_BYTES: usize = 1_000_000_000;
+/// A thousand years: longer than any policy allows, and far from the end of PostgreSQL's calendar.
+const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
+
+/// The file for those who run their own migrations.
+const DDL: &str = include_str!("schema.sql");
+
+/// A name as an identifier.
+fn quoted(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+/// The statements of [`DDL`] for a schema of this name.
+pub(super) fn ddl(schema: &str) -> String {
+    DDL.replace("\"idem\"", &quoted(schema))
+}
+
+/// The same, safe to run from many processes at once; one text, so that it is one transaction.
+pub(super) fn ensure(schema: &str) -> String {
+    // `IF NOT EXISTS` alone looks first and creates then, and two who look at once both create.
+    format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema))
+}
+
+/// Where the ends of attempts are published.
+pub(super) fn channel(schema: &str) -> String {
+    format!("idem:{schema}")
+}
+
+pub(super) fn listen(channel: &str) -> String {
+    format!("LISTEN {}", quoted(channel))
+}
+
+/// Milliseconds as a parameter.
+pub(super) fn millis(duration: Duration) -> i64 {
+    signed_millis(duration).min(MAX_MILLIS)
+}
+
+/// A statement and the types of its parameters.
+#[derive(Debug)]
+pub(super) struct Statement {
+    pub(super) text: String,
+    pub(super) types: &'static [Type],
+}
+
+/// All that is ever said about records.
+#[derive(Debug)]
+pub(super) struct Statements {
+    /// `key`: its record, if there is one.
+    pub(super) look: Statement,
+    /// `keys`: their records.
+    pub(super) look_many: Statement,
+    /// The columns of [`RESERVE`]: makes a record, or finds the one that is there.
+    pub(super) reserve: Statement,
+    /// The same for arrays of them.
+    pub(super) reserve_many: Statement,
+    /// Replaces a record by that of a new attempt if it still is the one that was met.
+    pub(super) replace: Statement,
+    /// The columns of [`END`]: ends an attempt.
+    pub(super) end: Statement,
+    /// The same for arrays of them.
+    pub(super) end_many: Statement,
+    /// `keys, owners`: renews leases.
+    pub(super) renew: Statement,
+    /// `key, attempt`: whether the attempt is pending; sees to it that its end is published.
+    pub(super) mark: Statement,
+    /// `key, attempt`: whether the attempt is pending.
+    pub(super) is_pending: Statement,
+    /// `key, attempt`: lets the next delivery run again.
+    pub(super) reopen: Statement,
+    /// `how many`: deletes and lists anew; says how many of both.
+    pub(super) purge: Statement,
+    /// The name of the table: what the server is, and what the table is.
+    pub(super) check: Statement,
+}
+
+/// What a row is read from, in this order. `now()` may be earlier than the latest write that the statement sees.
+const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.starts, r.fingerprint, r.on_crash_fail, r.lease_ms, \
+                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, clock_timestamp()";
+/// The same for a record that was made just now.
+const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
+                    NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
+                    NULL::timestamptz, NULL::timestamptz";
+/// Where [`RECORD`] is followed by the key.
+const KEY_AT: usize = 15;
+
+/// What a reservation sets.
+const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
+const RESERVE_MANY: [Type; 6] = [
+    Type::TEXT_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::INT8_ARRAY,
+    Type::INT8_ARRAY,
+];
+/// What the end of an attempt sets.
+const END: [Type; 8] =
+    [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8];
+const END_MANY: [Type; 8] = [
+    Type::TEXT_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::INT8_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::INT8_ARRAY,
+    Type::INT8_ARRAY,
+];
+const REPLACE: [Type; 12] = [
+    Type::TEXT,
+    Type::BYTEA,
+    Type::BYTEA,
+    Type::BOOL,
+    Type::INT8,
+    Type::INT8,
+    Type::INT8,
+    Type::INT8,
+    Type::BYTEA,
+    Type::INT8,
+    Type::TEXT,
+    Type::BOOL,
+];
+
+impl Statements {
+    /// The statements for the table in `schema`.
+    pub(super) fn new(schema: &str) -> Self {
+        let table = format!("{}.records", quoted(schema));
+        let channel = channel(schema).replace('\'', "''");
+        let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
+        let asked = "(key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms)";
+        let make = |from: &str| {
+            format!(
+                "INSERT INTO {table} AS r (key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, format, state, attempt, \
+                 starts, lapses_at, expires_at, listed_at) \
+                 SELECT u.key, u.owner, u.fingerprint, u.on_crash_fail, u.lease_ms, u.ttl_ms, {VERSION}, 'P', 1, 1, \
+                 now() + {}, now() + {}, now() + {} FROM {from} AS u {asked} \
+                 ON CONFLICT (key) DO NOTHING RETURNING r.key",
+                ms("u.lease_ms"),
+                ms("u.lease_ms + u.ttl_ms"),
+                ms("u.ttl_ms"),
+            )
+        };
+        // Whoever waits has marked the row, so that an end which nobody waits for takes no lock at its commit.
+        let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
+        let there = format!("r.format = {VERSION} AND r.expires_at > now()");
+        let end = |from: &str| {
+            format!(
+                "UPDATE {table} AS r SET state = u.state, starts = greatest(r.starts - u.refund, 0), \
+                 on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
+                 result_bytes = u.result_bytes, lapses_at = now(), expires_at = now() + {ttl}, \
+                 listed_at = least(r.listed_at, now() + {ttl}) FROM {from} \
+                 AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms) \
+                 WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'P' AND {there} RETURNING r.key, {wake}",
+                ttl = ms("u.ttl_ms"),
+            )
+        };
+        let look = format!("SELECT {RECORD} FROM {table} AS r WHERE r.key = $1");
+        let look_many = format!("SELECT {RECORD}, r.key FROM {table} AS r WHERE r.key = ANY($1)");
+        let reserve = format!(
+            "WITH made AS ({}) SELECT {RECORD} FROM {table} AS r WHERE r.key = $1 \
+             UNION ALL SELECT {MADE} FROM made",
+            make("(VALUES ($1, $2, $3, $4, $5, $6))"),
+        );
+        let reserve_many = format!(
+            "WITH made AS ({}) SELECT {RECORD}, r.key FROM {table} AS r WHERE r.key = ANY($1) \
+             UNION ALL SELECT {MADE}, made.key FROM made",
+            make("unnest($1, $2, $3, $4, $5, $6)"),
+        );
+        let replace = format!(
+            "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
+             attempt = $7, starts = $8, state = 'P', codec = NULL, result = NULL, result_bytes = NULL, \
+             lapses_at = now() + {}, expires_at = now() + {}, listed_at = least(r.listed_at, now() + {}) \
+             WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND \
+             CASE WHEN $12 THEN r.expires_at <= now() \
+             ELSE r.expires_at > now() AND (r.state <> 'P' OR r.lapses_at <= now()) END RETURNING {wake}",
+            ms("$5"),
+            ms("$5 + $6"),
+            ms("$6"),
+        );
+        // A renewal that was under way when a later one was made must not take time back.
+        let renew = format!(
+            "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, now() + {}), \
+             expires_at = greatest(r.expires_at, now() + {}) FROM unnest($1, $2) AS u (key, owner) \
+             WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'P' AND {there} RETURNING r.key, r.owner",
+            ms("r.lease_ms"),
+            ms("r.lease_ms + r.ttl_ms"),
+        );
+        let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'P' AND {there}");
+        let mark = format!(
+            "WITH marked AS (UPDATE {table} AS r SET waited = true WHERE {pending} AND NOT r.waited RETURNING 1) \
+             SELECT EXISTS (SELECT FROM marked) OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
+        );
+        let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
+        let reopen = format!(
+            "UPDATE {table} AS r SET state = 'R', starts = 0, on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, \
+             codec = NULL, result = NULL, result_bytes = NULL \
+             WHERE r.key = $1 AND r.attempt = $2 AND {there} AND (r.state <> 'P' OR r.lapses_at <= now()) \
+             RETURNING {wake}"
+        );
+        // Rows that somebody is writing to are left for the next time, so a purge waits for nobody.
+        let purge = format!(
+            "WITH due AS MATERIALIZED (SELECT r.key FROM {table} AS r WHERE r.listed_at <= now() AND r.format = {VERSION} \
+             ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
+             gone AS (DELETE FROM {table} AS r USING due WHERE r.key = due.key AND r.expires_at <= now() RETURNING 1), \
+             kept AS (UPDATE {table} AS r SET listed_at = r.expires_at FROM due \
+             WHERE r.key = due.key AND r.expires_at > now() RETURNING 1) \
+             SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept)"
+        );
+        let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
+                     pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
+                     current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
+                     to_regclass($1) IS NOT NULL, obj_description(to_regclass($1), 'pg_class')";
+        let statement = |text: String, types: &'static [Type]| Statement { text, types };
+        let by_attempt: &[Type] = &[Type::TEXT, Type::INT8];
+        Self {
+            look: statement(look, &[Type::TEXT]),
+            look_many: statement(look_many, &[Type::TEXT_ARRAY]),
+            reserve: statement(reserve, &RESERVE),
+            reserve_many: statement(reserve_many, &RESERVE_MANY),
+            replace: statement(replace, &REPLACE),
+            end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"), &END),
+            end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8)"), &END_MANY),
+            renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY]),
+            mark: statement(mark, by_attempt),
+            is_pending: statement(is_pending, by_attempt),
+            reopen: statement(reopen, by_attempt),
+            purge: statement(purge, &[Type::INT8]),
+            check: statement(check.to_owned(), &[Type::TEXT]),
+        }
+    }
+
+    /// The name of the table as a parameter of [`check`](Self::check).
+    pub(super) fn table(schema: &str) -> String {
+        format!("{}.records", quoted(schema))
+    }
+}
+
+const VERSION: i64 = Parts::VERSION;
+
+/// A point on the server's clock, in microseconds.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Micros(pub(super) i64);
+
+impl Micros {
+    fn since(self, earlier: Self) -> Duration {
+        Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or_default())
+    }
+}
+
+impl<'a> FromSql<'a> for Micros {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
+        Ok(Self(i64::from_be_bytes(raw.try_into()?)))
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
+    }
+}
+
+/// A record as a statement found it, expired or not.
+#[derive(Clone, Debug)]
+pub(super) struct Found {
+    pub(super) record: Record,
+    pub(super) lapses_at: Micros,
+    pub(super) expires_at: Micros,
+    /// The server's clock when it was found.
+    pub(super) now: Micros,
+}
+
+impl Found {
+    pub(super) fn is_expired(&self) -> bool {
+        self.expires_at <= self.now
+    }
+
+    pub(super) fn expires_in(&self) -> Duration {
+        self.expires_at.since(self.now)
+    }
+
+    /// Zero if it has lapsed, or is not pending.
+    pub(super) fn lapses_in(&self) -> Duration {
+        match self.record.state {
+            State::Pending { .. } => self.lapses_at.since(self.now),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// What a reservation that was made just now is for those who come next.
+    pub(super) fn made(record: Record, lease: Duration) -> Self {
+        let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
+        Self { record, lapses_at, expires_at, now: Micros(0) }
+    }
+}
+
+/// What a statement that reserves or looks said about a key.
+#[derive(Clone, Debug)]
+pub(super) enum Met {
+    /// The record was made by this statement.
+    Made,
+    /// There is one; or what is there is none of ours.
+    Found(Result<Box<Found>, FormatError>),
+    /// Somebody made one that this statement could not see yet.
+    Unseen,
+}
+
+/// The key of a row that says it.
+pub(super) fn key(row: &Row) -> Option<&str> {
+    row.try_get(KEY_AT).ok()
+}
+
+/// What a row says.
+pub(super) fn met(row: &Row) -> Met {
+    // Only a record that was made just now has no format.
+    match row.try_get::<_, Option<i16>>(0) {
+        Ok(None) => Met::Made,
+        Ok(Some(format)) => Met::Found(found(row, format).map(Box::new)),
+        Err(_) => Met::Found(Err(FormatError::Damaged)),
+    }
+}
+
+fn found(row: &Row, format: i16) -> Result<Found, FormatError> {
+    let parts = parts(row, format).map_err(|_| FormatError::Damaged)?;
+    let time = |at: usize| row.try_get::<_, Micros>(at).map_err(|_| FormatError::Damaged);
+    Ok(Found { record: parts.record()?, lapses_at: time(12)?, expires_at: time(13)?, now: time(14)? })
+}
+
+fn parts(row: &Row, format: i16) -> Result<Parts<'_>, tokio_postgres::Error> {
+    Ok(Parts {
+        format: format.into(),
+        state: row.try_get(1)?,
+        owner: row.try_get(2)?,
+        attempt: row.try_get(3)?,
+        starts: row.try_get(4)?,
+        fingerprint: row.try_get(5)?,
+        on_crash_fail: row.try_get(6)?,
+        lease_ms: row.try_get(7)?,
+        ttl_ms: row.try_get(8)?,
+        codec: row.try_get(9)?,
+        result: row.try_get::<_, Option<&[u8]>>(10)?.map(Bytes::copy_from_slice),
+        result_bytes: row.try_get(11)?,
+    })
+}

@@ -1,0 +1,168 @@
+//! Wakes the duplicates that wait for an attempt of another process.
+//!
+//! A waiter marks the row; whatever ends the attempt finds the mark and notifies. An attempt that nobody waits for
+//! notifies nobody, and so takes no lock at its commit.
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, OnceLock};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio_postgres::tls::MakeTlsConnect;
+use tokio_postgres::{AsyncMessage, Config, NoTls, Socket};
+
+use super::sql;
+use crate::StoreError;
+use crate::clock::{Clock, race};
+use crate::stores::waiting::Waiting;
+
+/// How often a waiter asks if nothing can be listened to.
+const POLL: Duration = Duration::from_millis(50);
+/// How often a waiter asks although it is listening: a notification can get lost with its connection.
+const SAFETY_POLL: Duration = Duration::from_secs(2);
+/// The pause before a connection that broke is made again.
+const RECONNECT: Duration = Duration::from_millis(100);
+
+/// How connections are encrypted.
+#[derive(Clone)]
+pub(super) enum Tls {
+    Off,
+    #[cfg(feature = "postgres-tls")]
+    On(tokio_postgres_rustls::MakeRustlsConnect),
+}
+
+/// A connection that listens.
+pub(super) struct Listener {
+    pub(super) config: Config,
+    pub(super) tls: Tls,
+}
+
+/// The waiters of one store handle and the connection that wakes them.
+pub(super) struct Wakeups {
+    listener: Option<Arc<Listener>>,
+    channel: String,
+    clock: Arc<dyn Clock>,
+    runtime: Handle,
+    waiting: Arc<Waiting>,
+    listening: OnceLock<Listening>,
+}
+
+struct Listening {
+    /// Whether notifications arrive.
+    live: watch::Receiver<bool>,
+    task: AbortHandle,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Wakeups {
+    /// Without a listener, waiters ask again and again.
+    pub(super) fn new(listener: Option<Listener>, channel: String, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            listener: listener.map(Arc::new),
+            channel,
+            clock,
+            runtime: Handle::current(),
+            waiting: Arc::default(),
+            listening: OnceLock::new(),
+        }
+    }
+
+    /// Whether a row has to be marked for its end to be heard of.
+    pub(super) fn listens(&self) -> bool {
+        self.listener.is_some()
+    }
+
+    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row and says whether there is something to wait
+    /// for; it is awaited once notifications arrive, so that none can be missed.
+    pub(super) async fn wait(
+        &self,
+        key: &str,
+        at_most: Duration,
+        mark: impl Future<Output = Result<bool, StoreError>>,
+    ) -> Result<(), StoreError> {
+        let waiter = self.waiting.join(key);
+        let mut woken = pin!(waiter.woken());
+        woken.as_mut().enable();
+        let listening = self.listen().await;
+        if mark.await? {
+            let interval = if listening { SAFETY_POLL } else { POLL };
+            race(woken, self.clock.sleep(at_most.min(interval))).await;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that notifications arrive, if they can.
+    async fn listen(&self) -> bool {
+        let Some(listener) = &self.listener else { return false };
+        let listening = self.listening.get_or_init(|| {
+            let (sender, live) = watch::channel(false);
+            let (listener, waiting) = (Arc::clone(listener), Arc::clone(&self.waiting));
+            let listen = listen(listener, self.channel.clone(), waiting, Arc::clone(&self.clock), sender);
+            Listening { live, task: self.runtime.spawn(listen).abort_handle() }
+        });
+        let mut live = listening.live.clone();
+        let live = race(live.wait_for(|live| *live), self.clock.sleep(POLL)).await;
+        matches!(live, Some(Ok(_)))
+    }
+}
+
+/// Hands notifications on to the waiters, over a connection of its own that is made anew whenever it breaks.
+async fn listen(
+    listener: Arc<Listener>,
+    channel: String,
+    waiting: Arc<Waiting>,
+    clock: Arc<dyn Clock>,
+    live: watch::Sender<bool>,
+) {
+    loop {
+        match &listener.tls {
+            Tls::Off => hear(&listener.config, NoTls, &channel, &waiting, &live).await,
+            #[cfg(feature = "postgres-tls")]
+            Tls::On(tls) => hear(&listener.config, tls.clone(), &channel, &waiting, &live).await,
+        }
+        if live.send_replace(false) {
+            // Whatever was notified meanwhile is lost: everybody asks again.
+            waiting.wake_all();
+        }
+        clock.sleep(RECONNECT).await;
+    }
+}
+
+/// Listens until the connection breaks.
+async fn hear<T>(config: &Config, tls: T, channel: &str, waiting: &Waiting, live: &watch::Sender<bool>)
+where
+    T: MakeTlsConnect<Socket>,
+{
+    let Ok((client, mut connection)) = config.connect(tls).await else { return };
+    let carry = async {
+        while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
+            if let AsyncMessage::Notification(notification) = message {
+                waiting.wake(notification.payload());
+            }
+        }
+    };
+    let begin = sql::listen(channel);
+    let (mut carry, mut begin) = (pin!(carry), pin!(client.batch_execute(&begin)));
+    let mut begun = false;
+    // The connection moves only while it is polled, so the statement needs both.
+    poll_fn(|cx| {
+        if !begun && let Poll::Ready(done) = begin.as_mut().poll(cx) {
+            if done.is_err() {
+                return Poll::Ready(());
+            }
+            begun = true;
+            live.send_replace(true);
+        }
+        carry.as_mut().poll(cx)
+    })
+    .await;
+}

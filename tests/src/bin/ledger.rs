@@ -1,0 +1,61 @@
+//! One of several processes that work on the same keys, each with its effect and its record in one transaction;
+//! `tests/within.rs` starts and kills it.
+//!
+//! Arguments: `sqlite PATH` or `postgres URL`, number of keys, the key to begin with.
+#![allow(clippy::disallowed_methods)] // A consumer loop sleeps.
+
+use std::time::Duration;
+
+use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idempotent, observe};
+
+#[idempotent(key = "{n}", ttl = "1h", store = PostgresStore::within(tx), scope = "race", in_progress = wait("2s"))]
+async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, n: usize) -> Result<u32, anyhow::Error> {
+    let attempt = current().expect("inside").number();
+    let insert = "INSERT INTO effects (n) VALUES ($1)";
+    tx.execute(insert, &[&i32::try_from(n)?]).await?;
+    Ok(attempt)
+}
+
+#[idempotent(key = "{n}", ttl = "1h", store = SqliteStore::within(tx), scope = "race")]
+async fn in_sqlite(tx: &rusqlite::Transaction<'_>, n: usize) -> Result<u32, Error> {
+    let attempt = current().expect("inside").number();
+    tx.execute("INSERT INTO effects (n) VALUES (?1)", [n]).expect("inserts");
+    Ok(attempt)
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [spec, keys, begin] = &args[..] else { panic!("database, number of keys, first key") };
+    let (keys, begin): (usize, usize) = (keys.parse().unwrap(), begin.parse().unwrap());
+    let keys = (0..keys).map(|n| (begin + n) % keys);
+    match spec.split_once(' ') {
+        Some(("postgres", url)) => {
+            let (mut client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
+            tokio::spawn(connection);
+            for n in keys {
+                loop {
+                    let tx = client.transaction().await.unwrap();
+                    let (result, outcome) = observe(in_postgres(&tx, n)).await;
+                    if result.is_ok() {
+                        tx.commit().await.unwrap();
+                        break;
+                    }
+                    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{n}: {result:?}");
+                    tx.rollback().await.unwrap();
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+        }
+        Some(("sqlite", path)) => {
+            let mut connection = rusqlite::Connection::open(path).unwrap();
+            connection.busy_timeout(Duration::from_secs(30)).unwrap();
+            for n in keys {
+                let tx = connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate).unwrap();
+                in_sqlite(&tx, n).await.unwrap();
+                tx.commit().unwrap();
+            }
+        }
+        _ => panic!("`{spec}` names no database"),
+    }
+}

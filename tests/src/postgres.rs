@@ -1,0 +1,349 @@
+//! PostgreSQL servers of the tests' own, and poolers in front of them.
+//!
+//! The programs are those of Debian's `postgresql` 15 and `pgbouncer`; `IDEM_TEST_POSTGRES` names another folder of
+//! programs, `IDEM_TEST_PGBOUNCER` another program. Neither runs as root, so root starts them as the user `postgres`.
+
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use idem_runtime::conformance::Subject;
+use idem_runtime::{Key, PostgresOptions, PostgresStore};
+use tokio_postgres::NoTls;
+
+use crate::proxy::{Line, Proxy};
+use crate::server::free_port;
+
+/// A server process; stopped when dropped.
+#[derive(Debug)]
+pub struct PostgresServer {
+    port: u16,
+    folder: PathBuf,
+    args: Vec<String>,
+    child: Option<Child>,
+}
+
+fn program(name: &str) -> PathBuf {
+    let folder = std::env::var_os("IDEM_TEST_POSTGRES").unwrap_or_else(|| "/usr/lib/postgresql/15/bin".into());
+    Path::new(&folder).join(name)
+}
+
+fn am_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0)
+}
+
+/// A folder that the server may write to.
+fn folder(kind: &str, port: u16) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("idem-test-{kind}-{}-{port}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder for the server");
+    give(&folder);
+    folder
+}
+
+/// Lets the user that runs the server read and write `path`.
+fn give(path: &Path) {
+    if am_root() {
+        let given = Command::new("chown").arg("postgres").arg(path).status();
+        assert!(given.is_ok_and(|status| status.success()), "there is no user `postgres`; run ./scripts/test");
+    }
+}
+
+/// A command of a server: not as root, and ended by `signal` if this process dies first.
+fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
+    let mut command = Command::new("setpriv");
+    if let Some(signal) = signal {
+        command.args(["--pdeathsig", signal]);
+    }
+    if am_root() {
+        command.args(["--reuid=postgres", "--regid=postgres", "--init-groups"]);
+    }
+    command.arg(program).current_dir("/").stdin(Stdio::null());
+    command
+}
+
+impl PostgresServer {
+    /// A server that loses nothing, with its defaults.
+    pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// A server with these settings, such as `fsync=off`.
+    pub fn start_with(settings: &[&str]) -> Self {
+        let port = free_port();
+        let folder = folder("postgres", port);
+        let made = unprivileged(&program("initdb"), None)
+            .arg("-D")
+            .arg(folder.join("data"))
+            .args(["-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C", "--wal-segsize=1"])
+            .output()
+            .unwrap_or_else(|error| panic!("initdb can't be started: {error}; run ./scripts/test"));
+        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let args = settings.iter().flat_map(|setting| ["-c".to_owned(), (*setting).to_owned()]).collect();
+        let mut server = Self { port, folder, args, child: None };
+        server.run();
+        server
+    }
+
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Where its files are; `data` holds its own.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where it listens.
+    pub fn url(&self) -> String {
+        url(self.port)
+    }
+
+    /// A file for the server to read, for example a key.
+    pub fn file(&self, name: &str, content: &[u8]) -> PathBuf {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.folder.join(name);
+        std::fs::write(&path, content).expect("can be written");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).expect("ours");
+        give(&path);
+        path
+    }
+
+    /// Starts the process, again if it was killed, and waits until it answers.
+    pub fn run(&mut self) {
+        let log = std::fs::File::options().create(true).append(true).open(self.folder.join("log")).expect("a log");
+        let child = unprivileged(&program("postgres"), Some("QUIT"))
+            .arg("-D")
+            .arg(self.folder.join("data"))
+            .args(["-c", &format!("port={}", self.port), "-c", "listen_addresses=127.0.0.1"])
+            .args(["-c", "unix_socket_directories=", "-c", "max_connections=600", "-c", "shared_buffers=32MB"])
+            .args(&self.args)
+            .stdout(Stdio::null())
+            .stderr(log)
+            .process_group(0)
+            .spawn()
+            .unwrap_or_else(|error| panic!("postgres can't be started: {error}; run ./scripts/test"));
+        self.child = Some(child);
+        for _ in 0..3000 {
+            // Whoever answers in place of a server that has ended is somebody else.
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+            assert!(ended.is_none(), "postgres ended at once on port {}: {ended:?}\n{}", self.port, self.log());
+            if program_succeeds(&mut self.ready()) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("postgres does not answer on port {}:\n{}", self.port, self.log());
+    }
+
+    fn ready(&self) -> Command {
+        let mut command = Command::new(program("pg_isready"));
+        command.args(["-q", "-h", "127.0.0.1", "-p", &self.port.to_string()]);
+        command
+    }
+
+    /// What it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+    }
+
+    /// `kill -9` of the whole server.
+    pub fn kill(&mut self) {
+        self.end("-KILL");
+    }
+
+    fn end(&mut self, signal: &str) {
+        if let Some(mut child) = self.child.take() {
+            let pid = child.id().to_string();
+            Command::new("kill").args([signal, &pid]).status().expect("kill runs");
+            child.wait().expect("was running");
+        }
+    }
+
+    /// Stops or continues the server and all its processes.
+    pub fn signal(&self, signal: &str) {
+        let pid = self.child.as_ref().expect("running").id().to_string();
+        let children = Command::new("pgrep").args(["-P", &pid]).output().expect("pgrep runs");
+        let children = String::from_utf8_lossy(&children.stdout).into_owned();
+        Command::new("kill").arg(signal).arg(&pid).args(children.split_whitespace()).status().expect("kill runs");
+    }
+
+    /// A connection of the raw client.
+    pub async fn raw(&self) -> tokio_postgres::Client {
+        raw(&self.url()).await
+    }
+
+    /// What `pg_dump` or another program of the server says.
+    pub fn ask(&self, name: &str, args: &[&str]) -> String {
+        let said = Command::new(program(name))
+            .args(["-h", "127.0.0.1", "-U", "postgres", "-p", &self.port.to_string()])
+            .args(args)
+            .output()
+            .expect("a program of the server");
+        assert!(said.status.success(), "{name}: {}", String::from_utf8_lossy(&said.stderr));
+        String::from_utf8_lossy(&said.stdout).into_owned()
+    }
+}
+
+fn program_succeeds(command: &mut Command) -> bool {
+    command.status().is_ok_and(|status| status.success())
+}
+
+impl Drop for PostgresServer {
+    fn drop(&mut self) {
+        // At once, but with its shared memory tidied up, which `kill -9` leaves behind.
+        self.end("-QUIT");
+        std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+fn url(port: u16) -> String {
+    format!("postgres://postgres@127.0.0.1:{port}/postgres")
+}
+
+/// A connection of the raw client.
+pub async fn raw(url: &str) -> tokio_postgres::Client {
+    let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connects");
+    tokio::spawn(connection);
+    client
+}
+
+/// A pooler in front of a server, which gives each transaction a session of its own; killed when dropped.
+#[derive(Debug)]
+pub struct PgBouncer {
+    port: u16,
+    folder: PathBuf,
+    child: Option<Child>,
+}
+
+impl PgBouncer {
+    /// A pooler in front of the server at `port`.
+    pub fn start(server: u16) -> Self {
+        let port = free_port();
+        let folder = folder("pgbouncer", port);
+        let settings = format!(
+            "[databases]\n* = host=127.0.0.1 port={server}\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n\
+             unix_socket_dir =\nauth_type = trust\nauth_file = {users}\npool_mode = transaction\n\
+             max_client_conn = 1000\ndefault_pool_size = 20\nlogfile = {log}\n",
+            users = folder.join("users").display(),
+            log = folder.join("log").display(),
+        );
+        std::fs::write(folder.join("users"), "\"postgres\" \"\"\n").expect("can be written");
+        std::fs::write(folder.join("ini"), settings).expect("can be written");
+        let mut pooler = Self { port, folder, child: None };
+        pooler.run();
+        pooler
+    }
+
+    /// Starts the process, again if it was killed, and waits until it answers.
+    pub fn run(&mut self) {
+        let program = std::env::var_os("IDEM_TEST_PGBOUNCER").unwrap_or_else(|| "/usr/sbin/pgbouncer".into());
+        let child = unprivileged(Path::new(&program), Some("KILL"))
+            .arg("-q")
+            .arg(self.folder.join("ini"))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("pgbouncer can't be started: {error}; run ./scripts/test"));
+        self.child = Some(child);
+        for _ in 0..1000 {
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+            let log = || std::fs::read_to_string(self.folder.join("log")).unwrap_or_default();
+            assert!(ended.is_none(), "pgbouncer ended at once on port {}: {ended:?}\n{}", self.port, log());
+            if std::net::TcpStream::connect(("127.0.0.1", self.port)).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("pgbouncer does not answer on port {}", self.port);
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+
+    /// Where it listens.
+    pub fn url(&self) -> String {
+        url(self.port)
+    }
+}
+
+impl Drop for PgBouncer {
+    fn drop(&mut self) {
+        self.kill();
+        std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+/// One server for the whole test process, and a pooler in front of it: their ports.
+pub fn shared() -> (u16, u16) {
+    static SHARED: OnceLock<(u16, u16)> = OnceLock::new();
+    *SHARED.get_or_init(|| {
+        // They die with the thread that started them, so this thread lives as long as the process.
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let server = PostgresServer::start_with(&["fsync=off"]);
+            let pooler = PgBouncer::start(server.port);
+            sender.send((server.port, pooler.port)).expect("somebody waits");
+            loop {
+                std::thread::park();
+            }
+        });
+        receiver.recv().expect("the server starts")
+    })
+}
+
+/// The URL of the shared server, and the name of a schema for one test.
+pub fn shared_schema() -> (String, String) {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    (url(shared().0), format!("test \"{}\"", NEXT.fetch_add(1, Ordering::Relaxed)))
+}
+
+/// A store on the shared server, in a schema of its own, and a second handle as another process would open it.
+pub async fn subject() -> Subject {
+    subject_at(shared().0, PostgresStore::options()).await
+}
+
+/// The same through the pooler.
+pub async fn subject_behind_pgbouncer() -> Subject {
+    subject_at(shared().1, PostgresStore::options().behind_pgbouncer()).await
+}
+
+async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
+    let (direct, schema) = shared_schema();
+    let options = options.schema(&schema).ensure_schema();
+    let store = options.clone().connect(&url(port)).await.expect("connects");
+    let peer = options.clone().connect(&url(port)).await.expect("connects");
+    let cut_off = Proxy::to(port).await;
+    let unreachable = options.connect(&url(cut_off.port())).await.expect("connects");
+    cut_off.set(Line::Refuse);
+    let spoil = move |key: Key| {
+        let (direct, schema) = (direct.clone(), schema.clone());
+        async move { write_nonsense(&direct, &schema, key.as_str()).await }
+    };
+    Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
+}
+
+/// Writes a row that no release up to this one has written.
+pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
+    let text = format!(
+        "INSERT INTO {}.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
+         expires_at, listed_at) VALUES ($1, '\\x00112233445566778899aabbccddeeff', 99, 'P', 1, 1, false, 1000, 1000, now(), \
+         now() + interval '1 hour', now() + interval '1 hour')",
+        quoted(schema)
+    );
+    raw(url).await.execute(&text, &[&key]).await.expect("writes");
+}
+
+/// A name as an identifier.
+pub fn quoted(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
