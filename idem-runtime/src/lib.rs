@@ -104,11 +104,11 @@ pub use store::{
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
 #[cfg(feature = "postgres")]
-pub use stores::postgres::{PostgresOptions, PostgresStore};
+pub use stores::postgres::{InPostgres, PostgresOptions, PostgresStore};
 #[cfg(feature = "redis")]
 pub use stores::redis::{RedisOptions, RedisStore};
 #[cfg(feature = "sqlite")]
-pub use stores::sqlite::{SqliteOptions, SqliteStore, Synchronous};
+pub use stores::sqlite::{InSqlite, SqliteOptions, SqliteStore, Synchronous};
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use within::{OperationWithin, Transaction, Within, run_within};

@@ -31,8 +31,9 @@ use crate::{
 ///   moment, and not before; until then nobody can know whether they will.
 /// - *A roll-back* undoes the record with everything else, and frees the key. Roll back when the call returns an error. If
 ///   you commit all the same, the record says that the attempt ended without a result, and the next delivery runs.
-/// - *A body that is cancelled or panics* has its transaction rolled back when it is dropped. If you commit it all the same,
-///   the next delivery takes over at once (`on_crash = fail`: the operation counts as interrupted).
+/// - *A body that is cancelled or panics* has its transaction rolled back when that is dropped. If you commit it all the
+///   same, the record is that of an attempt which died: the next delivery takes over when its lease has lapsed
+///   (`on_crash = fail`: the operation counts as interrupted then).
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
 /// - *A duplicate that runs at the same time* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.
 /// - *A statement that fails* leaves a transaction that can't go on: the error is [`Error::Store`] or

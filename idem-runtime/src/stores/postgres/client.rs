@@ -78,9 +78,7 @@ impl Failure {
             "28000" | "28P01" => (Misconfigured, "the login is refused"),
             "3D000" => (Misconfigured, "there is no such database"),
             "25006" => (Unavailable, read_only),
-            "26000" | "42P05" => {
-                (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`")
-            }
+            "26000" | "42P05" => (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`"),
             "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
             "40003" => (Unknown, "the connection broke before the answer came"),
             "53100" | "53200" => (Full, "it has no room"),
@@ -104,7 +102,7 @@ impl Failure {
     }
 
     /// An exchange that broke.
-    fn broken(error: &Error) -> Self {
+    pub(super) fn broken(error: &Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
             // Everything else is a connection that ended or talks nonsense; how far the server got nobody knows.
@@ -242,7 +240,10 @@ impl Database {
                 Some(Ok(client)) => client,
                 Some(Err(PoolError::Backend(error))) => return Err(Failure::not_connected(&error)),
                 Some(Err(error @ PoolError::NoRuntimeSpecified)) => {
-                    return Err(Failure::new(StoreErrorKind::Misconfigured, format!("the pool can't be used: {error}")));
+                    return Err(Failure::new(
+                        StoreErrorKind::Misconfigured,
+                        format!("the pool can't be used: {error}"),
+                    ));
                 }
                 Some(Err(PoolError::Timeout(_))) | None => {
                     return Err(Failure::not_sent("no connection was free, or could be made, in time"));

@@ -38,10 +38,7 @@ pub(super) trait Work: Send + Sync + 'static {
     fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 
     /// An answer for each, in order; or what became of all of them.
-    fn many(
-        &self,
-        operations: &[Self::Operation],
-    ) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
+    fn many(&self, operations: &[Self::Operation]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
 }
 
 type Answer<W> = Result<<W as Work>::Answer, Failure>;

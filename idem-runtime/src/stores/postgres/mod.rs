@@ -9,6 +9,7 @@ mod lanes;
 mod options;
 mod sql;
 mod wake;
+mod within;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,12 +25,13 @@ use self::lanes::{Lanes, Work};
 pub use self::options::PostgresOptions;
 use self::sql::{Found, Met, Statement, Statements};
 use self::wake::Wakeups;
+pub use self::within::InPostgres;
 use crate::clock::all;
 use crate::record::{Parts, format};
 use crate::store::forward;
 use crate::{
     Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State,
-    Store, StoreError, StoreErrorKind, StoreFuture, Write,
+    Store, StoreError, StoreErrorKind, StoreFuture, Within, Write,
 };
 
 /// How often a call looks again at a record that changes under its eyes. Each time another attempt has got ahead, so this
@@ -94,6 +96,31 @@ impl PostgresStore {
     /// ```
     pub fn schema_sql(schema: &str) -> String {
         sql::ddl(schema)
+    }
+
+    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
+    ///
+    /// The table is that in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
+    /// `SERIALIZABLE` a duplicate that meets what was committed after this transaction began ends it with an error, as
+    /// any other conflict of theirs. Times count from the start of the transaction.
+    ///
+    /// ```no_run
+    /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
+    /// }
+    ///
+    /// let tx = client.transaction().await?;
+    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
+    /// tx.commit().await?; // The payment and its record, or neither.
+    /// # Ok(()) }
+    /// ```
+    pub fn within<'a>(tx: &'a tokio_postgres::Transaction<'a>) -> Within<InPostgres<'a>> {
+        Within(InPostgres::new(tx))
     }
 
     /// Deletes expired records, looking at no more than `batch` rows, and says how many that were.
@@ -376,7 +403,9 @@ impl Work for Ends {
 
     fn bytes(end: &End) -> usize {
         let result = match &end.record.state {
-            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => bytes.len(),
+            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => {
+                bytes.len()
+            }
             _ => 0,
         };
         end.key.as_str().len() + result + 80
@@ -577,13 +606,7 @@ impl Store for Shared {
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
-            let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
-            if let Payload::Stored { bytes, .. } = payload
-                && bytes.len() > sql::MAX_RESULT_BYTES
-            {
-                let message = format!("the result has {} bytes, a row holds {}", bytes.len(), sql::MAX_RESULT_BYTES);
-                return Err(StoreError::new(StoreErrorKind::TooLarge, message));
-            }
+            sql::check_size(finish)?;
             self.end(lease, finish.state(), 0).await
         })
     }
@@ -596,11 +619,8 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let mark = async {
                 let sql = &self.server.sql;
-                let (statement, effect) = if self.wakeups.listens() {
-                    (&sql.mark, Effect::Writes)
-                } else {
-                    (&sql.is_pending, Effect::Reads)
-                };
+                let (statement, effect) =
+                    if self.wakeups.listens() { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
                 let rows = self.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
                 Ok(rows.first().and_then(|row| row.try_get(0).ok()).unwrap_or(false))
             };
@@ -611,10 +631,7 @@ impl Store for Shared {
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let found = self.server.look(key.as_str()).await?.filter(|found| !found.is_expired());
-            Ok(found.map(|found| {
-                let lapses_in = matches!(found.record.state, State::Pending { .. }).then(|| found.lapses_in());
-                Inspection { expires_in: found.expires_in(), lapses_in, record: found.record }
-            }))
+            Ok(found.map(Found::inspection))
         })
     }
 

@@ -11,7 +11,7 @@ use tokio_postgres::types::{FromSql, Type};
 
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{Record, State};
+use crate::{Finish, Inspection, Payload, Record, State, StoreError, StoreErrorKind};
 use std::time::Duration;
 
 /// The schema where nothing is said.
@@ -21,7 +21,7 @@ pub(super) const TABLE_VERSION: &str = "idem 1";
 /// The longest name of a schema: the name of the channel has 63 bytes at most.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
 /// The largest result: a value of PostgreSQL has less than 1 GiB, and so has the message that brings it.
-pub(super) const MAX_RESULT_BYTES: usize = 1_000_000_000;
+const MAX_RESULT_BYTES: usize = 1_000_000_000;
 /// A thousand years: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
 
@@ -42,6 +42,18 @@ pub(super) fn ddl(schema: &str) -> String {
 pub(super) fn ensure(schema: &str) -> String {
     // `IF NOT EXISTS` alone looks first and creates then, and two who look at once both create.
     format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema))
+}
+
+/// Refuses a result that no row can hold.
+pub(super) fn check_size(finish: &Finish) -> Result<(), StoreError> {
+    let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
+    match payload {
+        Payload::Stored { bytes, .. } if bytes.len() > MAX_RESULT_BYTES => {
+            let message = format!("the result has {} bytes, a row holds {MAX_RESULT_BYTES}", bytes.len());
+            Err(StoreError::new(StoreErrorKind::TooLarge, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where the ends of attempts are published.
@@ -76,6 +88,9 @@ pub(super) struct Statements {
     pub(super) reserve: Statement,
     /// The same for arrays of them.
     pub(super) reserve_many: Statement,
+    /// The columns of [`RESERVE`] and the name of a lock: the same inside of a transaction of the user's, unless another
+    /// one holds the key. One row in any case; see [`Within`].
+    pub(super) reserve_within: Statement,
     /// Replaces a record by that of a new attempt if it still is the one that was met.
     pub(super) replace: Statement,
     /// The columns of [`END`]: ends an attempt.
@@ -108,14 +123,10 @@ const KEY_AT: usize = 15;
 
 /// What a reservation sets.
 const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
-const RESERVE_MANY: [Type; 6] = [
-    Type::TEXT_ARRAY,
-    Type::BYTEA_ARRAY,
-    Type::BYTEA_ARRAY,
-    Type::BOOL_ARRAY,
-    Type::INT8_ARRAY,
-    Type::INT8_ARRAY,
-];
+const RESERVE_WITHIN: [Type; 7] =
+    [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::INT8];
+const RESERVE_MANY: [Type; 6] =
+    [Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::BYTEA_ARRAY, Type::BOOL_ARRAY, Type::INT8_ARRAY, Type::INT8_ARRAY];
 /// What the end of an attempt sets.
 const END: [Type; 8] =
     [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8];
@@ -146,6 +157,7 @@ const REPLACE: [Type; 12] = [
 
 impl Statements {
     /// The statements for the table in `schema`.
+    #[expect(clippy::too_many_lines, reason = "one list, to be read together")]
     pub(super) fn new(schema: &str) -> Self {
         let table = format!("{}.records", quoted(schema));
         let channel = channel(schema).replace('\'', "''");
@@ -188,6 +200,14 @@ impl Statements {
             "WITH made AS ({}) SELECT {RECORD}, r.key FROM {table} AS r WHERE r.key = ANY($1) \
              UNION ALL SELECT {MADE}, made.key FROM made",
             make("unnest($1, $2, $3, $4, $5, $6)"),
+        );
+        // The lock and not the row says whether another transaction is at it: nobody can see the row, or wait for it for a
+        // bounded time. It ends with its transaction.
+        let reserve_within = format!(
+            "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($7) AS is_held), made AS ({}) \
+             SELECT {RECORD}, made.key IS NOT NULL, held.is_held \
+             FROM held LEFT JOIN made ON true LEFT JOIN {table} AS r ON r.key = $1",
+            make("(SELECT $1, $2, $3, $4, $5, $6 FROM held WHERE held.is_held)"),
         );
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
@@ -240,6 +260,7 @@ impl Statements {
             look_many: statement(look_many, &[Type::TEXT_ARRAY]),
             reserve: statement(reserve, &RESERVE),
             reserve_many: statement(reserve_many, &RESERVE_MANY),
+            reserve_within: statement(reserve_within, &RESERVE_WITHIN),
             replace: statement(replace, &REPLACE),
             end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"), &END),
             end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8)"), &END_MANY),
@@ -307,6 +328,11 @@ impl Found {
         }
     }
 
+    pub(super) fn inspection(self) -> Inspection {
+        let lapses_in = matches!(self.record.state, State::Pending { .. }).then(|| self.lapses_in());
+        Inspection { expires_in: self.expires_in(), lapses_in, record: self.record }
+    }
+
     /// What a reservation that was made just now is for those who come next.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
@@ -331,34 +357,63 @@ pub(super) fn key(row: &Row) -> Option<&str> {
 }
 
 /// What a row says.
-pub(super) fn met(row: &Row) -> Met {
+pub(super) fn met(row: &impl Cells) -> Met {
     // Only a record that was made just now has no format.
-    match row.try_get::<_, Option<i16>>(0) {
+    match row.cell::<Option<i16>>(0) {
         Ok(None) => Met::Made,
         Ok(Some(format)) => Met::Found(found(row, format).map(Box::new)),
         Err(_) => Met::Found(Err(FormatError::Damaged)),
     }
 }
 
-fn found(row: &Row, format: i16) -> Result<Found, FormatError> {
-    let parts = parts(row, format).map_err(|_| FormatError::Damaged)?;
-    let time = |at: usize| row.try_get::<_, Micros>(at).map_err(|_| FormatError::Damaged);
+/// The values in a row of whatever driver.
+pub(super) trait Cells {
+    /// The value in the column `at`.
+    fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
+}
+
+impl Cells for Row {
+    fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError> {
+        self.try_get(at).map_err(|_| FormatError::Damaged)
+    }
+}
+
+/// What [`Statements::reserve_within`] says.
+pub(super) struct Within {
+    /// Whether this transaction holds the key.
+    pub(super) is_held: bool,
+    pub(super) met: Met,
+}
+
+/// What a row of [`Statements::reserve_within`] says.
+pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
+    let (is_made, is_held): (bool, bool) = (row.cell(KEY_AT)?, row.cell(KEY_AT + 1)?);
+    let met = match met(row) {
+        Met::Made if !is_made => Met::Unseen,
+        met => met,
+    };
+    Ok(Within { is_held, met })
+}
+
+fn found(row: &impl Cells, format: i16) -> Result<Found, FormatError> {
+    let parts = parts(row, format)?;
+    let time = |at: usize| row.cell::<Micros>(at);
     Ok(Found { record: parts.record()?, lapses_at: time(12)?, expires_at: time(13)?, now: time(14)? })
 }
 
-fn parts(row: &Row, format: i16) -> Result<Parts<'_>, tokio_postgres::Error> {
+fn parts(row: &impl Cells, format: i16) -> Result<Parts<'_>, FormatError> {
     Ok(Parts {
         format: format.into(),
-        state: row.try_get(1)?,
-        owner: row.try_get(2)?,
-        attempt: row.try_get(3)?,
-        starts: row.try_get(4)?,
-        fingerprint: row.try_get(5)?,
-        on_crash_fail: row.try_get(6)?,
-        lease_ms: row.try_get(7)?,
-        ttl_ms: row.try_get(8)?,
-        codec: row.try_get(9)?,
-        result: row.try_get::<_, Option<&[u8]>>(10)?.map(Bytes::copy_from_slice),
-        result_bytes: row.try_get(11)?,
+        state: row.cell(1)?,
+        owner: row.cell(2)?,
+        attempt: row.cell(3)?,
+        starts: row.cell(4)?,
+        fingerprint: row.cell(5)?,
+        on_crash_fail: row.cell(6)?,
+        lease_ms: row.cell(7)?,
+        ttl_ms: row.cell(8)?,
+        codec: row.cell(9)?,
+        result: row.cell::<Option<&[u8]>>(10)?.map(Bytes::copy_from_slice),
+        result_bytes: row.cell(11)?,
     })
 }

@@ -62,7 +62,7 @@ pub struct SqliteOptions {
 impl Default for SqliteOptions {
     fn default() -> Self {
         Self {
-            table: "idem_records".to_owned(),
+            table: table::NAME.to_owned(),
             synchronous: Synchronous::Full,
             busy_timeout: Duration::from_secs(5),
             response_timeout: Duration::from_secs(15),
@@ -141,11 +141,7 @@ pub(super) struct Connected {
 
 impl Database {
     fn new(path: &Path, options: SqliteOptions, clock: Arc<SystemClock>) -> Result<Self, StoreError> {
-        let SqliteOptions { table, .. } = &options;
-        let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
-        if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
-            return Err(misconfigured(format!("`{table}` can't be the name of a table: write letters, digits and `_`")));
-        }
+        table::check_name(&options.table).map_err(misconfigured)?;
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
         }
@@ -184,9 +180,8 @@ impl Database {
         let file = FileId::of(&self.path).map_err(|error| {
             Failure::Refused(unavailable(format!("`{}` can't be looked at: {error}", self.path.display())))
         })?;
-        let mode = self.patiently(|| {
-            connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0))
-        })?;
+        let mode =
+            self.patiently(|| connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0)))?;
         if mode != "wal" {
             let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
@@ -222,17 +217,13 @@ impl Database {
             created?;
             form = self.patiently(|| table::form(connection, table))?;
         }
-        let why = match form {
-            Form::Ours => return Ok(()),
-            Form::Absent => "is gone".to_owned(),
-            Form::Foreign => "is not one of this library; it is left alone, so choose another name".to_owned(),
-            Form::Later(columns) => format!(
-                "has columns that this release does not know ({}): a later one made it; upgrade this process",
-                columns.join(", ")
-            ),
-        };
-        let message = format!("the table `{table}` in `{}` {why}", self.path.display());
-        Err(Failure::Refused(misconfigured(message)))
+        match form.problem() {
+            None => Ok(()),
+            Some(problem) => {
+                let message = format!("the table `{table}` in `{}` {problem}", self.path.display());
+                Err(Failure::Refused(misconfigured(message)))
+            }
+        }
     }
 
     /// Does `work` again while another process or handle holds the lock, up to the busy timeout.
@@ -242,8 +233,7 @@ impl Database {
         loop {
             match work() {
                 Err(error)
-                    if is_busy(&error)
-                        && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
+                    if is_busy(&error) && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
                 {
                     std::thread::park_timeout(pause);
                     pause = (pause * 2).min(LONGEST_PAUSE);
@@ -357,7 +347,9 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
         // Without the lock, or without room for the frame that makes the others count, there is no commit.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
-        _ => StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}")),
+        _ => {
+            StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}"))
+        }
     }
 }
 
@@ -376,6 +368,6 @@ pub(super) fn unavailable(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Unavailable, message)
 }
 
-fn misconfigured(message: String) -> StoreError {
+pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
 }

@@ -12,10 +12,10 @@ use rusqlite::{Connection, Row, Statement, ToSql, params};
 
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{
-    Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write,
-};
+use crate::{Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write};
 
+/// What the table is called where nothing is said.
+pub(super) const NAME: &str = "idem_records";
 /// What SQLite allows in a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
 const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
 /// When clean-up looks again at a row that it may not judge.
@@ -78,6 +78,30 @@ pub(crate) enum Form {
     /// All our columns and these.
     Later(Vec<String>),
     Foreign,
+}
+
+impl Form {
+    /// Why a table of this form can't be used.
+    pub(super) fn problem(&self) -> Option<String> {
+        match self {
+            Self::Ours => None,
+            Self::Absent => Some("is gone".to_owned()),
+            Self::Foreign => Some("is not one of this library; it is left alone, so choose another name".to_owned()),
+            Self::Later(columns) => Some(format!(
+                "has columns that this release does not know ({}): a later one made it; upgrade this process",
+                columns.join(", ")
+            )),
+        }
+    }
+}
+
+/// Refuses a name that a table can't have.
+pub(super) fn check_name(table: &str) -> Result<(), String> {
+    let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
+    if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
+        return Err(format!("`{table}` can't be the name of a table: write letters, digits and `_`"));
+    }
+    Ok(())
 }
 
 /// The form of the table `name`.
@@ -157,7 +181,9 @@ impl Sql {
                 lapses_at, codec, result_bytes, result FROM "{table}" WHERE key = ?1"#
             ),
             Self::Pending => {
-                format!(r#"SELECT 1 FROM "{table}" WHERE key = ?1 AND attempt = ?2 AND state = 'P' AND expires_at > ?3"#)
+                format!(
+                    r#"SELECT 1 FROM "{table}" WHERE key = ?1 AND attempt = ?2 AND state = 'P' AND expires_at > ?3"#
+                )
             }
             Self::Finish => format!(
                 r#"UPDATE "{table}" SET state = ?4, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
@@ -331,7 +357,8 @@ impl<'c> Table<'c> {
     /// Counts lease and retention anew.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
         let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
-        let renewed = self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
+        let renewed =
+            self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
         Ok(if renewed == 1 { Write::Done } else { Write::Refused })
     }
 

@@ -54,9 +54,10 @@ pub(super) enum Ask {
 impl Ask {
     fn bytes(&self) -> usize {
         match self {
-            Self::Finish(_, Finish::Completed(Payload::Stored { bytes, .. }) | Finish::Failed(Payload::Stored { bytes, .. })) => {
-                bytes.len()
-            }
+            Self::Finish(
+                _,
+                Finish::Completed(Payload::Stored { bytes, .. }) | Finish::Failed(Payload::Stored { bytes, .. }),
+            ) => bytes.len(),
             _ => 0,
         }
     }
