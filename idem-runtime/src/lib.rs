@@ -103,6 +103,8 @@ pub use store::{
 };
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
+#[cfg(feature = "sqlx")]
+pub use stores::postgres::InSqlx;
 #[cfg(feature = "postgres")]
 pub use stores::postgres::{InPostgres, PostgresOptions, PostgresStore};
 #[cfg(feature = "redis")]

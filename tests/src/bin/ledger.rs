@@ -1,25 +1,31 @@
 //! One of several processes that work on the same keys, each with its effect and its record in one transaction;
 //! `tests/within.rs` starts and kills it.
 //!
-//! Arguments: `sqlite PATH` or `postgres URL`, number of keys, the key to begin with.
+//! Arguments: `sqlite PATH` or `postgres URL SCHEMA`, number of keys, the key to begin with.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps.
 
 use std::time::Duration;
 
 use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idempotent, observe};
 
-#[idempotent(key = "{n}", ttl = "1h", store = PostgresStore::within(tx), scope = "race", in_progress = wait("2s"))]
-async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, n: usize) -> Result<u32, anyhow::Error> {
+#[idempotent(
+    key = "{n}",
+    ttl = "1h",
+    store = PostgresStore::within(tx).schema(schema),
+    scope = "race",
+    in_progress = wait("2s")
+)]
+async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, schema: &str, n: usize) -> Result<u32, Error> {
     let attempt = current().expect("inside").number();
-    let insert = "INSERT INTO effects (n) VALUES ($1)";
-    tx.execute(insert, &[&i32::try_from(n)?]).await?;
+    let effect = i32::try_from(n).expect("a few");
+    tx.execute("INSERT INTO effects (n) VALUES ($1)", &[&effect]).await.expect("inserts");
     Ok(attempt)
 }
 
 #[idempotent(key = "{n}", ttl = "1h", store = SqliteStore::within(tx), scope = "race")]
 async fn in_sqlite(tx: &rusqlite::Transaction<'_>, n: usize) -> Result<u32, Error> {
     let attempt = current().expect("inside").number();
-    tx.execute("INSERT INTO effects (n) VALUES (?1)", [n]).expect("inserts");
+    tx.execute("INSERT INTO effects (n) VALUES (?1)", [i64::try_from(n).expect("a few")]).expect("inserts");
     Ok(attempt)
 }
 
@@ -30,13 +36,16 @@ async fn main() {
     let (keys, begin): (usize, usize) = (keys.parse().unwrap(), begin.parse().unwrap());
     let keys = (0..keys).map(|n| (begin + n) % keys);
     match spec.split_once(' ') {
-        Some(("postgres", url)) => {
+        Some(("postgres", place)) => {
+            let (url, schema) = place.split_once(' ').unwrap();
             let (mut client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
             tokio::spawn(connection);
+            let quoted = schema.replace('"', "\"\"");
+            client.batch_execute(&format!("SET search_path = \"{quoted}\"")).await.unwrap();
             for n in keys {
                 loop {
                     let tx = client.transaction().await.unwrap();
-                    let (result, outcome) = observe(in_postgres(&tx, n)).await;
+                    let (result, outcome) = observe(in_postgres(&tx, schema, n)).await;
                     if result.is_ok() {
                         tx.commit().await.unwrap();
                         break;

@@ -67,42 +67,22 @@ impl Failure {
 
     /// The server refused. What it says of values (its `DETAIL`) is left out: it may quote a result or an owner token.
     fn refused(error: &DbError) -> Self {
-        use StoreErrorKind::{Corrupt, Full, Misconfigured, Unavailable, Unknown};
         let code = error.code();
-        let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
-        let (kind, advice) = match code.code() {
-            "42P01" | "3F000" | "42703" | "42883" => {
-                (Misconfigured, "the table is not there, or is another version's; see `PostgresOptions::ensure_schema`")
-            }
-            "42501" => (Misconfigured, "the login may not use the table"),
-            "28000" | "28P01" => (Misconfigured, "the login is refused"),
-            "3D000" => (Misconfigured, "there is no such database"),
-            "25006" => (Unavailable, read_only),
-            "26000" | "42P05" => (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`"),
-            "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
-            "40003" => (Unknown, "the connection broke before the answer came"),
-            "53100" | "53200" => (Full, "it has no room"),
-            "57P03" => (Unavailable, "it is starting up or shutting down"),
-            "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-            code => match &code[..2] {
-                "08" | "57" if code != "57014" => (Unknown, "the connection broke before the answer came"),
-                "22" | "23" | "42" | "44" | "54" | "P0" => (Misconfigured, "it does not accept this operation"),
-                _ => (Unavailable, "nothing was written"),
-            },
-        };
+        let (kind, advice) = meaning(code.code());
         let message = format!("the server refused: {advice} ({}: {})", code.code(), error.message());
         let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
         let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
         Self {
-            blames_one: kind == Misconfigured && matches!(&code.code()[..2], "22" | "23" | "44" | "54" | "P0"),
+            blames_one: kind == StoreErrorKind::Misconfigured
+                && matches!(&code.code()[..2], "22" | "23" | "44" | "54" | "P0"),
             is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
-            gives_up: is_fatal || stale || kind == Unknown,
+            gives_up: is_fatal || stale || kind == StoreErrorKind::Unknown,
             ..Self::new(kind, message)
         }
     }
 
     /// An exchange that broke.
-    pub(super) fn broken(error: &Error) -> Self {
+    fn broken(error: &Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
             // Everything else is a connection that ended or talks nonsense; how far the server got nobody knows.
@@ -130,6 +110,32 @@ impl Failure {
     }
 }
 
+/// What an error of the server means, by its `SQLSTATE`, and what to do about it.
+pub(super) fn meaning(code: &str) -> (StoreErrorKind, &'static str) {
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, Unavailable, Unknown};
+    let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
+    match code {
+        "42P01" | "3F000" | "42703" | "42883" => {
+            (Misconfigured, "the table is not there, or is another version's; see `PostgresOptions::ensure_schema`")
+        }
+        "42501" => (Misconfigured, "the login may not use the table"),
+        "28000" | "28P01" => (Misconfigured, "the login is refused"),
+        "3D000" => (Misconfigured, "there is no such database"),
+        "25006" => (Unavailable, read_only),
+        "26000" | "42P05" => (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`"),
+        "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
+        "40003" => (Unknown, "the connection broke before the answer came"),
+        "53100" | "53200" => (Full, "it has no room"),
+        "57P03" => (Unavailable, "it is starting up or shutting down"),
+        "XX001" | "XX002" => (Corrupt, "its data is damaged"),
+        code => match code.get(..2).unwrap_or_default() {
+            "08" | "57" if code != "57014" => (Unknown, "the connection broke before the answer came"),
+            "22" | "23" | "42" | "44" | "54" | "P0" => (Misconfigured, "it does not accept this operation"),
+            _ => (Unavailable, "nothing was written"),
+        },
+    }
+}
+
 impl From<Failure> for StoreError {
     fn from(failure: Failure) -> Self {
         Self::new(failure.kind, &*failure.message)
@@ -137,7 +143,7 @@ impl From<Failure> for StoreError {
 }
 
 /// An error of the driver that is none of the server's, and what caused it. Those hold neither values nor passwords.
-fn told(error: &Error) -> String {
+pub(super) fn told(error: &Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
         None => error.to_string(),

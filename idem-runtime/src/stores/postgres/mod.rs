@@ -9,6 +9,8 @@ mod lanes;
 mod options;
 mod sql;
 mod wake;
+#[cfg(feature = "sqlx")]
+mod with_sqlx;
 mod within;
 
 use std::collections::HashMap;
@@ -25,6 +27,8 @@ use self::lanes::{Lanes, Work};
 pub use self::options::PostgresOptions;
 use self::sql::{Found, Met, Statement, Statements};
 use self::wake::Wakeups;
+#[cfg(feature = "sqlx")]
+pub use self::with_sqlx::InSqlx;
 pub use self::within::InPostgres;
 use crate::clock::all;
 use crate::record::{Parts, format};
@@ -119,8 +123,38 @@ impl PostgresStore {
     /// tx.commit().await?; // The payment and its record, or neither.
     /// # Ok(()) }
     /// ```
-    pub fn within<'a>(tx: &'a tokio_postgres::Transaction<'a>) -> Within<InPostgres<'a>> {
+    pub fn within<'a>(
+        tx: &'a tokio_postgres::Transaction<'a>,
+    ) -> Within<InPostgres<&'a tokio_postgres::Transaction<'a>>> {
         Within(InPostgres::new(tx))
+    }
+
+    /// The same for a transaction of `sqlx`, which the body and the record share by a lock. The body must not hold it while
+    /// it calls another handler in the same transaction.
+    ///
+    /// ```no_run
+    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// use sqlx::{Postgres, Transaction};
+    /// use tokio::sync::Mutex;
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
+    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
+    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
+    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
+    /// }
+    ///
+    /// let tx = Mutex::new(pool.begin().await?);
+    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
+    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
+    /// # Ok(()) }
+    /// ```
+    #[cfg(feature = "sqlx")]
+    pub fn within_sqlx<'a, 'c>(
+        tx: &'a tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>,
+    ) -> Within<InPostgres<InSqlx<'a, 'c>>> {
+        Within(InPostgres::new(InSqlx(tx)))
     }
 
     /// Deletes expired records, looking at no more than `batch` rows, and says how many that were.

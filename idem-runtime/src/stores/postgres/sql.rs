@@ -72,7 +72,7 @@ pub(super) fn millis(duration: Duration) -> i64 {
 
 /// A statement and the types of its parameters.
 #[derive(Debug)]
-pub(super) struct Statement {
+pub struct Statement {
     pub(super) text: String,
     pub(super) types: &'static [Type],
 }
@@ -107,6 +107,8 @@ pub(super) struct Statements {
     pub(super) reopen: Statement,
     /// `how many`: deletes and lists anew; says how many of both.
     pub(super) purge: Statement,
+    /// The lock timeout of this session.
+    pub(super) lock_timeout: Statement,
     /// The name of the table: what the server is, and what the table is.
     pub(super) check: Statement,
 }
@@ -269,6 +271,7 @@ impl Statements {
             is_pending: statement(is_pending, by_attempt),
             reopen: statement(reopen, by_attempt),
             purge: statement(purge, &[Type::INT8]),
+            lock_timeout: statement("SELECT current_setting('lock_timeout')".to_owned(), &[]),
             check: statement(check.to_owned(), &[Type::TEXT]),
         }
     }
@@ -367,7 +370,7 @@ pub(super) fn met(row: &impl Cells) -> Met {
 }
 
 /// The values in a row of whatever driver.
-pub(super) trait Cells {
+pub trait Cells {
     /// The value in the column `at`.
     fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
 }

@@ -9,8 +9,8 @@ use tokio_postgres::Transaction;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
-use super::client::{Failure, Hidden};
-use super::sql::{self, Found, Met, Statement, Statements};
+use super::client::{Hidden, meaning, told};
+use super::sql::{self, Cells, Found, Met, Statement, Statements};
 use super::{LOOKS, corrupt};
 use crate::record::Parts;
 use crate::within::{self, Within};
@@ -19,11 +19,84 @@ use crate::{
     Write,
 };
 
-/// An open transaction of `tokio-postgres`; see [`PostgresStore::within`](super::PostgresStore::within).
+/// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
 #[derive(Clone)]
-pub struct InPostgres<'a> {
-    session: &'a Transaction<'a>,
+pub struct InPostgres<S> {
+    session: S,
     table: Arc<Table>,
+}
+
+/// Whose connection the transaction is on: what a driver has to do.
+pub trait Session: within::sealed::Sealed + Clone {
+    #[doc(hidden)]
+    type Row: Cells;
+
+    /// The rows that a statement answers. Not prepared: that would take an exchange of its own, and poolers forget it.
+    #[doc(hidden)]
+    fn rows(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+    ) -> impl Future<Output = Result<Vec<Self::Row>, Refused>>;
+
+    /// Statements without parameters or rows.
+    #[doc(hidden)]
+    fn execute(&self, text: &str) -> impl Future<Output = Result<(), Refused>>;
+}
+
+/// What the server, or the driver, said of a statement.
+#[derive(Debug)]
+pub struct Refused {
+    /// The `SQLSTATE`, if the server said something.
+    pub(super) code: Option<String>,
+    /// Without values: what the server quotes of them is in its `DETAIL`.
+    pub(super) message: String,
+}
+
+impl Refused {
+    /// Whether somebody's time limit ended the statement, or the server found two transactions waiting for each other.
+    fn ended_a_wait(&self) -> bool {
+        let ends = [&SqlState::LOCK_NOT_AVAILABLE, &SqlState::QUERY_CANCELED, &SqlState::T_R_DEADLOCK_DETECTED];
+        ends.iter().any(|end| self.code.as_deref() == Some(end.code()))
+    }
+}
+
+/// Whatever it was, the transaction is over.
+impl From<Refused> for StoreError {
+    fn from(refused: Refused) -> Self {
+        let Refused { code, message } = refused;
+        let (kind, advice) = code.as_deref().map_or((StoreErrorKind::Aborted, "the connection broke"), meaning);
+        let kind = match kind {
+            StoreErrorKind::Misconfigured | StoreErrorKind::Corrupt | StoreErrorKind::Full => kind,
+            _ => StoreErrorKind::Aborted,
+        };
+        let code = code.map(|code| format!("{code}: ")).unwrap_or_default();
+        Self::new(kind, format!("the transaction can't go on, roll it back: {advice} ({code}{message})"))
+    }
+}
+
+impl within::sealed::Sealed for &Transaction<'_> {}
+
+impl Session for &Transaction<'_> {
+    type Row = tokio_postgres::Row;
+
+    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Self::Row>, Refused> {
+        let typed: Vec<_> = params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
+        Ok(self.query_typed(&statement.text, &typed).await?)
+    }
+
+    async fn execute(&self, text: &str) -> Result<(), Refused> {
+        Ok(self.batch_execute(text).await?)
+    }
+}
+
+impl From<tokio_postgres::Error> for Refused {
+    fn from(error: tokio_postgres::Error) -> Self {
+        match error.as_db_error() {
+            Some(error) => Self { code: Some(error.code().code().to_owned()), message: error.message().to_owned() },
+            None => Self { code: None, message: told(&error) },
+        }
+    }
 }
 
 /// The table that records are in.
@@ -50,14 +123,14 @@ impl Table {
     }
 }
 
-impl<'a> InPostgres<'a> {
-    pub(super) fn new(session: &'a Transaction<'a>) -> Self {
+impl<S> InPostgres<S> {
+    pub(super) fn new(session: S) -> Self {
         static DEFAULT: LazyLock<Arc<Table>> = LazyLock::new(|| Arc::new(Table::new(sql::SCHEMA)));
         Self { session, table: Arc::clone(&DEFAULT) }
     }
 }
 
-impl Within<InPostgres<'_>> {
+impl<S> Within<InPostgres<S>> {
     /// The schema that holds the table; `idem` where nothing is said.
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
@@ -66,35 +139,15 @@ impl Within<InPostgres<'_>> {
     }
 }
 
-impl fmt::Debug for InPostgres<'_> {
+impl<S> fmt::Debug for InPostgres<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InPostgres").field("schema", &self.table.schema).finish_non_exhaustive()
     }
 }
 
-/// A failure of a statement: whatever it was, the transaction is over.
-fn aborted(error: &tokio_postgres::Error) -> StoreError {
-    let failure = StoreError::from(Failure::broken(error));
-    let kind = match failure.kind() {
-        kind @ (StoreErrorKind::Misconfigured | StoreErrorKind::Corrupt | StoreErrorKind::Full) => kind,
-        _ => StoreErrorKind::Aborted,
-    };
-    StoreError::new(kind, format!("the transaction can't go on, roll it back: {failure}"))
-}
-
-impl InPostgres<'_> {
-    async fn rows(
-        &self,
-        statement: &Statement,
-        params: &[&(dyn ToSql + Sync)],
-    ) -> Result<Vec<tokio_postgres::Row>, StoreError> {
-        // Not prepared: that would take an exchange of its own, and poolers forget it.
-        let typed: Vec<_> = params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
-        self.session.query_typed(&statement.text, &typed).await.map_err(|error| aborted(&error))
-    }
-
-    async fn execute(&self, text: &str) -> Result<(), StoreError> {
-        self.session.batch_execute(text).await.map_err(|error| aborted(&error))
+impl<S: Session> InPostgres<S> {
+    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<S::Row>, StoreError> {
+        Ok(self.session.rows(statement, params).await?)
     }
 
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
@@ -152,9 +205,9 @@ impl InPostgres<'_> {
     }
 }
 
-impl within::sealed::Sealed for InPostgres<'_> {}
+impl<S> within::sealed::Sealed for InPostgres<S> {}
 
-impl within::Transaction for InPostgres<'_> {
+impl<S: Session> within::Transaction for InPostgres<S> {
     const NAME: &'static str = "postgres";
 
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
@@ -212,30 +265,21 @@ impl within::Transaction for InPostgres<'_> {
 
     async fn wait(&self, key: &Key, at_most: Duration) -> Result<(), StoreError> {
         let millis = sql::millis(at_most).clamp(1, i32::MAX.into());
+        let rows = self.rows(&self.table.statements.lock_timeout, &[]).await?;
+        let before: Option<String> = rows.first().map(|row| row.cell(0)).transpose().map_err(corrupt)?;
         // What is set after a savepoint is undone with it, so only a lock that was got leaves something to put back.
-        let rows = self
-            .session
-            .query_typed("SELECT current_setting('lock_timeout')", &[])
-            .await
-            .map_err(|error| aborted(&error))?;
-        let before: String = rows.first().ok_or(()).and_then(|row| row.try_get(0).map_err(|_| ())).unwrap_or_default();
-        self.execute(&format!("SAVEPOINT idem_wait; SET LOCAL lock_timeout = {millis}")).await?;
-        let lock = format!("SELECT pg_advisory_xact_lock({})", self.table.lock(key));
-        match self.session.batch_execute(&lock).await {
+        let begin = format!("SAVEPOINT idem_wait; SET LOCAL lock_timeout = {millis}");
+        self.session.execute(&begin).await?;
+        match self.session.execute(&format!("SELECT pg_advisory_xact_lock({})", self.table.lock(key))).await {
             Ok(()) => {
-                let before = before.replace('\'', "''");
-                self.execute(&format!("SET LOCAL lock_timeout = '{before}'; RELEASE SAVEPOINT idem_wait")).await
+                let before = before.unwrap_or_default().replace('\'', "''");
+                let end = format!("SET LOCAL lock_timeout = '{before}'; RELEASE SAVEPOINT idem_wait");
+                Ok(self.session.execute(&end).await?)
             }
-            // Its time is up, whoever has set it; or two transactions wait for each other.
-            Err(error)
-                if matches!(
-                    error.code(),
-                    Some(&SqlState::LOCK_NOT_AVAILABLE | &SqlState::QUERY_CANCELED | &SqlState::T_R_DEADLOCK_DETECTED)
-                ) =>
-            {
-                self.execute("ROLLBACK TO SAVEPOINT idem_wait; RELEASE SAVEPOINT idem_wait").await
+            Err(refused) if refused.ended_a_wait() => {
+                Ok(self.session.execute("ROLLBACK TO SAVEPOINT idem_wait; RELEASE SAVEPOINT idem_wait").await?)
             }
-            Err(error) => Err(aborted(&error)),
+            Err(refused) => Err(refused.into()),
         }
     }
 
