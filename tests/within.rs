@@ -139,8 +139,8 @@ async fn a_connection_that_dies_takes_the_record_with_it() {
     bank.client().await.execute("SELECT pg_terminate_backend($1)", &[&pid]).await.unwrap();
     tx.commit().await.unwrap_err();
     // The server may still be at it.
-    let (paid, outcome) = bank.pay_waiting("a", Duration::from_secs(60)).await;
-    assert_eq!(paid.unwrap(), 1);
+    let (payment, outcome) = bank.pay_waiting("a", Duration::from_secs(60)).await;
+    assert_eq!(payment.unwrap(), 1);
     assert!(outcome.executed());
     assert_eq!(bank.payments().await, 1);
 }
@@ -231,7 +231,11 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let mut client = bank.client().await;
         let tx = client.transaction().await.unwrap();
         bank.pay(&tx, name, POLICY).await.0.unwrap();
-        let mut waiting = pin!(bank.pay_waiting(name, Duration::from_secs(60)));
+        let mut second = bank.client().await;
+        let other = second.transaction().await.unwrap();
+        other.batch_execute("SET LOCAL lock_timeout = '7s'").await.unwrap();
+        let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
+        let mut waiting = Box::pin(bank.pay(&other, name, policy));
         // Until the server says that it waits.
         let observer = bank.client().await;
         let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted";
@@ -247,6 +251,9 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let (paid, outcome) = waiting.await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.waited());
+        let timeout: String = other.query_one("SHOW lock_timeout", &[]).await.unwrap().get(0);
+        assert_eq!(timeout, "7s", "the transaction is as it was");
+        other.commit().await.unwrap();
         assert_eq!((outcome.replayed(), outcome.executed()), (commits, !commits));
     }
     assert_eq!(bank.payments().await, 2);
@@ -385,9 +392,10 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
             assert_eq!((attempt.number(), attempt.lease_remaining()), (1, Policy::DEFAULT_LEASE));
             attempt.confirm_lease().await?;
             kept = Some(attempt);
-            let (inner, outcome) = bank.pay(&tx, "inner", POLICY).await;
+            let (inner, outcome) = Box::pin(bank.pay(&tx, "inner", POLICY)).await;
             assert!(outcome.executed());
-            let (own, _) = bank.pay(&tx, "outer", POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await;
+            let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
+            let (own, _) = Box::pin(bank.pay(&tx, "outer", wait)).await;
             assert!(matches!(own, Err(Error::InProgress { attempt: 1, .. })), "not a deadlock: {own:?}");
             inner
         })
