@@ -21,8 +21,8 @@ use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
     Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, MissingKey, Mode, OnCrash,
-    OnStoreError, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve, Store,
-    StoreError, Write,
+    OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve,
+    Store, StoreError, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -64,7 +64,8 @@ impl Operation {
 /// What `body` returned, or the [`Error`] that says why it has no result.
 ///
 /// # Panics
-/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`].
+/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`]. If a migration of
+/// [`OnUndecodable`] does; nothing changes then.
 ///
 /// # Cancel safety
 /// Dropping the future cancels the body and frees the key, or counts as an interruption under [`OnCrash::Fail`]. Once
@@ -110,7 +111,7 @@ enum Begun {
     /// Run the body without a reservation; the attempt is for [`current`](crate::current) only.
     Unprotected(Option<Attempt>, Option<Refusal>),
     /// Return what is recorded.
-    Replay { key: Key, store: &'static str, record: Record },
+    Replay { key: Key, store: &'static str, record: Record, on_undecodable: OnUndecodable },
     /// Return this error; the body doesn't run.
     Refused(Error),
 }
@@ -140,7 +141,7 @@ fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
                 tracing::info!(%error, "shadow mode: would have been refused");
                 unprotected(error.key(), Refusal::of(&error))
             }
-            Begun::Replay { key, store, record } if mode == Mode::Shadow => {
+            Begun::Replay { key, store, record, .. } if mode == Mode::Shadow => {
                 tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
                 unprotected(Some(&key), Some(Refusal::Replay))
             }
@@ -194,7 +195,10 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
                 return Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce));
             }
-            Reservation::Finished(record) => return Begun::Replay { key: request.key, store: name, record },
+            Reservation::Finished(record) => {
+                let on_undecodable = policy.on_undecodable;
+                return Begun::Replay { key: request.key, store: name, record, on_undecodable };
+            }
             Reservation::Pending { attempt, lapses_in } => {
                 let now = store.heartbeats().clock().now();
                 let left = match policy.in_progress {
@@ -459,8 +463,8 @@ where
                             this.outcome.suppressed = suppressed;
                             Phase::Unprotected { attempt }
                         }
-                        Begun::Replay { key, store, record } => {
-                            break replay(this.outcome, this.recorder, key, store, &record);
+                        Begun::Replay { key, store, record, on_undecodable } => {
+                            break replay(this.outcome, this.recorder, key, store, &record, on_undecodable);
                         }
                         Begun::Refused(error) => break refuse(this.outcome, error),
                     };
@@ -541,8 +545,9 @@ fn replay<T, E: From<Error>, R: Recorder<T, E>>(
     key: Key,
     store: &'static str,
     record: &Record,
+    on_undecodable: OnUndecodable,
 ) -> Result<T, E> {
-    match recorder.replay(&record.state) {
+    match recorder.replay(&record.state, on_undecodable) {
         Ok(result) => {
             outcome.replayed = true;
             outcome.recorded = true;
