@@ -170,7 +170,7 @@ impl Expansion<'_> {
         base && self.call.settings.iter().all(|setting| match setting {
             Setting::Lease(time) | Setting::Wait(time) => literal(time),
             Setting::Attempts(count) => matches!(count, Expr::Lit(_)),
-            Setting::Choice(..) => true,
+            Setting::Choice(..) | Setting::Migrate(_) => true,
         })
     }
 
@@ -188,6 +188,11 @@ impl Expansion<'_> {
             Setting::Attempts(count) => {
                 let count = self.written(count);
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
+            }
+            Setting::Migrate(function) => {
+                // A message about its signature is about nothing else.
+                let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
+                quote_spanned!(site=> .on_undecodable(#migrate))
             }
             Setting::Choice(method, choices, variant) => {
                 let [method, choices, variant] = [method, choices, variant].map(|name| Ident::new(name, site));

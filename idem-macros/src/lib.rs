@@ -74,6 +74,7 @@ use crate::validate::Call;
 /// | [`missing_key`](#missing_key) | `reject`, `run`: a key that is `None` or empty | `reject` |
 /// | [`on_store_error`](#on_store_error) | `fail`, `run`: a store that does not answer | `fail` |
 /// | [`codec`](#codec) | how results are encoded | `Json` |
+/// | [`on_undecodable`](#on_undecodable) | `error`, a function: a recorded result that can't be read any more | `error` |
 /// | [`policy`](#policy) | options shared between handlers, or decided at run time | none |
 /// | [`crate`](#crate) | the path to `idem_runtime` | `::idem_runtime` |
 ///
@@ -187,7 +188,47 @@ use crate::validate::Call;
 ///
 /// ## `codec`
 ///
-/// A type that implements `Codec`, which turns results into bytes and back.
+/// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack` and `Postcard` (each with
+/// a feature of its own), or yours. A record carries the name of its codec. Under one of the library's codecs a handler also
+/// reads what the others wrote, so the codec can be changed while there are records.
+///
+/// ## `on_undecodable`
+///
+/// What a duplicate gets whose recorded result doesn't decode as what the function returns, or was written by a codec that
+/// can't be read: it never gets another run. `error`: `Error::ResultUnavailable`. A function
+/// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` makes new bytes from the recorded ones, for the codec that the handler
+/// has now, and they are replayed. The record itself stays as it is.
+///
+/// ```
+/// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize)]
+/// struct Receipt {
+///     // It was a field `amount` in euros before.
+///     cents: u64,
+/// }
+///
+/// fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+///     #[derive(Deserialize)]
+///     struct Before {
+///         amount: u64,
+///     }
+///     let Before { amount } = recorded.decode()?;
+///     Json::encode(&Receipt { cents: amount * 100 })
+/// }
+///
+/// #[idempotent(key = "{order}", ttl = "30d", store = store, on_undecodable = migrate)]
+/// async fn charge(store: &MemoryStore, order: u64) -> Result<Receipt, Error> {
+///     Ok(Receipt { cents: 4200 })
+/// }
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// # assert_eq!(charge(&MemoryStore::new(), 7).await.unwrap().cents, 4200);
+/// # }
+/// ```
+///
+/// With `on_error = record` the function is asked about recorded errors as well; `Undecodable::is_error` tells them apart.
 ///
 /// ## `policy`
 ///
@@ -264,7 +305,8 @@ mod tests {
 
     const ARGS: &str = r#"key = "order:{event.id}:{a[0]}", ttl = "7d", store = app.store, scope = "s", lease = "10s",
         in_progress = wait("1s"), on_error = |e| decide(e), on_crash = fail, max_attempts = 3,
-        fingerprint = (event.id, a), missing_key = run, on_store_error = run, codec = Json<u8>, policy = P,
+        fingerprint = (event.id, a), missing_key = run, on_store_error = run, codec = Json<u8>,
+        on_undecodable = old::migrate::<u8>, policy = P,
         crate = ::idem_runtime"#;
     const ITEM: &str = r"#[doc = r#type] pub(crate) async unsafe fn r#ship<'a, T: Copy, const N: usize>(
         &'a mut self, (x, mut y): (T, T), #[cfg(a)] app: &App, event: impl Event) -> Result<[T; N], E>

@@ -8,7 +8,7 @@ use syn::{Expr, LitStr, Path, Token, Type};
 use crate::nearest::nearest;
 use crate::problems::Problems;
 
-const OPTIONS: [&str; 15] = [
+const OPTIONS: [&str; 16] = [
     "key",
     "ttl",
     "store",
@@ -22,6 +22,7 @@ const OPTIONS: [&str; 15] = [
     "missing_key",
     "on_store_error",
     "codec",
+    "on_undecodable",
     "policy",
     "crate",
 ];
@@ -47,6 +48,7 @@ pub(crate) struct Args {
     pub(crate) missing_key: Option<Arg<Expr>>,
     pub(crate) on_store_error: Option<Arg<Expr>>,
     pub(crate) codec: Option<Arg<Type>>,
+    pub(crate) on_undecodable: Option<Arg<Expr>>,
     pub(crate) policy: Option<Arg<Expr>>,
     pub(crate) krate: Option<Arg<Path>>,
     /// The names of all options, also of those whose value can't be read.
@@ -119,6 +121,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         "missing_key" => set_once(&mut args.missing_key, name, input),
         "on_store_error" => set_once(&mut args.on_store_error, name, input),
         "codec" => set_once(&mut args.codec, name, input),
+        "on_undecodable" => set_once(&mut args.on_undecodable, name, input),
         "policy" => set_once(&mut args.policy, name, input),
         _ => set_once(&mut args.krate, name, input),
     }
@@ -186,6 +189,7 @@ fn meant(word: &str) -> Option<&'static str> {
         "hash" | "payload" => Some("fingerprint"),
         "retries" | "max_retries" | "attempts" => Some("max_attempts"),
         "wait" => Some("in_progress"),
+        "migrate" | "migration" => Some("on_undecodable"),
         _ => None,
     };
     elsewhere.or_else(|| nearest(word, &OPTIONS))
@@ -240,6 +244,7 @@ pub(crate) fn example(option: &str) -> &'static str {
         "missing_key" => "missing_key = run",
         "on_store_error" => "on_store_error = run",
         "codec" => "codec = Json",
+        "on_undecodable" => "on_undecodable = migrate",
         "policy" => "policy = app.policy",
         _ => "crate = my_crate::idem_runtime",
     }

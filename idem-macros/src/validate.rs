@@ -59,6 +59,8 @@ pub(crate) enum Setting {
     Attempts(Expr),
     /// Method, and enum and variant of its argument.
     Choice(&'static str, &'static str, &'static str),
+    /// The function that migrates results.
+    Migrate(Expr),
 }
 
 pub(crate) enum OnError {
@@ -103,6 +105,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
         let variant = variants.iter().find(|(known, _)| word == Some(known));
         settings.extend(variant.map(|(_, variant)| Setting::Choice(option, name, variant)));
     }
+    settings.extend(args.on_undecodable.and_then(|arg| problems.note(on_undecodable(arg, function))));
     Some(Call {
         handler: handler?,
         output: output?,
@@ -395,6 +398,47 @@ fn on_error(arg: Arg<Expr>) -> syn::Result<OnError> {
     }
 }
 
+fn on_undecodable(arg: Arg<Expr>, function: &Function) -> syn::Result<Setting> {
+    let fail = |message| fail(&arg.value, message);
+    let signature = "fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>";
+    match &arg.value {
+        Expr::Path(path) => {
+            let last = path.path.segments.last().map(|last| last.ident.to_string()).unwrap_or_default();
+            match (word(&arg.value), last.as_str()) {
+                (Some(_), "error") => return Ok(Setting::Choice("on_undecodable", "OnUndecodable", "Error")),
+                (_, "Error") => {
+                    return fail("`on_undecodable` takes a word or a function; write `error`".to_owned());
+                }
+                (_, "Migrate") => {
+                    return fail(
+                        "`on_undecodable` takes a word or a function; write for example `on_undecodable = migrate`"
+                            .to_owned(),
+                    );
+                }
+                (Some(word), name) if name == "fail" || distance(name, "error") <= 2 => {
+                    return fail(format!(
+                        "unknown `{word}`; did you mean `error`? (for a function of this name write `self::{word}`)"
+                    ));
+                }
+                (Some(word), _) if function.argument_names().any(|argument| argument == word) => {
+                    return fail(format!("`{word}` is an argument; name a function, `{signature}`"));
+                }
+                _ => {}
+            }
+            Ok(Setting::Migrate(arg.value))
+        }
+        Expr::Closure(_) => fail(format!("a closure can't stand here; name a function, `{signature}`")),
+        Expr::Call(call) if matches!(*call.func, Expr::Path(_)) => {
+            let function = call.func.to_token_stream().to_string().replace(' ', "");
+            fail(format!("name the function without calling it; write `{function}`"))
+        }
+        _ => match string(&arg.value).as_deref() {
+            Some("error") => fail("write `error` without quotes".to_owned()),
+            _ => fail(format!("`on_undecodable` is `error`, or a function `{signature}`")),
+        },
+    }
+}
+
 /// The word, if the expression is nothing else.
 fn word(expr: &Expr) -> Option<&Ident> {
     match expr {
@@ -452,12 +496,14 @@ mod tests {
 
     #[test]
     fn every_word_becomes_a_setting() {
-        let words = "in_progress = reject, on_crash = fail, missing_key = run, on_store_error = fail, max_attempts = N";
+        let words = "in_progress = reject, on_crash = fail, missing_key = run, on_store_error = fail, \
+                     on_undecodable = error, max_attempts = N";
         let call = check(&format!("{REQUIRED}, {words}")).unwrap_or_else(|problems| panic!("{problems:?}"));
         let settings = call.settings.iter().map(|setting| match setting {
             Setting::Choice(method, choices, variant) => format!("{method} {choices} {variant}"),
             Setting::Attempts(_) => "attempts".to_owned(),
             Setting::Lease(_) | Setting::Wait(_) => "time".to_owned(),
+            Setting::Migrate(_) => "migrate".to_owned(),
         });
         let expected = [
             "in_progress InProgress Reject",
@@ -465,6 +511,7 @@ mod tests {
             "on_crash OnCrash Fail",
             "missing_key MissingKey Run",
             "on_store_error OnStoreError Fail",
+            "on_undecodable OnUndecodable Error",
         ];
         assert_eq!(settings.collect::<Vec<_>>(), expected);
     }
@@ -503,6 +550,23 @@ mod tests {
         {
             assert!(check(&format!("{REQUIRED}, on_error = {function}")).is_ok(), "{function}");
         }
+    }
+
+    #[test]
+    fn migrations_are_functions() {
+        for function in ["migrate", "self::error", "Self::migrate::<T>", "<T as Old>::migrate", "r#fn"] {
+            assert!(check(&format!("{REQUIRED}, on_undecodable = {function}")).is_ok(), "{function}");
+        }
+        refused("on_undecodable = eror", &["did you mean `error`? (for a function of this name write `self::eror`)"]);
+        refused("on_undecodable = fail", &["did you mean `error`?"]);
+        refused("on_undecodable = \"error\"", &["without quotes"]);
+        refused("on_undecodable = \"migrate\"", &["is `error`, or a function"]);
+        refused("on_undecodable = OnUndecodable::Error", &["write `error`"]);
+        refused("on_undecodable = OnUndecodable::Migrate", &["write for example `on_undecodable = migrate`"]);
+        refused("on_undecodable = old::migrate()", &["write `old::migrate`"]);
+        refused("on_undecodable = |recorded| migrate(recorded)", &["a closure can't stand here"]);
+        refused("on_undecodable = id", &["`id` is an argument"]);
+        refused("migrate = old", &["did you mean `on_undecodable`"]);
     }
 
     #[test]

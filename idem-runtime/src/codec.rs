@@ -10,8 +10,12 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 
 /// How results are written into records.
 ///
-/// A record carries the name of its codec. Change [`Codec::NAME`] whenever the written form changes, so that no record
-/// is ever read as something else.
+/// A record carries the name of its codec, and the version of the written form is part of that name: the first one has
+/// none, as in `json`, a second one would be `json2`. Change [`Codec::NAME`] whenever the written form changes, so that no
+/// record is ever read as something else. `json`, `msgpack`, `postcard`, and these with a number, are the library's.
+///
+/// A handler with one of the library's codecs also reads what the others wrote, as far as their features are enabled: a
+/// codec can be changed while there are records. For everything else there is [`OnUndecodable`](crate::OnUndecodable).
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Json};
@@ -36,6 +40,12 @@ pub trait Codec: 'static {
     /// The name under which records keep this form: 1 to 15 bytes of ASCII, the same in every release.
     const NAME: &'static str;
 
+    /// Whether records that [`Json`] and the library's other codecs wrote are read, too, each as what it is.
+    ///
+    /// Say `true` if results may have been recorded by one of them before. A codec that encrypts or signs leaves it
+    /// `false`: whoever can write to the store could slip in a result of their own.
+    const READS_OTHERS: bool = false;
+
     /// Writes `value`.
     ///
     /// # Errors
@@ -49,12 +59,19 @@ pub trait Codec: 'static {
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
 }
 
-/// JSON by `serde_json`, the default.
+/// JSON by `serde_json`, the default: for people to read, and forgiving when the type changes.
+///
+/// A field that is added with `#[serde(default)]`, made an `Option`, or removed does no harm to old records.
+///
+/// What it can't do: keys of maps are strings, numbers, or unit variants, or the result does not encode. `Some(())` and
+/// `Some(None)` are read back as `None`. A float that is infinite or no number is written as `null`, and is read back as
+/// `None` or not at all. What is nested more than 127 levels deep is written, but not read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
 impl Codec for Json {
     const NAME: &'static str = "json";
+    const READS_OTHERS: bool = true;
 
     fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
         serde_json::to_vec(value).map_err(Into::into)

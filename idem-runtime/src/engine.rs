@@ -1,11 +1,11 @@
 //! The protocol: reserve, run with heartbeats, record, replay. The only file with this control flow.
 //!
 //! A call has three phases. [`begin`] reserves the key or finds out why not. The body then runs inside the caller's own
-//! future. [`end`] records what it returned. [`Run`] strings them together by hand: an `async fn` that owns the body
-//! would keep room for it twice, at every level of nested calls.
+//! future. [`end`] records what it returned. [`Call`] strings them together by hand: an `async fn` that owns the body
+//! would keep room for it twice, at every level of nested calls. It knows the body only as [`Work`], so that the compiler
+//! makes it once and not once for each handler.
 
 use std::future::Future;
-use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -21,8 +21,8 @@ use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
     Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, MissingKey, Mode, OnCrash,
-    OnStoreError, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve, Store,
-    StoreError, Write,
+    OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve,
+    State, Store, StoreError, Unavailable, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -64,7 +64,8 @@ impl Operation {
 /// What `body` returned, or the [`Error`] that says why it has no result.
 ///
 /// # Panics
-/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`].
+/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`]. If a migration of
+/// [`OnUndecodable`] does; nothing changes then.
 ///
 /// # Cancel safety
 /// Dropping the future cancels the body and frees the key, or counts as an interruption under [`OnCrash::Fail`]. Once
@@ -91,16 +92,7 @@ where
     E: From<Error>,
     B: Future<Output = Result<T, E>>,
 {
-    let max_result_bytes = operation.policy.max_result_bytes;
-    Run {
-        phase: Phase::Begin { begin: begin(operation) },
-        body: Some(body),
-        outcome: Outcome::UNKNOWN,
-        recorder,
-        max_result_bytes,
-        end,
-        result: PhantomData,
-    }
+    Run { protocol: protocol(operation), handled: Handled { body: Some(body), kept: Kept { recorder, result: None } } }
 }
 
 /// What [`begin`] decided.
@@ -110,7 +102,7 @@ enum Begun {
     /// Run the body without a reservation; the attempt is for [`current`](crate::current) only.
     Unprotected(Option<Attempt>, Option<Refusal>),
     /// Return what is recorded.
-    Replay { key: Key, store: &'static str, record: Record },
+    Replay { key: Key, store: &'static str, record: Record, on_undecodable: OnUndecodable },
     /// Return this error; the body doesn't run.
     Refused(Error),
 }
@@ -140,7 +132,7 @@ fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
                 tracing::info!(%error, "shadow mode: would have been refused");
                 unprotected(error.key(), Refusal::of(&error))
             }
-            Begun::Replay { key, store, record } if mode == Mode::Shadow => {
+            Begun::Replay { key, store, record, .. } if mode == Mode::Shadow => {
                 tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
                 unprotected(Some(&key), Some(Refusal::Replay))
             }
@@ -194,7 +186,10 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
                 return Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce));
             }
-            Reservation::Finished(record) => return Begun::Replay { key: request.key, store: name, record },
+            Reservation::Finished(record) => {
+                let on_undecodable = policy.on_undecodable;
+                return Begun::Replay { key: request.key, store: name, record, on_undecodable };
+            }
             Reservation::Pending { attempt, lapses_in } => {
                 let now = store.heartbeats().clock().now();
                 let left = match policy.in_progress {
@@ -299,11 +294,11 @@ impl Held {
     }
 
     /// Polls the body as this attempt, with a heartbeat from its first `Pending` on. `None` if the lease was lost.
-    fn poll_body<B: Future>(&mut self, body: Pin<&mut B>, cx: &mut Context<'_>) -> Poll<Option<B::Output>> {
+    fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<Option<bool>> {
         if self.registered && !self.is_held(cx) && self.enforced {
             return Poll::Ready(None);
         }
-        let polled = poll_as(&mut self.attempt, body, cx);
+        let polled = poll_as(&mut self.attempt, work, cx);
         if polled.is_pending() && !self.registered {
             self.registered = true;
             let Attempt { store, lease, reserved_at, .. } = self.attempt();
@@ -324,11 +319,11 @@ impl Held {
 }
 
 /// Polls a body as `attempt`; the calls it makes are nobody else's to observe.
-fn poll_as<B: Future>(attempt: &mut Option<Attempt>, body: Pin<&mut B>, cx: &mut Context<'_>) -> Poll<B::Output> {
+fn poll_as(attempt: &mut Option<Attempt>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<bool> {
     let mut nobody = None;
     let _observation = Observation::enter(&mut nobody);
     let _entered = Entered::enter(attempt);
-    body.poll(cx)
+    work.poll_body(cx)
 }
 
 impl Drop for Held {
@@ -390,24 +385,140 @@ async fn write_end(held: &mut Held) -> Result<Write, StoreError> {
     }
 }
 
+/// A body and its result, for those who need not know their types.
+trait Work {
+    /// Polls the body, keeps what it returned, and says whether that is `Ok`.
+    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
+
+    /// How an attempt ends whose body returned what is kept.
+    fn ending(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending;
+
+    /// Drops the body.
+    fn drop_body(self: Pin<&mut Self>);
+
+    /// Keeps the result in a finished record, and says whether it is `Ok`.
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable>;
+
+    /// Keeps `error` as the result.
+    fn refuse(self: Pin<&mut Self>, error: Error);
+}
+
 pin_project! {
-    /// One call: its phases, and the body that they share.
-    struct Run<A, B, C, R, T, E> {
-        #[pin]
-        phase: Phase<A, C, T, E>,
+    struct Handled<B, R, T, E> {
         #[pin]
         body: Option<B>,
+        kept: Kept<R, T, E>,
+    }
+}
+
+// One for each handler: as little as there can be.
+impl<B, R, T, E> Work for Handled<B, R, T, E>
+where
+    B: Future<Output = Result<T, E>>,
+    R: Recorder<T, E>,
+    E: From<Error>,
+{
+    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool> {
+        let this = self.project();
+        let result = ready!(this.body.as_pin_mut().expect("present until it has ended").poll(cx));
+        Poll::Ready(this.kept.keep(result))
+    }
+
+    fn ending(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending {
+        self.project().kept.ending(max_result_bytes)
+    }
+
+    fn drop_body(self: Pin<&mut Self>) {
+        self.project().body.set(None);
+    }
+
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+        self.project().kept.replay(state, on_undecodable)
+    }
+
+    fn refuse(self: Pin<&mut Self>, error: Error) {
+        self.project().kept.refuse(error);
+    }
+}
+
+/// The result of a call, as soon as there is one. Handlers with the same types share its code.
+struct Kept<R, T, E> {
+    recorder: R,
+    result: Option<Result<T, E>>,
+}
+
+impl<R: Recorder<T, E>, T, E: From<Error>> Kept<R, T, E> {
+    fn keep(&mut self, result: Result<T, E>) -> bool {
+        self.result.insert(result).is_ok()
+    }
+
+    fn ending(&self, max_result_bytes: usize) -> Ending {
+        self.recorder.ending(self.result.as_ref().expect("kept by the last poll"), max_result_bytes)
+    }
+
+    fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+        let result = self.recorder.replay(state, on_undecodable)?;
+        Ok(self.keep(result))
+    }
+
+    fn refuse(&mut self, error: Error) {
+        self.keep(Err(E::from(error)));
+    }
+
+    fn take(&mut self) -> Result<T, E> {
+        self.result.take().expect("kept by the protocol")
+    }
+}
+
+pin_project! {
+    /// One call: the protocol, and what it is about.
+    struct Run<P, B, R, T, E> {
+        #[pin]
+        protocol: P,
+        #[pin]
+        handled: Handled<B, R, T, E>,
+    }
+}
+
+impl<P, B, R, T, E> Future for Run<P, B, R, T, E>
+where
+    P: Protocol,
+    B: Future<Output = Result<T, E>>,
+    R: Recorder<T, E>,
+    E: From<Error>,
+{
+    type Output = Result<T, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        ready!(this.protocol.poll(this.handled.as_mut(), cx));
+        Poll::Ready(this.handled.project().kept.take())
+    }
+}
+
+/// What a call does with its [`Work`], until that has its result.
+trait Protocol {
+    fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
+}
+
+fn protocol(operation: Operation) -> impl Protocol {
+    let max_result_bytes = operation.policy.max_result_bytes;
+    Call { phase: Phase::Begin { begin: begin(operation) }, outcome: Outcome::UNKNOWN, max_result_bytes, end }
+}
+
+pin_project! {
+    struct Call<A, C> {
+        #[pin]
+        phase: Phase<A, C>,
         outcome: Outcome,
-        recorder: R,
         max_result_bytes: usize,
         end: fn(Held) -> C,
-        result: PhantomData<fn() -> Result<T, E>>,
     }
 }
 
 pin_project! {
     #[project = PhaseProjection]
-    enum Phase<A, C, T, E> {
+    enum Phase<A, C> {
         Begin {
             #[pin]
             begin: A,
@@ -423,25 +534,20 @@ pin_project! {
         End {
             #[pin]
             end: C,
-            result: Option<Result<T, E>>,
+            is_ok: bool,
             enforced: bool,
         },
         Over,
     }
 }
 
-impl<A, B, C, R, T, E> Future for Run<A, B, C, R, T, E>
+impl<A, C> Protocol for Call<A, C>
 where
     A: Future<Output = (Begun, bool)>,
-    B: Future<Output = Result<T, E>>,
     C: Future<Output = Result<Option<bool>, Error>>,
-    R: Recorder<T, E>,
-    E: From<Error>,
 {
-    type Output = Result<T, E>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let result = loop {
+    fn poll(mut self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
             let mut this = self.as_mut().project();
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
@@ -459,69 +565,73 @@ where
                             this.outcome.suppressed = suppressed;
                             Phase::Unprotected { attempt }
                         }
-                        Begun::Replay { key, store, record } => {
-                            break replay(this.outcome, this.recorder, key, store, &record);
+                        Begun::Replay { key, store, record, on_undecodable } => {
+                            match work.as_mut().replay(&record.state, on_undecodable) {
+                                Ok(is_ok) => replayed(this.outcome, key, &record, is_ok),
+                                Err(reason) => {
+                                    let error = Error::ResultUnavailable { key, store, reason };
+                                    refuse(this.outcome, work.as_mut(), error);
+                                }
+                            }
+                            break;
                         }
-                        Begun::Refused(error) => break refuse(this.outcome, error),
+                        Begun::Refused(error) => {
+                            refuse(this.outcome, work.as_mut(), error);
+                            break;
+                        }
                     };
                     this.phase.set(phase);
                 }
                 PhaseProjection::Unprotected { attempt } => {
-                    let body = this.body.as_mut().as_pin_mut().expect("present until it has ended");
-                    let result = ready!(poll_as(attempt, body, cx));
+                    let is_ok = ready!(poll_as(attempt, work.as_mut(), cx));
                     this.outcome.executed = true;
-                    this.outcome.disposition = disposition(&result);
-                    break result;
+                    this.outcome.disposition = disposition(is_ok);
+                    break;
                 }
                 PhaseProjection::Body { held } => {
-                    let body = this.body.as_mut().as_pin_mut().expect("present until it has ended");
-                    let polled = ready!(held.as_mut().expect("taken at the end only").poll_body(body, cx));
+                    let polled = ready!(held.as_mut().expect("taken at the end only").poll_body(work.as_mut(), cx));
                     let mut held = held.take().expect("polled just now");
                     this.outcome.executed = true;
-                    let Some(result) = polled else {
-                        this.body.set(None);
+                    let Some(is_ok) = polled else {
+                        work.as_mut().drop_body();
                         held.on_drop = None;
                         tracing::warn!(key = %held.attempt().key(), "the lease was lost; the body was cancelled");
-                        break refuse(this.outcome, held.lost());
+                        refuse(this.outcome, work.as_mut(), held.lost());
+                        break;
                     };
-                    this.outcome.disposition = disposition(&result);
-                    if result.is_ok() {
+                    this.outcome.disposition = disposition(is_ok);
+                    if is_ok {
                         // What happens if the encoding panics: the body has succeeded, so nobody else may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
                     }
-                    held.on_drop = Some(this.recorder.ending(&result, *this.max_result_bytes));
+                    held.on_drop = Some(work.as_mut().ending(*this.max_result_bytes));
                     // The body's own variables may be large, and may hold what others wait for.
-                    this.body.set(None);
+                    work.as_mut().drop_body();
                     let enforced = held.enforced;
-                    this.phase.set(Phase::End { end: (this.end)(held), result: Some(result), enforced });
+                    this.phase.set(Phase::End { end: (this.end)(held), is_ok, enforced });
                 }
-                PhaseProjection::End { end, result, enforced } => {
-                    let ended = ready!(end.poll(cx));
-                    let result = result.take().expect("taken once");
-                    match ended {
+                PhaseProjection::End { end, is_ok, enforced } => {
+                    match ready!(end.poll(cx)) {
                         Ok(stored) => {
                             this.outcome.recorded = stored.is_some();
                             this.outcome.result_stored = stored == Some(true);
-                            if result.is_err() && stored.is_some() {
+                            if !*is_ok && stored.is_some() {
                                 this.outcome.disposition = Disposition::DeadLetter;
                             }
-                            break result;
                         }
-                        Err(error) if *enforced => break refuse(this.outcome, error),
-                        Err(error) => {
-                            tracing::info!(%error, "shadow mode: the result is not recorded");
-                            break result;
-                        }
+                        Err(error) if *enforced => refuse(this.outcome, work.as_mut(), error),
+                        Err(error) => tracing::info!(%error, "shadow mode: the result is not recorded"),
                     }
+                    break;
                 }
                 PhaseProjection::Over => unreachable!("polled after it was ready"),
             }
-        };
+        }
         let mut this = self.project();
         this.phase.set(Phase::Over);
-        this.body.set(None);
+        work.drop_body();
         report(|| std::mem::replace(this.outcome, Outcome::UNKNOWN));
-        Poll::Ready(result)
+        Poll::Ready(())
     }
 }
 
@@ -535,38 +645,23 @@ fn stored(key: &Key, ending: &Ending) -> Option<bool> {
     Some(stored)
 }
 
-fn replay<T, E: From<Error>, R: Recorder<T, E>>(
-    outcome: &mut Outcome,
-    recorder: &R,
-    key: Key,
-    store: &'static str,
-    record: &Record,
-) -> Result<T, E> {
-    match recorder.replay(&record.state) {
-        Ok(result) => {
-            outcome.replayed = true;
-            outcome.recorded = true;
-            outcome.result_stored = true;
-            outcome.attempt = Some(record.attempt);
-            outcome.disposition = if result.is_ok() { Disposition::Ack } else { Disposition::DeadLetter };
-            outcome.key = Some(key);
-            result
-        }
-        Err(reason) => refuse(outcome, Error::ResultUnavailable { key, store, reason }),
-    }
+fn replayed(outcome: &mut Outcome, key: Key, record: &Record, is_ok: bool) {
+    outcome.replayed = true;
+    outcome.recorded = true;
+    outcome.result_stored = true;
+    outcome.attempt = Some(record.attempt);
+    outcome.disposition = if is_ok { Disposition::Ack } else { Disposition::DeadLetter };
+    outcome.key = Some(key);
 }
 
 /// What to do with the message of a body whose result was not recorded, or not yet.
-fn disposition<T, E>(result: &Result<T, E>) -> Disposition {
-    match result {
-        Ok(_) => Disposition::Ack,
-        Err(_) => Disposition::Retry { after: None },
-    }
+fn disposition(is_ok: bool) -> Disposition {
+    if is_ok { Disposition::Ack } else { Disposition::Retry { after: None } }
 }
 
-fn refuse<T, E: From<Error>>(outcome: &mut Outcome, error: Error) -> Result<T, E> {
+fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error) {
     outcome.key = error.key().cloned();
     outcome.refused = Refusal::of(&error);
     outcome.disposition = error.disposition();
-    Err(E::from(error))
+    work.refuse(error);
 }

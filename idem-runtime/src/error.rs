@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::codec::CodecError;
+use crate::codecs;
 use crate::fingerprint::FingerprintError;
 use crate::key::{KeyError, KeyProblem};
 use crate::policy::InvalidPolicy;
@@ -154,13 +155,23 @@ pub enum Unavailable {
     },
     /// The codec could not write the result.
     Unencodable,
-    /// Another codec wrote the result.
+    /// Another codec wrote the result, and the handler can't read it.
     OtherCodec {
         /// Its name.
         codec: String,
     },
     /// The stored result doesn't decode as the function's return type.
     Undecodable {
+        /// What the codec said.
+        source: CodecError,
+    },
+    /// The function given as `on_undecodable` could not migrate the result.
+    MigrationFailed {
+        /// What the function said.
+        source: CodecError,
+    },
+    /// The bytes that the function given as `on_undecodable` returned don't decode as the function's return type.
+    MigratedUndecodable {
         /// What the codec said.
         source: CodecError,
     },
@@ -180,9 +191,18 @@ impl fmt::Display for Unavailable {
                 write!(f, "it had {bytes} bytes, more than `max_result_bytes` or the store allows")
             }
             Self::Unencodable => f.write_str("the codec could not write it"),
-            Self::OtherCodec { codec } => write!(f, "codec `{codec}` wrote it"),
+            Self::OtherCodec { codec } => match codecs::missing_feature(codec) {
+                Some(feature) => {
+                    write!(f, "codec `{codec}` wrote it; enable the feature `{feature}` of `idem-runtime` to read it")
+                }
+                None => write!(f, "codec `{codec}` wrote it; `on_undecodable` can name a function that migrates it"),
+            },
             Self::Unreadable { reason } => write!(f, "it can't be read: {reason}"),
             Self::Undecodable { .. } => f.write_str("it does not decode as the function's return type"),
+            Self::MigrationFailed { .. } => f.write_str("`on_undecodable` could not migrate it"),
+            Self::MigratedUndecodable { .. } => {
+                f.write_str("what `on_undecodable` made of it does not decode as the function's return type")
+            }
             Self::RecordedError => {
                 f.write_str("it is an error, and this handler does not read recorded errors (`on_error = release`)")
             }
@@ -303,7 +323,13 @@ impl std::error::Error for Error {
         match self {
             Self::InvalidFingerprint { source, .. } => Some(source),
             Self::Unrecorded { source, .. } | Self::Store { source, .. } => Some(source),
-            Self::ResultUnavailable { reason: Unavailable::Undecodable { source }, .. } => Some(&**source),
+            Self::ResultUnavailable {
+                reason:
+                    Unavailable::Undecodable { source }
+                    | Unavailable::MigrationFailed { source }
+                    | Unavailable::MigratedUndecodable { source },
+                ..
+            } => Some(&**source),
             _ => None,
         }
     }

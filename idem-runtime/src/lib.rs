@@ -29,6 +29,8 @@
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
 //! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`), `SqliteStore` (feature `sqlite`) |
+//! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
+//! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
 //! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
@@ -53,6 +55,7 @@
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
+//! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
@@ -61,6 +64,7 @@
 mod attempt;
 mod clock;
 mod codec;
+mod codecs;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod ending;
@@ -83,6 +87,10 @@ mod within;
 pub use attempt::{Attempt, current};
 pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock};
 pub use codec::{Codec, CodecError, CodecName, Json};
+#[cfg(feature = "msgpack")]
+pub use codecs::msgpack::MessagePack;
+#[cfg(feature = "postcard")]
+pub use codecs::postcard::Postcard;
 pub use ending::Ending;
 pub use engine::{Operation, run};
 pub use error::{Error, Unavailable};
@@ -93,10 +101,13 @@ pub use idem_macros::idempotent;
 pub use key::{Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
 pub use lease::{Lease, Owner};
 pub use outcome::{Disposition, Observe, Outcome, Refusal, observe};
-pub use policy::{InProgress, InvalidPolicy, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, Policy};
+pub use policy::{
+    InProgress, InvalidPolicy, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, OnUndecodable,
+    Policy,
+};
 pub use record::{Meeting, Payload, Record, State};
 pub use recorder::{
-    ErrorRule, RecordResults, RecordValues, Recorder, record_results, record_results_if, record_values,
+    ErrorRule, RecordResults, RecordValues, Recorder, Undecodable, record_results, record_results_if, record_values,
 };
 pub use store::{
     Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,

@@ -5,6 +5,8 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use crate::{CodecError, Undecodable};
+
 /// What a duplicate does while another attempt holds the key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
@@ -58,6 +60,62 @@ pub enum OnError {
     Release,
     /// The error is stored and replayed to every duplicate.
     Record,
+}
+
+/// Turns a recorded result that can't be read any more into bytes that the handler's codec reads; see
+/// [`OnUndecodable::Migrate`].
+pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
+
+/// What a duplicate gets whose recorded result was written by a codec that can't be read here, or no longer decodes as what
+/// the function returns. It never gets another run.
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Debug, PartialEq, Serialize, Deserialize)]
+/// struct Shipment {
+///     parcel: String,
+/// }
+///
+/// /// What the release before this one returned.
+/// #[derive(Serialize, Deserialize)]
+/// struct OldShipment {
+///     parcel_number: u64,
+/// }
+///
+/// fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+///     let old: OldShipment = recorded.decode()?;
+///     Json::encode(&Shipment { parcel: format!("P{}", old.parcel_number) })
+/// }
+///
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "ship", on_undecodable = migrate)]
+/// async fn ship(store: &MemoryStore, order: u64) -> Result<Shipment, Error> {
+///     Ok(Shipment { parcel: format!("P{order}") })
+/// }
+/// # #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "ship")]
+/// # async fn ship_before(store: &MemoryStore, order: u64) -> Result<OldShipment, Error> {
+/// #     Ok(OldShipment { parcel_number: order })
+/// # }
+///
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// # let store = MemoryStore::new();
+/// # ship_before(&store, 41).await.unwrap();
+/// // Order 41 was shipped by the release before.
+/// assert_eq!(ship(&store, 41).await.unwrap(), Shipment { parcel: "P41".to_owned() });
+/// # });
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub enum OnUndecodable {
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    #[default]
+    Error,
+    /// Calls the function and replays what its bytes decode to; if either fails, it is
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable) all the same. The record stays as it is, so the
+    /// function is called at each replay. If it panics, so does the call, and nothing else happens.
+    Migrate(Migrate),
 }
 
 /// Whether the library acts, only watches, or stays out of the way.
@@ -145,6 +203,7 @@ pub struct Policy {
     pub(crate) missing_key: MissingKey,
     pub(crate) on_store_error: OnStoreError,
     pub(crate) max_result_bytes: usize,
+    pub(crate) on_undecodable: OnUndecodable,
     mode: ModeSource,
 }
 
@@ -169,6 +228,7 @@ impl Policy {
             missing_key: MissingKey::Reject,
             on_store_error: OnStoreError::Fail,
             max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
+            on_undecodable: OnUndecodable::Error,
             mode: ModeSource::Fixed(Mode::Enforce),
         }
     }
@@ -228,6 +288,13 @@ impl Policy {
     #[must_use]
     pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
         Self { max_result_bytes, ..self }
+    }
+
+    /// What happens when a recorded result can't be read any more. A migration belongs to one return type: handlers that
+    /// share a policy share its function, so it mostly stands beside the handler, `on_undecodable = migrate`.
+    #[must_use]
+    pub const fn on_undecodable(self, on_undecodable: OnUndecodable) -> Self {
+        Self { on_undecodable, ..self }
     }
 
     /// Fixes the mode.

@@ -19,7 +19,9 @@ pub use std::option::Option::{None, Some};
 pub use std::time::Duration;
 pub use std::{column, concat, file, line, module_path};
 
-pub use crate::{InProgress, Json, KeyBuilder, MissingKey, OnCrash, OnStoreError, Operation, Policy, Scope};
+pub use crate::{
+    InProgress, Json, KeyBuilder, MissingKey, OnCrash, OnStoreError, OnUndecodable, Operation, Policy, Scope,
+};
 
 /// The traits whose methods append a [`Part`]. Globs bring them in without names, and without a word if one is unused.
 pub mod parts {

@@ -8,10 +8,11 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::codec::CodecName;
+use crate::codec::{CodecError, CodecName};
+use crate::codecs;
 use crate::ending::Ending;
 use crate::error::Unavailable;
-use crate::{Codec, Finish, OnError, Payload, Release, State};
+use crate::{Codec, Finish, OnError, OnUndecodable, Payload, Release, State};
 
 /// How the results of a handler are kept and replayed; made by [`record_values`], [`record_results`] and
 /// [`record_results_if`].
@@ -19,11 +20,68 @@ pub trait Recorder<T, E> {
     /// How an attempt that returned `result` ends.
     fn ending(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
 
-    /// The result in a finished record.
+    /// The result in a finished record. `on_undecodable` says what to do about one that can't be read.
     ///
     /// # Errors
     /// [`Unavailable`] says why there is none.
-    fn replay(&self, state: &State) -> Result<Result<T, E>, Unavailable>;
+    ///
+    /// # Panics
+    /// If the function in `on_undecodable` does.
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable>;
+}
+
+/// A recorded result that can't be read as what the function returns: what a migration is made from.
+#[derive(Clone, Copy)]
+pub struct Undecodable<'a> {
+    codec: &'a str,
+    bytes: &'a [u8],
+    is_error: bool,
+}
+
+impl<'a> Undecodable<'a> {
+    /// A value that the function returned as `Ok`; for tests of a migration.
+    pub const fn value(codec: &'a str, bytes: &'a [u8]) -> Self {
+        Self { codec, bytes, is_error: false }
+    }
+
+    /// A recorded error, which the function returned as `Err`; for tests of a migration.
+    pub const fn error(codec: &'a str, bytes: &'a [u8]) -> Self {
+        Self { codec, bytes, is_error: true }
+    }
+
+    /// The name of the codec that wrote the result: its [`Codec::NAME`].
+    pub const fn codec(&self) -> &'a str {
+        self.codec
+    }
+
+    /// What the codec wrote.
+    pub const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Whether this is a recorded error (`on_error = record`), to be migrated to the function's error type, not to the
+    /// type of its value.
+    pub const fn is_error(&self) -> bool {
+        self.is_error
+    }
+
+    /// The result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. What another codec
+    /// wrote, that codec decodes: `MyCodec::decode(recorded.bytes())`.
+    ///
+    /// # Errors
+    /// The codec is another one, or the result is not a `T` either.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, CodecError> {
+        let decoded = CodecName::new(self.codec.as_bytes()).and_then(|codec| codecs::decode(codec, self.bytes));
+        decoded.unwrap_or_else(|| Err(Unavailable::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
+    }
+}
+
+impl fmt::Debug for Undecodable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { codec, bytes, is_error } = self;
+        let bytes = format_args!("{} bytes", bytes.len());
+        f.debug_struct("Undecodable").field("codec", codec).field("bytes", &bytes).field("is_error", is_error).finish()
+    }
 }
 
 /// Values are recorded; an error frees the key (`on_error = release`).
@@ -92,9 +150,9 @@ where
         }
     }
 
-    fn replay(&self, state: &State) -> Result<Result<T, E>, Unavailable> {
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable> {
         match state {
-            State::Completed(payload) => read::<C, T>(payload).map(Ok),
+            State::Completed(payload) => read::<C, T>(payload, false, on_undecodable).map(Ok),
             _ => Err(Unavailable::RecordedError),
         }
     }
@@ -121,10 +179,10 @@ where
         }
     }
 
-    fn replay(&self, state: &State) -> Result<Result<T, E>, Unavailable> {
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable> {
         match state {
-            State::Failed(payload) => read::<C, E>(payload).map(Err),
-            State::Completed(payload) => read::<C, T>(payload).map(Ok),
+            State::Failed(payload) => read::<C, E>(payload, true, on_undecodable).map(Err),
+            State::Completed(payload) => read::<C, T>(payload, false, on_undecodable).map(Ok),
             // Only finished records are replayed.
             _ => Err(Unavailable::Unencodable),
         }
@@ -142,14 +200,55 @@ fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> Payloa
     }
 }
 
-fn read<C: Codec, V: DeserializeOwned>(payload: &Payload) -> Result<V, Unavailable> {
-    match payload {
-        Payload::Stored { codec, bytes } if *codec == CodecName::of::<C>() => {
-            C::decode(bytes).map_err(|source| Unavailable::Undecodable { source })
+fn read<C: Codec, V: DeserializeOwned>(
+    payload: &Payload,
+    is_error: bool,
+    on_undecodable: OnUndecodable,
+) -> Result<V, Unavailable> {
+    let (codec, bytes) = stored(payload)?;
+    let decoded = if codec == CodecName::of::<C>() {
+        Some(C::decode(bytes))
+    } else if C::READS_OTHERS {
+        codecs::decode(codec, bytes)
+    } else {
+        None
+    };
+    match decoded {
+        Some(Ok(value)) => Ok(value),
+        decoded => {
+            let problem = decoded.and_then(Result::err);
+            let migrated = migrate(codec, bytes, is_error, on_undecodable, problem)?;
+            C::decode(&migrated).map_err(|source| Unavailable::MigratedUndecodable { source })
         }
-        Payload::Stored { codec, .. } => Err(Unavailable::OtherCodec { codec: codec.as_str().to_owned() }),
+    }
+}
+
+// What follows knows nothing of types, so that it is there once and not once for each handler.
+
+fn stored(payload: &Payload) -> Result<(CodecName, &[u8]), Unavailable> {
+    match payload {
+        Payload::Stored { codec, bytes } => Ok((*codec, bytes)),
         Payload::TooLarge { bytes } => Err(Unavailable::TooLarge { bytes: *bytes }),
         Payload::Unencodable => Err(Unavailable::Unencodable),
         Payload::Unreadable { reason } => Err(Unavailable::Unreadable { reason: Arc::clone(reason) }),
+    }
+}
+
+/// Other bytes for those that can't be read: `problem` is what the codec said, if there was one to ask.
+#[cold]
+fn migrate(
+    codec: CodecName,
+    bytes: &[u8],
+    is_error: bool,
+    on_undecodable: OnUndecodable,
+    problem: Option<CodecError>,
+) -> Result<Vec<u8>, Unavailable> {
+    match (on_undecodable, problem) {
+        (OnUndecodable::Migrate(migrate), _) => {
+            let recorded = Undecodable { codec: codec.as_str(), bytes, is_error };
+            migrate(recorded).map_err(|source| Unavailable::MigrationFailed { source })
+        }
+        (OnUndecodable::Error, Some(source)) => Err(Unavailable::Undecodable { source }),
+        (OnUndecodable::Error, None) => Err(Unavailable::OtherCodec { codec: codec.as_str().to_owned() }),
     }
 }

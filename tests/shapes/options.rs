@@ -5,7 +5,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use idem_runtime::{
-    Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, Policy, idempotent, observe,
+    Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, OnUndecodable, Policy, Undecodable,
+    idempotent, observe,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -61,6 +62,7 @@ impl Deref for Wrapper {
     missing_key = run,
     on_store_error = run,
     codec = Json,
+    on_undecodable = error,
     policy = POLICY,
     crate = ::idem_runtime,
 )]
@@ -169,6 +171,87 @@ async fn encoded(app: &App, id: u32) -> Result<u32, Failure> {
 #[idempotent(key = "{id}", ttl = "1h", store = app.store, codec = C)]
 async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
+}
+
+/// What the handlers below returned in an earlier release.
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated")]
+async fn earlier(app: &App, id: u32) -> Result<u32, Failure> {
+    Ok(app.run() + id)
+}
+
+fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+    migrate_to::<String>(recorded)
+}
+
+fn migrate_to<T: From<String> + Serialize>(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+    Json::encode(&T::from(format!("run {}", recorded.decode::<u32>()?)))
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = migrate)]
+async fn migrated(app: &App, id: u32) -> Result<String, Failure> {
+    Ok(format!("run {}", app.run() + id))
+}
+
+mod migrations {
+    pub(super) fn error(recorded: super::Undecodable<'_>) -> Result<Vec<u8>, super::CodecError> {
+        super::migrate(recorded)
+    }
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = migrations::error)]
+async fn migrated_by_path(app: &App, id: u32) -> Result<String, Failure> {
+    Ok(format!("run {}", app.run() + id))
+}
+
+struct Migration<T>(T);
+
+impl<T: From<String> + Serialize + serde::de::DeserializeOwned> Migration<T> {
+    fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+        migrate_to::<T>(recorded)
+    }
+
+    #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = Self::migrate)]
+    async fn method(self, app: &App, id: u32) -> Result<T, Failure> {
+        app.run();
+        Ok(self.0)
+    }
+
+    #[idempotent(key = "{id}", ttl = app.ttl(), store = app.store, scope = "migrated", on_undecodable = migrate_to::<T>)]
+    async fn with_computed_ttl(self, app: &App, id: u32) -> Result<T, Failure> {
+        app.run();
+        Ok(self.0)
+    }
+}
+
+impl App {
+    fn ttl(&self) -> Duration {
+        HOUR + Duration::from_secs(self.runs().into())
+    }
+}
+
+const MIGRATING: Policy = POLICY.on_undecodable(OnUndecodable::Migrate(migrate));
+
+#[idempotent(key = "{id}", store = app.store, scope = "migrated", policy = MIGRATING)]
+async fn migrated_by_policy(app: &App, id: u32) -> Result<String, Failure> {
+    Ok(format!("run {}", app.run() + id))
+}
+
+#[idempotent(key = "{id}", store = app.store, scope = "migrated", policy = MIGRATING, on_undecodable = error)]
+async fn not_migrated(app: &App, id: u32) -> Result<String, Failure> {
+    Ok(format!("run {}", app.run() + id))
+}
+
+#[tokio::test]
+async fn old_results_are_migrated() {
+    let app = &App::default();
+    assert_eq!(earlier(app, 7).await, Ok(8));
+    assert_eq!(migrated(app, 7).await.unwrap(), "run 8");
+    assert_eq!(migrated_by_path(app, 7).await.unwrap(), "run 8");
+    assert_eq!(Migration(String::new()).method(app, 7).await.unwrap(), "run 8");
+    assert_eq!(Migration(String::new()).with_computed_ttl(app, 7).await.unwrap(), "run 8");
+    assert_eq!(migrated_by_policy(app, 7).await.unwrap(), "run 8");
+    assert!(matches!(not_migrated(app, 7).await, Err(Failure::Idempotency(_))));
+    assert_eq!(app.runs(), 1);
 }
 
 #[tokio::test]

@@ -1,0 +1,12 @@
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+fn migrate(bytes: &[u8]) -> Vec<u8> {
+    bytes.to_vec()
+}
+
+#[idempotent(key = "{id}", ttl = "7d", store = store, on_undecodable = migrate)]
+async fn handler(store: &MemoryStore, id: u32) -> Result<u32, Error> {
+    Ok(id)
+}
+
+fn main() {}
