@@ -2,6 +2,8 @@
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
+#[cfg(feature = "cluster")]
+pub mod cluster;
 pub mod proxy;
 pub mod race;
 pub mod server;

@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhere};
 use super::dispatch::{Answer, Replicas, Terms};
 use super::route::{Node, Op};
-use crate::clock::{Clock, all, race};
+use crate::clock::{all, race};
 use crate::sync::lock;
 
 const SLOTS: u16 = 16_384;
