@@ -51,7 +51,7 @@ pub fn dial(port: u16) -> Option<Connection> {
     Some(connection)
 }
 
-/// What the server on `port` answers to the words of `command`.
+/// What the server on `port` answers to the words of `command`; `''` is a word without characters.
 ///
 /// # Errors
 /// If it is away, refuses, or answers something else.
@@ -59,7 +59,7 @@ pub fn ask<T: FromRedisValue>(port: u16, command: &str) -> Result<T, String> {
     let mut words = command.split_ascii_whitespace();
     let mut asked = redis::cmd(words.next().expect("a command"));
     words.for_each(|word| {
-        asked.arg(word);
+        asked.arg(if word == "''" { "" } else { word });
     });
     asked.query(&mut dial(port).ok_or("nobody answers")?).map_err(|error| error.to_string())
 }

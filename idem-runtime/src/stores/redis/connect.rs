@@ -90,8 +90,8 @@ impl RedisOptions {
                 let url = Several::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
                 let url = url.map_err(|problem| unreadable(&problem, SENTINEL_FORM))?;
                 let (name, database) = url.path.split_once('/').unwrap_or((url.path, "0"));
-                let sentinels = url.clients(&url.sentinel_login(), 26_379, "0")?;
-                let primary = url.clients(url.login, 6379, database)?.swap_remove(0);
+                let sentinels = url.clients(&url.sentinel_login(), 26_379, "0", SENTINEL_FORM)?;
+                let primary = url.clients(url.login, 6379, database, SENTINEL_FORM)?.swap_remove(0);
                 if name.is_empty() {
                     return Err(unreadable("the name of the primary is missing", SENTINEL_FORM));
                 }
@@ -104,7 +104,7 @@ impl RedisOptions {
                 if !matches!(url.path, "" | "0") {
                     return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
                 }
-                self.connect_cluster_with(url.clients(url.login, 6379, "0")?).await
+                self.connect_cluster_with(url.clients(url.login, 6379, "0", CLUSTER_FORM)?).await
             }
             #[cfg(not(feature = "redis-cluster"))]
             Some(("redis-cluster", _)) => {
@@ -325,7 +325,7 @@ impl<'a> Several<'a> {
     }
 
     /// A client for each server, with this login.
-    fn clients(&self, login: &str, port: u16, database: &str) -> Result<Vec<Client>, StoreError> {
+    fn clients(&self, login: &str, port: u16, database: &str, form: &str) -> Result<Vec<Client>, StoreError> {
         let one = |host: &&str| {
             let scheme = if self.parameter("tls") == Some("true") { "rediss" } else { "redis" };
             let mut url = format!("{scheme}://");
@@ -341,7 +341,7 @@ impl<'a> Several<'a> {
             if let Some(protocol) = self.parameter("protocol") {
                 let _ = write!(url, "?protocol={protocol}");
             }
-            client(&url, "[user:password@]host[:port]` for each server, and `…")
+            client(&url, form)
         };
         self.hosts.iter().map(one).collect()
     }

@@ -118,8 +118,20 @@ impl Sentinels {
             None if nameless => {
                 (ErrorKind::MasterNameNotFoundBySentinel, "the sentinels know no primary of this name").into()
             }
-            None => (ErrorKind::Io, "no sentinel answers").into(),
+            None => self.unreachable().await,
         })
+    }
+
+    /// Why no sentinel answers: one that refuses the login says more than one that is away.
+    async fn unreachable(&self) -> RedisError {
+        for (_, connection) in &self.sentinels {
+            if let Err(error) = Box::pin(connection.try_open()).await
+                && error.kind() == ErrorKind::AuthenticationFailed
+            {
+                return error;
+            }
+        }
+        (ErrorKind::Io, "no sentinel answers").into()
     }
 
     /// Notes what the sentinels say now. Whoever speaks of an earlier failover than is known is not believed, unless they
