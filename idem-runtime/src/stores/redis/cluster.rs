@@ -172,7 +172,8 @@ impl Cluster {
             return Ok(Arc::clone(member));
         }
         let client = elsewhere(&self.template, &address.0, address.1)?;
-        let connection = |timeout| Connection::ours(Place::At(client.clone()), Arc::clone(&self.terms.clock), timeout);
+        let connection =
+            |timeout| Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(&self.terms.clock), timeout);
         let confirmed = match self.replicas {
             Some(replicas) => Some((connection(replicas.exchange(self.terms.timeout))?, replicas)),
             None => None,

@@ -119,7 +119,7 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
-        self.connect_one(Place::At(client), Vec::new(), Arc::new(SystemClock::default())).await
+        self.connect_one(Place::At(Box::new(client)), Vec::new(), Arc::new(SystemClock::default())).await
     }
 
     /// Connects to the primary that is called `name`, wherever it is, by the user's own clients for its sentinels.
@@ -157,7 +157,7 @@ impl RedisOptions {
         let mut reached = Err(StoreError::new(StoreErrorKind::Unavailable, "no node of the cluster can be reached"));
         for node in &nodes {
             reached = async {
-                let connection = self.connection(Place::At(node.clone()), &clock)?;
+                let connection = self.connection(Place::At(Box::new(node.clone())), &clock)?;
                 connection.try_open().await.map_err(|error| not_connected(&error))?;
                 prepare(&connection, true).await
             }

@@ -116,7 +116,7 @@ enum Line {
 #[derive(Clone)]
 pub(super) enum Place {
     /// Where the client says.
-    At(Client),
+    At(Box<Client>),
     /// Wherever the sentinels say that the primary is.
     Primary(Arc<Sentinels>),
 }
@@ -179,7 +179,7 @@ impl Connection {
     /// A connection to the server at `place`, made when it is first needed.
     pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Result<Self, RedisError> {
         let place = match place {
-            Place::At(client) => Place::At(tuned(&client)?),
+            Place::At(client) => Place::At(Box::new(tuned(&client)?)),
             place @ Place::Primary(_) => place,
         };
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());

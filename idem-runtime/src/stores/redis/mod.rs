@@ -1,9 +1,12 @@
-//! Records in a Redis or Valkey server.
+//! Records in a Redis or Valkey server, in a cluster of them, or in the primary that sentinels name.
 //!
 //! A record is one string in the [format](crate::record::format) that every byte store shares. `SET key record NX GET PX
 //! retention` reserves a key or returns its record in one round trip. There is no clock but the server's: each renewal
 //! sets the whole retention anew, so the age of a lease is the retention minus what is left of it. Only what changes a
 //! record that is there needs a script, and each script checks the owner token.
+//!
+//! The topology varies beneath that: a [route](route) says which server an operation goes to, a [dispatch](dispatch) sends
+//! what many tasks want of it, a [connection](connection) is made anew when it breaks.
 
 #[cfg(feature = "redis-cluster")]
 mod cluster;
@@ -44,17 +47,23 @@ const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of others are remembered as held.
 const REMEMBERED: usize = 1024;
 
-/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer; one server, not a cluster.
+/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer: one server, a primary with sentinels, or a cluster (feature
+/// `redis-cluster`).
 ///
-/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest.
-/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it.
-/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash or a failover, or
-///   evicts, is forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise.
+/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest. Each names
+///   keys of one slot only.
+/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it, and after a failover it is the
+///   new primary's.
+/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
+///   forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise. Replication
+///   is asynchronous, so a failover forgets what the new primary did not have yet, unless
+///   [`min_replicas`](RedisOptions::min_replicas) makes every answer wait for the replicas.
 /// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 512 MB.
-/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange, whatever the number of
-///   leases. Commands of concurrent tasks leave together; a lone command never waits.
+/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange (with each node), whatever the
+///   number of leases; in a cluster each lease is a script call of its own. Commands of concurrent tasks leave together; a
+///   lone command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
-/// Clones share the connection, which is multiplexed and reconnects. It lives on the tokio runtime it was made on.
+/// Clones share their connections, which are multiplexed and reconnect. They live on the tokio runtime they were made on.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -66,12 +75,24 @@ const REMEMBERED: usize = 1024;
 pub struct RedisStore(Arc<Shared>);
 
 impl RedisStore {
-    /// Connects to the server at `url`: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature
-    /// `redis-tls`), `redis+unix:///path` for a socket. [`RedisOptions`] has more settings.
+    /// Connects to what `url` names. [`RedisOptions`] has more settings.
+    ///
+    /// - One server: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature `redis-tls`),
+    ///   `redis+unix:///path` for a socket.
+    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`, the
+    ///   hosts being the sentinels'. The login is the servers'; that of the sentinels is
+    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and believes the
+    ///   latest failover. The store moves to the new primary by itself.
+    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]` (feature `redis-cluster`), the hosts being some
+    ///   of its nodes.
+    ///
+    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Characters with a meaning in URLs are
+    /// written as `%XX`.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
-    /// something else, a replica, and a cluster node; [`StoreErrorKind::Unavailable`] if nobody answers.
+    /// something else, a replica, a name that the sentinels don't know, and one topology in place of another;
+    /// [`StoreErrorKind::Unavailable`] if nobody answers, or the cluster is down.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }

@@ -31,7 +31,7 @@ pub(super) struct Sentinels {
     name: String,
     /// What a connection to the primary is like, but for where it leads.
     template: ConnectionInfo,
-    sentinels: Vec<(Client, Connection)>,
+    each: Vec<(Client, Connection)>,
     clock: Arc<dyn Clock>,
     known: Mutex<Option<Primary>>,
     /// Counts the primaries that were found.
@@ -61,13 +61,14 @@ impl Sentinels {
             return Err((ErrorKind::EmptySentinelList, "no sentinel is named").into());
         }
         let connect = |client: Client| {
-            let connection = Connection::ours(Place::At(client.clone()), Arc::clone(clock), timeout.min(PATIENCE))?;
+            let connection =
+                Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(clock), timeout.min(PATIENCE))?;
             Ok::<_, RedisError>((client, connection))
         };
         Ok(Self {
             name,
             template,
-            sentinels: sentinels.into_iter().map(connect).collect::<Result<_, _>>()?,
+            each: sentinels.into_iter().map(connect).collect::<Result<_, _>>()?,
             clock: Arc::clone(clock),
             known: Mutex::default(),
             version: watch::channel(0).0,
@@ -94,8 +95,7 @@ impl Sentinels {
     }
 
     async fn ask(&self) -> Result<(Primary, u64), RedisError> {
-        let mut asked: Vec<_> =
-            self.sentinels.iter().map(|(_, connection)| Box::pin(ask(connection, &self.name))).collect();
+        let mut asked: Vec<_> = self.each.iter().map(|(_, connection)| Box::pin(ask(connection, &self.name))).collect();
         let mut answers = Vec::new();
         let (mut nameless, mut refused) = (false, None);
         for answer in all(&mut asked).await {
@@ -107,7 +107,7 @@ impl Sentinels {
             }
         }
         if let Some(latest) = answers.iter().max_by_key(|primary| primary.epoch) {
-            return Ok(self.learn(latest, answers.len() == self.sentinels.len()));
+            return Ok(self.learn(latest, answers.len() == self.each.len()));
         }
         Err(match refused {
             Some(refusal) => RedisError::from((
@@ -124,7 +124,7 @@ impl Sentinels {
 
     /// Why no sentinel answers: one that refuses the login says more than one that is away.
     async fn unreachable(&self) -> RedisError {
-        for (_, connection) in &self.sentinels {
+        for (_, connection) in &self.each {
             if let Err(error) = Box::pin(connection.try_open()).await
                 && error.kind() == ErrorKind::AuthenticationFailed
             {
@@ -167,7 +167,7 @@ impl Sentinels {
             }
         };
         let mut tasks = vec![Background(tokio::spawn(asking).abort_handle())];
-        for (client, _) in &self.sentinels {
+        for (client, _) in &self.each {
             let listening = listen(Arc::clone(self), client.clone());
             tasks.push(Background(tokio::spawn(listening).abort_handle()));
         }
@@ -211,4 +211,29 @@ async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failu
     let details: HashMap<String, String> = from_redis_value(details).map_err(|_| Failure::Lost)?;
     let epoch = details.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
     Ok(Some(Primary { host, port, epoch }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SystemClock;
+
+    fn primary(port: u16, epoch: u64) -> Primary {
+        Primary { host: "h".to_owned(), port, epoch }
+    }
+
+    #[test]
+    fn the_latest_failover_is_believed() {
+        let client = Client::open("redis://localhost").unwrap();
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let template = client.get_connection_info().clone();
+        let sentinels = Sentinels::new(vec![client], "name".to_owned(), template, &clock, PATIENCE).unwrap();
+        assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(1, 3), 1));
+        assert_eq!(sentinels.learn(&primary(1, 3), true), (primary(1, 3), 1), "nothing has changed");
+        assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));
+        // A sentinel that was cut off meanwhile, while the others are silent.
+        assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(2, 4), 2));
+        // All of them were set up anew.
+        assert_eq!(sentinels.learn(&primary(5, 0), true), (primary(5, 0), 3));
+    }
 }

@@ -41,7 +41,7 @@ impl Source {
     /// A client to subscribe with, and the version of its place.
     async fn client(&self) -> Result<(Client, u64), RedisError> {
         match self {
-            Self::One(Place::At(client)) => Ok((client.clone(), 0)),
+            Self::One(Place::At(client)) => Ok((Client::clone(client), 0)),
             Self::One(Place::Primary(sentinels)) => sentinels.primary().await,
             #[cfg(feature = "redis-cluster")]
             Self::Cluster(cluster) => {
@@ -58,7 +58,9 @@ impl Source {
                 let sentinels = Arc::clone(sentinels);
                 Box::pin(async move { sentinels.moved(version).await })
             }
-            _ => Box::pin(std::future::pending()),
+            Self::One(Place::At(_)) => Box::pin(std::future::pending()),
+            #[cfg(feature = "redis-cluster")]
+            Self::Cluster(_) => Box::pin(std::future::pending()),
         }
     }
 }
