@@ -1,1 +1,824 @@
-//! To come.
+//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm: what fails over, and what is lost.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use idem_runtime::{
+    CodecName, Disposition, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Payload, Policy,
+    RedisOptions, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
+    record_values, run,
+};
+use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, replicas_online, until, wait_until};
+use idem_tests::race::Race;
+use idem_tests::server::{Kind, RedisServer, free_port};
+use redis::Value;
+
+const LEASE: Duration = Duration::from_secs(60);
+const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
+/// How long a node may be silent before it is replaced, in milliseconds: long for a process that runs, short for a test.
+const NODE_TIMEOUT: u32 = 2000;
+/// The same for sentinels.
+const DOWN_AFTER: u32 = 1500;
+
+fn key(name: &str) -> Key {
+    Key::new("test", name).unwrap()
+}
+
+/// What the servers call the record of `name`.
+fn stored(name: &str) -> String {
+    format!("idem:1/test/{name}")
+}
+
+fn request(store: &RedisStore, name: &str) -> Reserve {
+    Reserve {
+        key: key(name),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: Duration::from_secs(3600),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+async fn reserved(store: &RedisStore, name: &str) -> Lease {
+    let request = request(store, name);
+    match answered(async || store.reserve(&request).await).await {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Repeats a call that fails while a failover is under way, or because a replica is slow.
+async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, StoreError>) -> T {
+    loop {
+        match call().await {
+            Ok(answer) => return answer,
+            Err(error) => assert!(error.is_transient(), "{error}"),
+        }
+    }
+}
+
+fn done() -> Finish {
+    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
+}
+
+/// One call of a handler that counts its runs.
+async fn call(store: &RedisStore, name: &str, policy: Policy, runs: &AtomicUsize) -> (Result<usize, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Ok(key(name)), policy), record_values::<Json>(), body)).await
+}
+
+/// Short limits, as the servers of these tests hang on purpose.
+fn options() -> RedisOptions {
+    RedisStore::options().response_timeout(Duration::from_millis(500))
+}
+
+/// Confirmed by the one replica that each primary has.
+fn replicated() -> RedisOptions {
+    options().min_replicas(1, Duration::from_millis(500))
+}
+
+/// Whether the server on `port` takes itself for a primary.
+fn is_primary(port: u16) -> bool {
+    field(port, "INFO replication", "role").as_deref() == Some("master")
+}
+
+/// Runs `test` for all `cases` at the same time, on threads of their own: they mostly wait.
+fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sync) {
+    std::thread::scope(|scope| {
+        let tests = cases.map(|case| {
+            let test = &test;
+            scope.spawn(move || {
+                let mut runtime = tokio::runtime::Builder::new_multi_thread();
+                runtime.worker_threads(2).enable_all().build().unwrap().block_on(test(case));
+            })
+        });
+        let ended = tests.map(std::thread::ScopedJoinHandle::join);
+        assert!(ended.iter().all(Result::is_ok), "see above");
+    });
+}
+
+// Under load.
+
+/// Handlers that run one key after the other until they are told to stop, each key until its message could be
+/// acknowledged.
+struct Load {
+    store: RedisStore,
+    stop: Arc<AtomicBool>,
+    workers: Vec<tokio::task::JoinHandle<()>>,
+    report: Arc<Mutex<BTreeMap<String, Done>>>,
+    served: Arc<AtomicUsize>,
+}
+
+/// What became of one key.
+#[derive(Debug)]
+struct Done {
+    result: usize,
+    runs: usize,
+    /// Errors of the store on the way to the result.
+    failed: usize,
+}
+
+impl Load {
+    fn start(store: &RedisStore) -> Self {
+        let (stop, report, served) = (Arc::default(), Arc::default(), Arc::default());
+        let workers = (0..8)
+            .map(|worker| {
+                let (store, stop) = (store.clone(), Arc::<AtomicBool>::clone(&stop));
+                let (report, served) = (Arc::clone(&report), Arc::<AtomicUsize>::clone(&served));
+                tokio::spawn(async move {
+                    for n in 0.. {
+                        if stop.load(Ordering::SeqCst) {
+                            return;
+                        }
+                        let name = format!("{worker}-{n}");
+                        let done = Self::serve(&store, &name).await;
+                        let report: &Mutex<BTreeMap<_, _>> = &report;
+                        report.lock().unwrap().insert(name, done);
+                        served.fetch_add(1, Ordering::SeqCst);
+                        tokio::time::sleep(Duration::from_millis(3)).await;
+                    }
+                })
+            })
+            .collect();
+        Self { store: store.clone(), stop, workers, report, served }
+    }
+
+    async fn serve(store: &RedisStore, name: &str) -> Done {
+        let (runs, mut failed) = (AtomicUsize::new(0), 0);
+        loop {
+            let (result, outcome) = call(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
+            match (result, outcome.disposition()) {
+                (Ok(result), Disposition::Ack) => return Done { result, runs: runs.into_inner(), failed },
+                // Every call ends, and in an answer that says what to do next.
+                (
+                    Err(
+                        Error::Store { .. }
+                        | Error::Unrecorded { .. }
+                        | Error::InProgress { .. }
+                        | Error::LeaseLost { .. },
+                    ),
+                    Disposition::Retry { .. },
+                ) => {
+                    failed += 1;
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    /// Waits until this many more keys were served: the store works.
+    async fn serves(&self, more: usize) {
+        let enough = self.served.load(Ordering::SeqCst) + more;
+        until("keys are served", async || self.served.load(Ordering::SeqCst) >= enough).await;
+    }
+
+    /// Stops, and compares what was acknowledged with what is recorded. The answer is what was acknowledged and is lost.
+    async fn audit(self) -> Vec<String> {
+        self.stop.store(true, Ordering::SeqCst);
+        for worker in self.workers {
+            worker.await.unwrap();
+        }
+        let mut lost = Vec::new();
+        let report = std::mem::take(&mut *self.report.lock().unwrap());
+        for (name, done) in &report {
+            assert!(done.runs == 1 || done.failed > 0, "{name}: ran again for no reason: {done:?}");
+            let recorded = self.store.inspect(&key(name)).await.unwrap().map(|found| found.record.state);
+            match recorded {
+                Some(State::Completed(Payload::Stored { bytes, .. })) => {
+                    assert_eq!(bytes, done.result.to_string(), "{name}: another result is recorded: {done:?}");
+                }
+                _ => lost.push(name.clone()),
+            }
+        }
+        assert!(report.len() > 100, "{} keys are no load", report.len());
+        lost
+    }
+}
+
+/// Each of the lost runs again, once, and is recorded then.
+async fn run_again(store: &RedisStore, lost: &[String]) {
+    for name in lost {
+        let done = Load::serve(store, name).await;
+        assert_eq!(done.runs, 1, "{name}: {done:?}");
+    }
+}
+
+// Clusters.
+
+#[tokio::test]
+async fn no_command_names_keys_of_two_slots() {
+    let cluster = Cluster::start_with(3, 0, 20_000);
+    let store = RedisStore::connect(&cluster.url()).await.unwrap();
+    // Braces of users are hash tags for the servers, wherever they are in a key.
+    let names: Vec<String> = (0..1500)
+        .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
+        .collect();
+    let runs = AtomicUsize::new(0);
+    for first in [true, false, false] {
+        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &runs))).await;
+        for (name, (result, outcome)) in names.iter().zip(calls) {
+            assert!(result.is_ok() && outcome.executed() == first, "{name}: {result:?}");
+        }
+    }
+    let more: Vec<String> = names.iter().map(|name| format!("lease {name}")).collect();
+    let leases = futures::future::join_all(more.iter().map(|name| reserved(&store, name))).await;
+    let renewed = store.renew(&leases).await.unwrap();
+    assert!(renewed.len() == leases.len() && renewed.iter().all(|renewed| *renewed == Write::Done));
+    let released = futures::future::join_all(leases.iter().map(|lease| store.release(lease, Release::Returned))).await;
+    assert!(released.into_iter().all(|released| released.unwrap() == Write::Done));
+    for port in cluster.ports() {
+        let errors: String = ask(port, "INFO errorstats").unwrap();
+        assert!(!errors.contains("CROSSSLOT"), "{errors}");
+        // Nobody was sent elsewhere either: slots are known, and computed as the servers do.
+        assert!(!errors.contains("MOVED"), "{errors}");
+        let keys: usize = ask(port, "DBSIZE").unwrap();
+        assert!(keys > 500, "each node has its share: {keys}");
+    }
+}
+
+#[test]
+fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
+    side_by_side([false, true], async |confirmed| {
+        let mut cluster = Cluster::start(NODE_TIMEOUT);
+        let options = if confirmed { replicated() } else { options() };
+        let store = options.connect(&cluster.url()).await.unwrap();
+        let load = Load::start(&store);
+        load.serves(100).await;
+        cluster.nodes[0].kill();
+        let replica = cluster.nodes[3].port();
+        until("the replica is promoted", async || is_primary(replica)).await;
+        if confirmed {
+            // Nothing counts on the promoted node until it has a replica itself.
+            cluster.nodes[0].run();
+        }
+        load.serves(500).await;
+        let lost = load.audit().await;
+        assert!(!confirmed || lost.is_empty(), "confirmed, and lost: {lost:?}");
+        // What was acknowledged by the killed node alone.
+        run_again(&store, &lost).await;
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_graceful_failover_of_a_cluster_loses_nothing() {
+    // Far above what servers that run need, and not above what a manual failover may take, which fails otherwise.
+    let cluster = Cluster::start(5000);
+    let store = options().connect(&cluster.url()).await.unwrap();
+    let load = Load::start(&store);
+    load.serves(100).await;
+    for (replica, primary) in [(3, 0), (4, 1), (0, 3)] {
+        let (new, old) = (cluster.nodes[replica].port(), cluster.nodes[primary].port());
+        let mut looks = 0;
+        until("the replica is promoted", async || {
+            // A failover that did not come about within 5 s was given up.
+            if looks % 500 == 0 {
+                ask::<Value>(new, "CLUSTER FAILOVER").unwrap();
+            }
+            looks += 1;
+            is_primary(new)
+        })
+        .await;
+        until("the old primary follows", async || !is_primary(old) && replicas_online(new) == 1).await;
+        load.serves(200).await;
+    }
+    assert_eq!(load.audit().await, [""; 0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
+    let cluster = Cluster::start(NODE_TIMEOUT);
+    let store = replicated().connect(&cluster.url()).await.unwrap();
+    let load = Load::start(&store);
+    load.serves(100).await;
+    cluster.nodes[1].signal("-STOP");
+    let replica = cluster.nodes[4].port();
+    until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
+        .await;
+    // It goes on as a primary, does what was sent to it before, and throws that away when it hears of the other one.
+    cluster.nodes[1].signal("-CONT");
+    load.serves(500).await;
+    assert_eq!(load.audit().await, [""; 0]);
+}
+
+#[tokio::test]
+async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
+    let cluster = Cluster::start(NODE_TIMEOUT);
+    // Patient, so that the answer of the node that was stopped is still awaited when it comes.
+    let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
+    let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&stored(name)) == Some(0)).unwrap();
+    cluster.nodes[0].signal("-STOP");
+    let request = request(&store, &name);
+    let in_flight = tokio::spawn({
+        let (store, request) = (store.clone(), request.clone());
+        async move { store.reserve(&request).await }
+    });
+    let replica = cluster.nodes[3].port();
+    until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
+        .await;
+    // The store knows as soon as it gets through to the new one.
+    until("the store knows", async || {
+        tokio::time::timeout(Duration::from_millis(200), store.inspect(&key(&name))).await.is_ok()
+    })
+    .await;
+    cluster.nodes[0].signal("-CONT");
+    let error = in_flight.await.unwrap().unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    let answer = store.reserve(&request).await.unwrap();
+    assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
+    assert!(ask::<usize>(replica, &format!("EXISTS {}", stored(&name))).unwrap() == 1);
+}
+
+#[tokio::test]
+async fn slots_that_move_are_followed() {
+    let cluster = Cluster::start(20_000);
+    for (tag, options) in [("a", options()), ("b", replicated())] {
+        let store = options.connect(&cluster.url()).await.unwrap();
+        let runs = AtomicUsize::new(0);
+        let name = |n: usize| format!("{{{tag}}}{n}");
+        let each = async |range: std::ops::Range<usize>, runs: usize| {
+            let count = AtomicUsize::new(0);
+            let names: Vec<_> = range.map(name).collect();
+            let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &count))).await;
+            for (name, (result, _)) in names.iter().zip(calls) {
+                assert!(result.is_ok(), "{name}: {result:?}");
+            }
+            assert_eq!(count.into_inner(), runs);
+        };
+        each(0..50, 50).await;
+        let pending = reserved(&store, &name(1000)).await;
+        let from = cluster.serves(&stored(&name(0))).unwrap();
+        let to = (from + 1) % 3;
+        let (from, to) = (cluster.nodes[from].port(), cluster.nodes[to].port());
+        let slot: u16 = ask(from, &format!("CLUSTER KEYSLOT {}", stored(&name(0)))).unwrap();
+        let say = |port: u16, command: &str| ask::<Value>(port, command).unwrap();
+        let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
+        say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
+        say(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
+        // What is there is found there, what is new begins at the other node (ASK).
+        each(0..100, 50).await;
+        assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
+        let begun_there = reserved(&store, &name(1001)).await;
+        assert_eq!(store.renew(std::slice::from_ref(&begun_there)).await.unwrap(), [Write::Done]);
+        // Half of it has moved.
+        let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
+        say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
+        each(0..100, 0).await;
+        let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 1000")).unwrap();
+        say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
+        each(0..120, 20).await;
+        say(to, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+        say(from, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+        // All of it has (MOVED).
+        each(0..150, 30).await;
+        assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Write::Done);
+        assert_eq!(call(&store, &name(1000), POLICY, &runs).await.0.unwrap(), 42);
+        assert_eq!(runs.into_inner(), 0);
+    }
+}
+
+/// An argument without characters, for [`ask`].
+const EMPTY: &str = "''";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_race_while_a_cluster_fails_over() {
+    let mut cluster = Cluster::start(NODE_TIMEOUT);
+    let url = cluster.url();
+    let spec = format!("replicated {url} race:");
+    let race = Race { keys: 400, racers: 4, kills: 6, ..Race::new(env!("CARGO_BIN_EXE_racer"), &spec) };
+    let effects = race
+        .run(async {
+            let keys = || (0..3).map(|n| ask::<usize>(cluster.nodes[n].port(), "DBSIZE").unwrap_or(0)).sum::<usize>();
+            until("the race is on", async || keys() > 40).await;
+            cluster.nodes[2].kill();
+            let replica = cluster.nodes[5].port();
+            until("the replica is promoted", async || is_primary(replica)).await;
+            cluster.nodes[2].run();
+        })
+        .await;
+    // The audit of the race has found each key recorded, by its last attempt, and no two attempts at a time.
+    assert_eq!(effects.0.len(), 400);
+}
+
+// Sentinels.
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
+    let mut watched = Watched::start(DOWN_AFTER);
+    let store = options().connect(&watched.url()).await.unwrap();
+    let load = Load::start(&store);
+    load.serves(100).await;
+    let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
+    watched.servers[0].kill();
+    until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
+    load.serves(200).await;
+    // It comes back as it went, as a primary, and takes writes until the sentinels demote it.
+    watched.servers[0].run();
+    ask::<Value>(old, "SET still yes").ok();
+    let late = options().connect(&watched.url()).await.unwrap();
+    reserved(&late, "late").await;
+    let before = store.inspect(&key("late")).await.unwrap();
+    assert!(before.is_some(), "both are at the new primary");
+    load.serves(200).await;
+    // Whether it is still a primary or was demoted meanwhile and follows the new one, nobody of ours writes to it.
+    let writes = field(old, "INFO commandstats", "cmdstat_evalsha").is_some();
+    assert!(!writes, "the stale primary ran a script");
+    let lost = load.audit().await;
+    run_again(&store, &lost).await;
+}
+
+#[tokio::test]
+async fn what_a_replaced_primary_still_answers_is_not_believed() {
+    let watched = Watched::start(DOWN_AFTER);
+    let store = RedisStore::options().response_timeout(LEASE).connect(&watched.url()).await.unwrap();
+    let (old, new) = (&watched.servers[0], watched.servers[1].port());
+    old.signal("-STOP");
+    let request = request(&store, "k");
+    let in_flight = tokio::spawn({
+        let (store, request) = (store.clone(), request.clone());
+        async move { store.reserve(&request).await }
+    });
+    until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
+    // The store hears of it although nothing has failed, and leaves its connection.
+    until("the store knows", async || {
+        tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
+    })
+    .await;
+    old.signal("-CONT");
+    let error = in_flight.await.unwrap().unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    let answer = store.reserve(&request).await.unwrap();
+    assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
+    assert_eq!(ask::<usize>(new, &format!("EXISTS {}", stored("k"))), Ok(1));
+}
+
+#[tokio::test]
+async fn waiters_are_woken_after_a_failover() {
+    let mut watched = Watched::start(DOWN_AFTER);
+    let store = options().connect(&watched.url()).await.unwrap();
+    let heard = |port: u16| ask(port, "PUBSUB NUMSUB idem:wake").map_or(0, |(_, heard): (String, usize)| heard);
+    let lease = reserved(&store, "before").await;
+    store.wait(&lease.key, lease.attempt, Duration::from_millis(1)).await.unwrap();
+    until("subscribed", async || heard(watched.servers[0].port()) == 1).await;
+    watched.servers[0].kill();
+    until("subscribed at the new primary", async || heard(watched.servers[1].port()) == 1).await;
+    let lease = reserved(&store, "after").await;
+    let waiting = tokio::spawn({
+        let (store, lease) = (store.clone(), lease.clone());
+        async move { store.wait(&lease.key, lease.attempt, LEASE).await }
+    });
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    waiting.await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_race_while_the_sentinels_fail_over() {
+    let mut watched = Watched::start(DOWN_AFTER);
+    let url = watched.url();
+    let spec = format!("replicated {url} race:");
+    let race = Race { keys: 400, racers: 4, kills: 6, ..Race::new(env!("CARGO_BIN_EXE_racer"), &spec) };
+    race.run(async {
+        let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
+        until("the race is on", async || ask::<usize>(old, "DBSIZE").unwrap_or(0) > 40).await;
+        watched.servers[0].kill();
+        until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
+        // Nothing counts there until it has a replica. The old primary is told at once what the sentinels would tell it.
+        watched.servers[0].run();
+        ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
+    })
+    .await;
+}
+
+// What is lost, and what is not.
+
+/// Cuts the replica off, so that what follows is acknowledged by the primary alone.
+fn cut_off(primary: u16, replica: u16) {
+    for setting in ["masteruser nobody", "masterauth wrong"] {
+        ask::<Value>(replica, &format!("CONFIG SET {setting}")).unwrap();
+    }
+    ask::<Value>(primary, "CLIENT KILL TYPE replica").unwrap();
+    wait_until("the replica is cut off", || replicas_online(primary) == 0);
+}
+
+/// Two topologies with one primary and one replica of interest, and how a store gets to them.
+enum Pair {
+    Cluster(Cluster),
+    Watched(Watched),
+}
+
+#[derive(Clone, Copy)]
+enum Topology {
+    Cluster,
+    Watched,
+}
+
+const BOTH: [Topology; 2] = [Topology::Cluster, Topology::Watched];
+
+impl Pair {
+    fn start(topology: Topology) -> Self {
+        match topology {
+            // One primary would have nobody to elect a successor.
+            Topology::Cluster => Self::Cluster(Cluster::start(NODE_TIMEOUT)),
+            Topology::Watched => Self::Watched(Watched::start(DOWN_AFTER)),
+        }
+    }
+
+    fn url(&self) -> String {
+        match self {
+            Self::Cluster(cluster) => cluster.url(),
+            Self::Watched(watched) => watched.url(),
+        }
+    }
+
+    fn servers(&mut self) -> (&mut RedisServer, u16) {
+        let (servers, replica) = match self {
+            Self::Cluster(cluster) => (&mut cluster.nodes, 3),
+            Self::Watched(watched) => (&mut watched.servers, 1),
+        };
+        let replica = servers[replica].port();
+        (&mut servers[0], replica)
+    }
+
+    /// A name whose record is on the first server.
+    fn name(&self, prefix: &str) -> String {
+        let names = (0..).map(|n| format!("{prefix}{n}"));
+        match self {
+            Self::Cluster(cluster) => names.into_iter().find(|name| cluster.serves(&stored(name)) == Some(0)).unwrap(),
+            Self::Watched(_) => format!("{prefix}0"),
+        }
+    }
+
+    /// Kills the first server and waits until its replica has taken its place.
+    async fn fail_over(&mut self) {
+        let (primary, replica) = self.servers();
+        primary.kill();
+        until("the replica is promoted", async || is_primary(replica)).await;
+        match self {
+            Self::Cluster(cluster) => cluster.wait_agreed(),
+            Self::Watched(watched) => {
+                until("the sentinels agree", async || watched.primary() == Some(replica)).await;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
+    side_by_side(BOTH, async |topology| {
+        let mut pair = Pair::start(topology);
+        let store = options().connect(&pair.url()).await.unwrap();
+        let (finished, running) = (pair.name("finished"), pair.name("running"));
+        let (primary, replica) = pair.servers();
+        let runs = AtomicUsize::new(0);
+        cut_off(primary.port(), replica);
+        // Acknowledged both, by the primary alone.
+        assert_eq!(call(&store, &finished, POLICY, &runs).await.0.unwrap(), 1);
+        let lease = reserved(&store, &running).await;
+        pair.fail_over().await;
+        // The operation is forgotten: it runs again, and its fencing tokens start over.
+        assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
+        let (result, outcome) = call(&store, &finished, POLICY, &runs).await;
+        assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
+        // So is the reservation: another attempt runs beside the first one, under the same number. The first one learns
+        // it at its next write.
+        let other = reserved(&store, &running).await;
+        assert_eq!((lease.attempt, other.attempt), (1, 1));
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused);
+        assert_eq!(store.finish(&other, &done()).await.unwrap(), Write::Done);
+    });
+}
+
+#[test]
+fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
+    side_by_side(BOTH, async |topology| {
+        let mut pair = Pair::start(topology);
+        let store = replicated().connect(&pair.url()).await.unwrap();
+        let names = ["replayed", "finished", "unreserved", "held"].map(|name| pair.name(name));
+        let [replayed, finished, unreserved, held] = &names;
+        let (primary, replica) = pair.servers();
+        let port = primary.port();
+        let runs = AtomicUsize::new(0);
+        let lease = reserved(&store, replayed).await;
+        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+        let lease = reserved(&store, held).await;
+        // Cut off while the body runs: its result is on the primary, and nobody is told that it is recorded.
+        let body = async {
+            cut_off(port, replica);
+            Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
+        };
+        let policy = POLICY.lease(Duration::from_secs(2));
+        let operation = Operation::new(&store, Ok(key(finished)), policy);
+        let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+        assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
+        assert!(!outcome.recorded());
+        assert_eq!(ask::<usize>(port, &format!("EXISTS {}", stored(finished))), Ok(1));
+        // Nor is a duplicate told: a replay would be taken back by the failover.
+        let (result, _) = call(&store, finished, POLICY, &runs).await;
+        assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
+        // A reservation that no replica has runs nothing.
+        let (result, _) = call(&store, unreserved, POLICY, &runs).await;
+        let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
+        assert_eq!(source.kind(), StoreErrorKind::Unknown, "{source}");
+        assert_eq!(runs.load(Ordering::SeqCst), 1);
+        // Renewals count as little. That somebody else is running may be said all the same.
+        let error = store.renew(std::slice::from_ref(&lease)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+        let pending = store.reserve(&request(&store, held)).await.unwrap();
+        assert!(matches!(pending, Reservation::Pending { attempt: 1, .. }), "{pending:?}");
+
+        pair.fail_over().await;
+        // What had been acknowledged is there.
+        let inspected = answered(async || store.inspect(&key(replayed)).await).await;
+        assert!(inspected.unwrap().record.is_finished());
+        let inspected = answered(async || store.inspect(&key(held)).await).await.unwrap();
+        assert_eq!(inspected.record.owner, lease.owner);
+        // The result was not: the operation is pending, its lease lapses, and the next attempt has the next number.
+        let inspected = answered(async || store.inspect(&key(finished)).await).await.unwrap();
+        assert!(matches!(inspected.record.state, State::Pending { .. }), "{inspected:?}");
+        // The old primary comes back as the replica of the new one, and writes count again.
+        let (old, new) = pair.servers();
+        old.run();
+        if let Pair::Watched(watched) = &pair {
+            ask::<Value>(watched.servers[0].port(), &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
+        }
+        wait_until("a replica again", || replicas_online(new) == 1);
+        let attempt = loop {
+            match call(&store, finished, policy, &runs).await {
+                (Ok(run), outcome) => break (run, outcome.attempt()),
+                // A replica that is slow is no failure of this test.
+                (Err(Error::Store { .. } | Error::InProgress { .. } | Error::Unrecorded { .. }), _) => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                (Err(error), _) => panic!("{error}"),
+            }
+        };
+        assert!(matches!(attempt, (2.., Some(2..))), "{attempt:?}");
+        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+    });
+}
+
+/// `WAIT` speaks of the writes of its own connection, so that after an operation that wrote nothing it would confirm at
+/// once what no replica has.
+#[tokio::test]
+async fn what_is_found_is_not_taken_for_confirmed() {
+    for kind in [Kind::Redis, Kind::Valkey] {
+        let primary = RedisServer::start(kind);
+        let of = format!("127.0.0.1 {}", primary.port());
+        let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
+        let replica = RedisServer::start_with(kind, &args);
+        wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+        let connect = async || replicated().connect(&primary.url()).await.unwrap();
+        let unconfirmed = |error: StoreError| {
+            assert_eq!(error.kind(), StoreErrorKind::Unknown, "{kind:?}: {error}");
+            assert!(error.to_string().contains("min_replicas"), "{kind:?}: {error}");
+        };
+        let store = connect().await;
+        let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
+        // Still connected, and far behind.
+        replica.signal("-STOP");
+        let request = request(&store, "k");
+        // Each once, then again by the same store and by one that has just connected: they find it done.
+        for round in 0..3 {
+            let store = if round == 2 { connect().await } else { store.clone() };
+            unconfirmed(store.reserve(&request).await.unwrap_err());
+            unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
+            unconfirmed(store.release(&released, Release::Returned).await.unwrap_err());
+            // Together, in one batch.
+            let finish = done();
+            let (a, b, c) = futures::join!(
+                store.reserve(&request),
+                store.finish(&finished, &finish),
+                store.release(&released, Release::Returned)
+            );
+            unconfirmed(a.unwrap_err());
+            unconfirmed(b.unwrap_err());
+            unconfirmed(c.unwrap_err());
+            // A replay of a result that nobody has been told of.
+            unconfirmed(store.reserve(&self::request(&store, "finished")).await.unwrap_err());
+        }
+        let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", stored(name))).unwrap();
+        let before = [times("finished"), times("released"), times("k")];
+        unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
+        unconfirmed(store.reserve(&request).await.unwrap_err());
+        assert_eq!([times("finished"), times("released"), times("k")], before, "retentions are as they were");
+
+        replica.signal("-CONT");
+        until("the replica has caught up", async || store.reserve(&request).await.is_ok()).await;
+        let answer = store.reserve(&request).await.unwrap();
+        assert!(matches!(answer, Reservation::Reserved { lease: Lease { attempt: 1, .. }, .. }), "{answer:?}");
+        assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Write::Done);
+        let replay = store.reserve(&self::request(&store, "finished")).await.unwrap();
+        assert!(matches!(replay, Reservation::Finished(_)), "{replay:?}");
+    }
+}
+
+#[tokio::test]
+async fn operations_share_one_wait() {
+    let primary = RedisServer::start(Kind::Redis);
+    let of = format!("127.0.0.1 {}", primary.port());
+    let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
+    let _replica = RedisServer::start_with(Kind::Redis, &args);
+    wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+    let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
+    let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();
+    let runs = AtomicUsize::new(0);
+    for first in [true, false] {
+        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &runs))).await;
+        assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == first));
+    }
+    let waits = field(primary.port(), "INFO commandstats", "cmdstat_wait").unwrap();
+    let waits: usize = waits.trim_start_matches("calls=").split(',').next().unwrap().parse().unwrap();
+    assert!((1..=100).contains(&waits), "{waits} waits for 3000 operations");
+}
+
+// What is refused.
+
+async fn refusal(options: RedisOptions, url: &str) -> StoreError {
+    options.connect(url).await.expect_err("refused")
+}
+
+#[tokio::test]
+async fn each_topology_is_told_from_the_others() {
+    let cluster = Cluster::start_with(1, 0, 20_000);
+    let single = RedisServer::start(Kind::Redis);
+    let watched = Watched::start(20_000);
+    let port = cluster.ports()[0];
+    let says = async |url: &str, kind: StoreErrorKind, words: &str| {
+        let error = refusal(options(), url).await;
+        assert_eq!(error.kind(), kind, "{url}: {error}");
+        assert!(error.to_string().contains(words), "{url}: {error}");
+        assert!(!format!("{error:?}").contains("secret"), "{error:?}");
+    };
+    let wrong = StoreErrorKind::Misconfigured;
+    says(&format!("redis://127.0.0.1:{port}"), wrong, "redis-cluster://").await;
+    says(&format!("redis-cluster://127.0.0.1:{}", single.port()), wrong, "redis://").await;
+    says(&format!("redis-cluster://127.0.0.1:{port}/3"), wrong, "database").await;
+    says(&format!("redis-cluster://u:secret@127.0.0.1:{port}?tls=maybe"), wrong, "tls").await;
+    says(&format!("redis-cluster://u:secret@127.0.0.1:{port}?color=secret"), wrong, "parameters").await;
+    says("redis-cluster://u:secret@", wrong, "host").await;
+    says("redis-cluster://u:secret@h:x", wrong, "redis").await;
+    let nobody = format!("127.0.0.1:{}", free_port());
+    says(&format!("redis-cluster://:secret@{nobody}"), StoreErrorKind::Unavailable, "").await;
+    says(&format!("redis-sentinel://:secret@{nobody}/{NAME}"), StoreErrorKind::Unavailable, "").await;
+    says(&format!("redis-sentinel://:secret@{nobody}"), wrong, "name").await;
+    let sentinels = watched.url();
+    says(&sentinels.replace(NAME, "other"), wrong, "no primary of this name").await;
+    // One sentinel, or one node, that answers is enough.
+    let some = sentinels.replace("redis-sentinel://", &format!("redis-sentinel://{nobody},"));
+    reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
+    let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");
+    reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
+    // Somebody else's connection is not to be held up by a wait.
+    let error = replicated().with_connection(single.raw().await).await.unwrap_err();
+    assert_eq!(error.kind(), wrong, "{error}");
+}
+
+#[tokio::test]
+async fn clusters_and_sentinels_have_logins() {
+    let cluster = Cluster::start_with(1, 0, 20_000);
+    let watched = Watched::start(20_000);
+    let hosts: Vec<_> = watched.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
+    let hosts = hosts.join(",");
+    let port = cluster.ports()[0];
+    ask::<Value>(port, "CONFIG SET requirepass se@cret").unwrap();
+    for server in &watched.servers[..1] {
+        // The sentinels log in where they have to, and the replica is not of interest.
+        ask::<Value>(server.port(), "ACL SETUSER shop on >se@cret ~* &* +@all").unwrap();
+        ask::<Value>(
+            server.port(),
+            "ACL SETUSER default -@all +@connection +role +info +ping +publish +subscribe +replicaof +psync +replconf",
+        )
+        .unwrap();
+    }
+    for sentinel in &watched.sentinels {
+        ask::<Value>(sentinel.port, "CONFIG SET sentinel-user default").ok();
+        ask::<Value>(sentinel.port, "ACL SETUSER watcher on >wa@tcher ~* &* +@all").unwrap();
+        ask::<Value>(sentinel.port, "ACL SETUSER default -@all +hello +ping +publish +subscribe").unwrap();
+    }
+    let good = [
+        format!("redis-cluster://:se%40cret@127.0.0.1:{port}"),
+        format!("redis-sentinel://shop:se%40cret@{hosts}/{NAME}/2?sentinel_user=watcher&sentinel_password=wa%40tcher"),
+    ];
+    for url in &good {
+        let store = RedisStore::connect(url).await.unwrap_or_else(|error| panic!("{url}: {error}"));
+        reserved(&store, "k").await;
+    }
+    let bad = [
+        format!("redis-cluster://127.0.0.1:{port}"),
+        format!("redis-cluster://:wrong@127.0.0.1:{port}"),
+        good[1].replace("shop:se", "shop:wrong"),
+        good[1].replace("=wa", "=wrong"),
+    ];
+    for url in &bad {
+        let error = refusal(options(), url).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{url}: {error}");
+        assert!(!format!("{error:?}").contains("wrong"), "{error:?}");
+    }
+}

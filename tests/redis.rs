@@ -160,9 +160,10 @@ fn tls_checks_the_certificate() {
     let args = ["--tls-port", &port, "--tls-cert-file", &path("cert.pem"), "--tls-key-file", &path("key.pem")];
     let _server = RedisServer::start_with(Kind::Redis, &[&args[..], &["--tls-auth-clients", "no"]].concat());
     let url = format!("rediss://localhost:{port}");
+    std::fs::write(path("effects"), "").unwrap();
     let race = |trusted: bool| {
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
-        racer.args([&url, "tls:", "3", "0"]);
+        racer.args([&format!("redis {url} tls:"), &path("effects"), "3", "0"]);
         // In a process of its own, as the trusted certificates are read from its environment.
         if trusted {
             racer.env("SSL_CERT_FILE", path("cert.pem"));

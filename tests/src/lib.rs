@@ -4,6 +4,8 @@
 
 #[cfg(feature = "postgres")]
 pub mod postgres;
+#[cfg(feature = "cluster")]
+pub mod cluster;
 pub mod proxy;
 pub mod race;
 pub mod server;

@@ -25,7 +25,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    fn program(self) -> PathBuf {
+    pub(crate) fn program(self) -> PathBuf {
         let (variable, default) = match self {
             Self::Redis => ("IDEM_TEST_REDIS", Some("redis-server")),
             Self::Valkey => ("IDEM_TEST_VALKEY", None),
@@ -111,6 +111,13 @@ impl RedisServer {
     /// Its port.
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// What it was given for this argument.
+    #[cfg(feature = "cluster")]
+    pub(crate) fn argument(&self, name: &str) -> &str {
+        let at = self.args.iter().position(|it| it == name).expect("given");
+        &self.args[at + 1]
     }
 
     /// Starts the process, again if it was killed, and waits until it answers.

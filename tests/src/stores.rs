@@ -1,22 +1,25 @@
 //! Opens stores by a line of text, so that processes that race can be told theirs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use idem_runtime::{RedisStore, Store};
+use idem_runtime::{RedisOptions, RedisStore, Store};
 
 /// The store that `spec` names:
 ///
-/// - `redis URL PREFIX`
 /// - `sqlite PATH`
 /// - `postgres URL SCHEMA`
+/// - `redis URL PREFIX`, of any topology that `RedisStore::connect` knows
+/// - `replicated URL PREFIX`, the same with `min_replicas(1)`
 ///
 /// # Panics
 /// If it can't be opened.
 pub async fn open(spec: &str) -> Arc<dyn Store> {
     let words: Vec<&str> = spec.split(' ').collect();
     match words[..] {
-        ["redis", url, prefix] => {
-            Arc::new(RedisStore::options().prefix(prefix).connect(url).await.expect("the server is there"))
+        ["redis", url, prefix] => redis(RedisStore::options().prefix(prefix), url).await,
+        ["replicated", url, prefix] => {
+            redis(RedisStore::options().prefix(prefix).min_replicas(1, Duration::from_secs(1)), url).await
         }
         #[cfg(feature = "sqlite")]
         ["sqlite", path] => Arc::new(idem_runtime::SqliteStore::open(path).await.expect("the file can be opened")),
@@ -27,4 +30,16 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         }
         _ => panic!("`{spec}` names no store"),
     }
+}
+
+/// A process may start while a failover is under way, and has a minute then.
+async fn redis(options: RedisOptions, url: &str) -> Arc<dyn Store> {
+    for _ in 0..600 {
+        match options.clone().connect(url).await {
+            Ok(store) => return Arc::new(store),
+            Err(error) if error.is_transient() => tokio::time::sleep(Duration::from_millis(100)).await,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    panic!("no server at `{url}`");
 }

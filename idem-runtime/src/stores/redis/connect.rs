@@ -1,17 +1,22 @@
 //! Opens a connection and makes sure that the server behind it can do the work.
 
 use std::fmt;
+use std::fmt::Write as _;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
 use redis::{Client, Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 
-use super::connection::Connection;
-use super::dispatch::{Dispatch, Scripts};
-use super::wake::Wakeups;
+#[cfg(feature = "redis-cluster")]
+use super::cluster::Cluster;
+use super::connection::{Background, Connection, Place};
+use super::dispatch::{Replicas, Scripts, Terms};
+use super::route::{Node, Route, Router};
+use super::sentinel::Sentinels;
+use super::wake::{Source, Wakeups};
 use super::{RedisStore, Script, Shared, failed};
-use crate::clock::SystemClock;
+use crate::clock::{Clock, SystemClock};
 use crate::{Heartbeats, StoreError, StoreErrorKind};
 
 /// Settings for a [`RedisStore`].
@@ -31,11 +36,12 @@ use crate::{Heartbeats, StoreError, StoreErrorKind};
 pub struct RedisOptions {
     prefix: String,
     response_timeout: Duration,
+    replicas: Option<Replicas>,
 }
 
 impl Default for RedisOptions {
     fn default() -> Self {
-        Self { prefix: "idem:".to_owned(), response_timeout: Duration::from_secs(2) }
+        Self { prefix: "idem:".to_owned(), response_timeout: Duration::from_secs(2), replicas: None }
     }
 }
 
@@ -54,23 +60,58 @@ impl RedisOptions {
         Self { response_timeout, ..self }
     }
 
+    /// Counts a reservation, a renewal, a result or a release only once `count` replicas have it too (`WAIT`); nobody is
+    /// waited for where nothing is said.
+    ///
+    /// A primary that dies takes with it what no replica has: an operation that had been acknowledged runs again. With
+    /// `min_replicas` such a write is not acknowledged in the first place: where fewer than `count` replicas confirm
+    /// `within` that time, the call fails with [`StoreErrorKind::Unknown`], no body runs, and a result is
+    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that they have. The price is
+    /// that nothing is reserved, recorded or replayed while replicas are missing.
+    ///
+    /// It takes *all* replicas of a primary to lose nothing in a failover: of several, one that lags may be promoted. A
+    /// replica confirms what it has in memory, so a replica that restarts without persistence has confirmed in vain.
+    ///
+    /// The waiting is done on a connection of its own. Concurrent operations share one wait; what is ahead of an operation
+    /// may have to be waited for as well, so a call takes up to `response_timeout` and twice `within`. Keep that below the
+    /// shortest beat.
+    #[must_use]
+    pub fn min_replicas(self, count: usize, within: Duration) -> Self {
+        Self { replicas: (count > 0).then_some(Replicas { count, within }), ..self }
+    }
+
     /// Connects to the server at `url`; see [`RedisStore::connect`].
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
-        if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
-            return Err(misconfigured("`rediss://` needs the feature `redis-tls` of idem-runtime".to_owned()));
+        match url.split_once("://") {
+            Some(("redis-sentinel", rest)) => {
+                let url = Several::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
+                let url = url.map_err(|problem| unreadable(&problem, SENTINEL_FORM))?;
+                let (name, database) = url.path.split_once('/').unwrap_or((url.path, "0"));
+                let sentinels = url.clients(&url.sentinel_login(), 26_379, "0", SENTINEL_FORM)?;
+                let primary = url.clients(url.login, 6379, database, SENTINEL_FORM)?.swap_remove(0);
+                if name.is_empty() {
+                    return Err(unreadable("the name of the primary is missing", SENTINEL_FORM));
+                }
+                self.connect_sentinels_with(sentinels, name, &primary).await
+            }
+            #[cfg(feature = "redis-cluster")]
+            Some(("redis-cluster", rest)) => {
+                let url = Several::read(rest, &["tls", "protocol"]);
+                let url = url.map_err(|problem| unreadable(&problem, CLUSTER_FORM))?;
+                if !matches!(url.path, "" | "0") {
+                    return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
+                }
+                self.connect_cluster_with(url.clients(url.login, 6379, "0", CLUSTER_FORM)?).await
+            }
+            #[cfg(not(feature = "redis-cluster"))]
+            Some(("redis-cluster", _)) => {
+                Err(misconfigured("`redis-cluster://` needs the feature `redis-cluster` of idem-runtime".to_owned()))
+            }
+            _ => self.connect_with(client(url, "redis://[user:password@]host[:port][/database]")?).await,
         }
-        // The error of `redis` may quote the URL, and the URL may hold a password.
-        let client = Client::open(url).map_err(|error| {
-            let detail = error
-                .detail()
-                .filter(|_| !url.contains('@'))
-                .unwrap_or("write `redis://[user:password@]host[:port][/database]`");
-            misconfigured(format!("the Redis URL can't be used: {detail}"))
-        })?;
-        self.connect_with(client).await
     }
 
     /// Connects with the user's own client: its address, credentials and certificates.
@@ -78,22 +119,82 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
-        // Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would
-        // panic.
-        #[cfg(feature = "redis-tls")]
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let clock = Arc::new(SystemClock::default());
-        let unusable = |error: RedisError| not_connected(&error);
-        let connection = Connection::ours(&client, clock.clone(), self.response_timeout).map_err(unusable)?;
-        connection.try_open().await.map_err(unusable)?;
-        self.open(connection, clock, Wakeups::new(client)).await
+        self.connect_one(Place::At(Box::new(client)), Vec::new(), Arc::new(SystemClock::default())).await
+    }
+
+    /// Connects to the primary that is called `name`, wherever it is, by the user's own clients for its sentinels.
+    /// Credentials, database and certificates are those of `primary`, its address is not looked at.
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    pub async fn connect_sentinels_with(
+        self,
+        sentinels: impl IntoIterator<Item = Client>,
+        name: &str,
+        primary: &Client,
+    ) -> Result<RedisStore, StoreError> {
+        provide_cryptography();
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let template = primary.get_connection_info().clone();
+        let sentinels = sentinels.into_iter().collect();
+        let sentinels = Sentinels::new(sentinels, name.to_owned(), template, &clock, self.response_timeout);
+        let sentinels = Arc::new(sentinels.map_err(|error| not_connected(&error))?);
+        let watching = sentinels.watch();
+        self.connect_one(Place::Primary(sentinels), watching, clock).await
+    }
+
+    /// Connects to a cluster by the user's own clients for some of its nodes; the others are heard of from these.
+    /// Credentials and certificates are those of the first.
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    #[cfg(feature = "redis-cluster")]
+    pub async fn connect_cluster_with(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
+        provide_cryptography();
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let nodes: Vec<Client> = nodes.into_iter().collect();
+        let first = nodes.first().ok_or_else(|| misconfigured("no node of the cluster is named".to_owned()))?;
+        let mut reached = Err(StoreError::new(StoreErrorKind::Unavailable, "no node of the cluster can be reached"));
+        for node in &nodes {
+            reached = async {
+                let connection = self.connection(Place::At(Box::new(node.clone())), &clock)?;
+                connection.try_open().await.map_err(|error| not_connected(&error))?;
+                prepare(&connection, true).await
+            }
+            .await;
+            match &reached {
+                Err(error) if error.kind() != StoreErrorKind::Misconfigured => {}
+                _ => break,
+            }
+        }
+        let terms = self.terms(&clock, reached?, true);
+        let cluster = Cluster::new(first, terms.clone(), self.replicas);
+        for node in &nodes {
+            cluster.meet(node).map_err(|error| not_connected(&error))?;
+        }
+        cluster.ask().await;
+        let primaries = cluster.primaries();
+        if primaries.is_empty() {
+            return Err(StoreError::new(StoreErrorKind::Unavailable, "the cluster is down or not set up"));
+        }
+        for primary in primaries {
+            match prepare(primary.connection(), true).await {
+                // One that is away now is met like one that goes away later.
+                Err(error) if error.kind() == StoreErrorKind::Misconfigured => return Err(error),
+                _ => {}
+            }
+        }
+        cluster.keep_asking();
+        let wakeups = Wakeups::new(Source::Cluster(Arc::clone(&cluster)));
+        Ok(self.open(Route::Cluster(cluster), terms, wakeups))
     }
 
     /// Uses the user's own connection, for example a `ConnectionManager` that is there already. It must be
     /// multiplexed, so that clones share it, and reconnect by itself.
     ///
     /// Such a connection can't subscribe to anything, so a duplicate that waits for a running attempt asks every 50 ms.
-    /// With [`connect_with`](RedisOptions::connect_with) it is woken.
+    /// With [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: those who share
+    /// it would have to wait, too.
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
@@ -101,34 +202,153 @@ impl RedisOptions {
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        let clock = Arc::new(SystemClock::default());
-        let connection = Connection::theirs(connection, clock.clone(), self.response_timeout);
-        self.open(connection, clock, Wakeups::polling()).await
+        if self.replicas.is_some() {
+            return Err(misconfigured(
+                "`min_replicas` needs a connection of its own: use `connect` or `connect_with`".to_owned(),
+            ));
+        }
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let connection = Connection::theirs(connection, Arc::clone(&clock), self.response_timeout);
+        let terms = self.terms(&clock, prepare(&connection, false).await?, false);
+        let node = Node::new(connection, None, &terms);
+        Ok(self.open(Route::One(node, Vec::new()), terms, Wakeups::polling()))
     }
 
-    async fn open(
+    async fn connect_one(
         self,
-        connection: Connection,
-        clock: Arc<SystemClock>,
-        wakeups: Wakeups,
+        place: Place,
+        watching: Vec<Background>,
+        clock: Arc<dyn Clock>,
     ) -> Result<RedisStore, StoreError> {
-        let Self { prefix, response_timeout } = self;
-        let scripts = prepare(&connection).await?;
-        let wakeups = wakeups.on(format!("{prefix}wake"));
-        let dispatch = Dispatch::new(connection, clock.clone(), scripts, wakeups.channel(), response_timeout);
-        Ok(RedisStore(Arc::new_cyclic(|this| Shared {
+        provide_cryptography();
+        let connection = self.connection(place.clone(), &clock)?;
+        connection.try_open().await.map_err(|error| not_connected(&error))?;
+        let terms = self.terms(&clock, prepare(&connection, false).await?, false);
+        let confirmed = match self.replicas {
+            Some(replicas) => {
+                let timeout = replicas.exchange(self.response_timeout);
+                let confirmed = Connection::ours(place.clone(), Arc::clone(&clock), timeout);
+                Some((confirmed.map_err(|error| not_connected(&error))?, replicas))
+            }
+            None => None,
+        };
+        let node = Node::new(connection, confirmed, &terms);
+        Ok(self.open(Route::One(node, watching), terms, Wakeups::new(Source::One(place))))
+    }
+
+    fn connection(&self, place: Place, clock: &Arc<dyn Clock>) -> Result<Connection, StoreError> {
+        Connection::ours(place, Arc::clone(clock), self.response_timeout).map_err(|error| not_connected(&error))
+    }
+
+    fn terms(&self, clock: &Arc<dyn Clock>, scripts: Scripts, one_key: bool) -> Terms {
+        let channel = format!("{}wake", self.prefix).into();
+        Terms { clock: Arc::clone(clock), timeout: self.response_timeout, channel, scripts: Arc::new(scripts), one_key }
+    }
+
+    fn open(self, route: Route, terms: Terms, wakeups: Wakeups) -> RedisStore {
+        let (clock, wakeups) = (Arc::clone(&terms.clock), wakeups.on(terms.channel.to_string()));
+        RedisStore(Arc::new_cyclic(|this| Shared {
             this: this.clone(),
             heartbeats: Heartbeats::new(clock),
-            dispatch,
+            router: Router::new(route, terms),
             wakeups,
-            prefix: prefix.into(),
+            prefix: self.prefix.into(),
             held: Mutex::default(),
-        })))
+        }))
+    }
+}
+
+/// Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would panic.
+fn provide_cryptography() {
+    #[cfg(feature = "redis-tls")]
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
+const SENTINEL_FORM: &str = "redis-sentinel://[user:password@]host[:port][,host…]/name[/database][?tls=true]\
+                             [&sentinel_user=…][&sentinel_password=…]";
+#[cfg(feature = "redis-cluster")]
+const CLUSTER_FORM: &str = "redis-cluster://[user:password@]host[:port][,host…][?tls=true]";
+
+fn unreadable(problem: &str, form: &str) -> StoreError {
+    misconfigured(format!("the Redis URL can't be used: {problem}; write `{form}`"))
+}
+
+/// The client that `url` describes.
+fn client(url: &str, form: &str) -> Result<Client, StoreError> {
+    if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
+        return Err(misconfigured("TLS (`rediss://`) needs the feature `redis-tls` of idem-runtime".to_owned()));
+    }
+    // The error of `redis` may quote the URL, and the URL may hold a password.
+    Client::open(url).map_err(|error| match error.detail().filter(|_| !url.contains('@')) {
+        Some(detail) => misconfigured(format!("the Redis URL can't be used: {detail}")),
+        None => misconfigured(format!("the Redis URL can't be used: write `{form}`")),
+    })
+}
+
+/// A URL that names several servers, in its parts as they are written.
+struct Several<'a> {
+    login: &'a str,
+    hosts: Vec<&'a str>,
+    path: &'a str,
+    query: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Several<'a> {
+    /// Reads what follows `://`; `known` are the parameters there are.
+    fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let (login, hosts) = servers.rsplit_once('@').unwrap_or(("", servers));
+        let hosts: Vec<&str> = hosts.split(',').collect();
+        if hosts.iter().any(|host| host.is_empty()) {
+            return Err("a host is missing".to_owned());
+        }
+        let query = query.split('&').filter(|parameter| !parameter.is_empty());
+        let query: Vec<_> = query.map(|parameter| parameter.split_once('=').unwrap_or((parameter, ""))).collect();
+        if query.iter().any(|(name, _)| !known.contains(name)) {
+            return Err(format!("its parameters can only be `{}`", known.join("`, `")));
+        }
+        let several = Self { login, hosts, path, query };
+        match several.parameter("tls") {
+            None | Some("true" | "false") => Ok(several),
+            Some(_) => Err("`tls` is `true` or `false`".to_owned()),
+        }
+    }
+
+    fn parameter(&self, name: &str) -> Option<&'a str> {
+        self.query.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
+    }
+
+    fn sentinel_login(&self) -> String {
+        let (user, password) = (self.parameter("sentinel_user"), self.parameter("sentinel_password"));
+        password.map(|password| format!("{}:{password}", user.unwrap_or_default())).unwrap_or_default()
+    }
+
+    /// A client for each server, with this login.
+    fn clients(&self, login: &str, port: u16, database: &str, form: &str) -> Result<Vec<Client>, StoreError> {
+        let one = |host: &&str| {
+            let scheme = if self.parameter("tls") == Some("true") { "rediss" } else { "redis" };
+            let mut url = format!("{scheme}://");
+            if !login.is_empty() {
+                let _ = write!(url, "{login}@");
+            }
+            url.push_str(host);
+            // An address of version 6 stands in brackets and has colons of its own.
+            if !host.rsplit(']').next().unwrap_or(host).contains(':') {
+                let _ = write!(url, ":{port}");
+            }
+            let _ = write!(url, "/{database}");
+            if let Some(protocol) = self.parameter("protocol") {
+                let _ = write!(url, "?protocol={protocol}");
+            }
+            client(&url, form)
+        };
+        self.hosts.iter().map(one).collect()
     }
 }
 
 /// Checks the server and loads the scripts.
-async fn prepare(connection: &Connection) -> Result<Scripts, StoreError> {
+async fn prepare(connection: &Connection, cluster: bool) -> Result<Scripts, StoreError> {
     let mut info = Cmd::new();
     info.arg("INFO");
     let info = match connection.one(&info).await.map_err(failed)? {
@@ -136,7 +356,7 @@ async fn prepare(connection: &Connection) -> Result<Scripts, StoreError> {
         Value::VerbatimString { text, .. } => text,
         _ => return Err(misconfigured("the server does not answer `INFO` as Redis does".to_owned())),
     };
-    Server::read(&info).check()?;
+    Server::read(&info).check(cluster)?;
     let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
     for script in &mut scripts {
         let mut load = Cmd::new();
@@ -187,7 +407,7 @@ impl<'a> Server<'a> {
         }
     }
 
-    fn check(&self) -> Result<(), StoreError> {
+    fn check(&self, cluster: bool) -> Result<(), StoreError> {
         let Self { name, version, .. } = self;
         let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok()).unwrap_or_default();
         let least = match *name {
@@ -200,12 +420,20 @@ impl<'a> Server<'a> {
                 "the server is {name} {version}; Redis 7.0 or newer or Valkey 8 or newer is needed"
             )));
         }
-        if self.cluster {
-            return Err(misconfigured(
-                "the server is a node of a cluster; `RedisStore` needs a single server".to_owned(),
-            ));
+        match (self.cluster, cluster) {
+            (true, false) => {
+                return Err(misconfigured(
+                    "the server is a node of a cluster; connect with `redis-cluster://` (feature `redis-cluster`)"
+                        .to_owned(),
+                ));
+            }
+            (false, true) => {
+                return Err(misconfigured("the server is no node of a cluster; connect with `redis://`".to_owned()));
+            }
+            _ => {}
         }
-        if self.role != "master" {
+        // A node of a cluster says itself for what it is not the primary.
+        if self.role != "master" && !cluster {
             return Err(misconfigured(format!(
                 "the server is a read-only replica (role `{}`); connect to the primary",
                 self.role
@@ -232,6 +460,7 @@ fn not_connected(error: &RedisError) -> StoreError {
         ErrorKind::AuthenticationFailed | ErrorKind::Server(ServerErrorKind::NoPerm) => {
             misconfigured(format!("the server refused the login: {error}"))
         }
+        ErrorKind::MasterNameNotFoundBySentinel | ErrorKind::EmptySentinelList => misconfigured(error.to_string()),
         ErrorKind::InvalidClientConfig | ErrorKind::Client => {
             misconfigured(format!("the connection can't be made: {error}"))
         }
@@ -259,7 +488,7 @@ mod tests {
     }
 
     fn check(lines: &[&str]) -> Result<(), String> {
-        Server::read(&info(lines)).check().map_err(|error| error.to_string())
+        Server::read(&info(lines)).check(false).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -286,10 +515,12 @@ mod tests {
     fn replicas_and_cluster_nodes_are_refused() {
         let refused = |from: &str, to: &str, words: &str| {
             let text = info(&["redis_version:7.0.15"]).replace(from, to);
-            let error = Server::read(&text).check().unwrap_err().to_string();
+            let error = Server::read(&text).check(false).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         };
         refused("role:master", "role:slave", "read-only replica");
-        refused("redis_mode:standalone", "redis_mode:cluster", "cluster");
+        refused("redis_mode:standalone", "redis_mode:cluster", "redis-cluster://");
+        let error = Server::read(&info(&["redis_version:7.0.15"])).check(true).unwrap_err().to_string();
+        assert!(error.contains("`redis://`"), "{error}");
     }
 }

@@ -6,7 +6,9 @@ use std::time::Duration;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, IntoConnectionInfo, Pipeline, RedisError};
 use redis::{ServerError, Value};
+use tokio::task::AbortHandle;
 
+use super::sentinel::Sentinels;
 use crate::clock::{Clock, Instant, race};
 use crate::sync::lock;
 
@@ -26,8 +28,11 @@ pub(super) enum Failure {
     Broken(Arc<RedisError>),
     /// No answer in time: it may have landed.
     TimedOut,
-    /// The runtime dropped the exchange, or the answer makes no sense: it may have landed.
+    /// The runtime dropped the exchange, the answer makes no sense, or it came from a server that had been replaced by
+    /// then: it may have landed.
     Lost,
+    /// This is what the server answered, but too few replicas have it: it may get lost with the server.
+    Unreplicated(Box<Value>),
 }
 
 /// An error that the server answered.
@@ -107,10 +112,38 @@ enum Line {
     Ours(Box<Own>),
 }
 
+/// Where a server is.
+#[derive(Clone)]
+pub(super) enum Place {
+    /// Where the client says.
+    At(Box<Client>),
+    /// Wherever the sentinels say that the primary is.
+    Primary(Arc<Sentinels>),
+}
+
+impl Place {
+    /// Counts the servers that were found here, as far as is known.
+    fn version(&self) -> u64 {
+        match self {
+            Self::At(_) => 0,
+            Self::Primary(sentinels) => sentinels.version(),
+        }
+    }
+}
+
+/// A task that ends with its owner.
+pub(super) struct Background(pub(super) AbortHandle);
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// A connection that this store makes, and makes anew after it broke or did not answer in time: what is behind a line
 /// that swallows everything would otherwise stay there until the system gives up, many minutes later.
 struct Own {
-    client: Client,
+    place: Place,
     open: Mutex<Open>,
     /// Held while a connection is being made, so that one is made for all.
     connecting: tokio::sync::Mutex<()>,
@@ -120,9 +153,18 @@ struct Own {
 struct Open {
     /// Counts the connections that were made.
     generation: u64,
-    connection: Option<MultiplexedConnection>,
+    way: Option<Way>,
     /// When the last try failed, and why.
     failed: Option<(Instant, RedisError)>,
+}
+
+/// An open connection.
+#[derive(Clone)]
+struct Way {
+    generation: u64,
+    /// The version of its place when it was made.
+    version: u64,
+    connection: MultiplexedConnection,
 }
 
 impl Connection {
@@ -134,22 +176,14 @@ impl Connection {
         Self { clock, timeout, line: Line::Theirs(Box::new(connection)) }
     }
 
-    /// A connection of `client`'s, made when it is first needed.
-    pub(super) fn ours(client: &Client, clock: Arc<dyn Clock>, timeout: Duration) -> Result<Self, RedisError> {
-        let info = client.get_connection_info().clone();
-        // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
-        let nodelay = !matches!(info.addr(), ConnectionAddr::Tcp(host, _) if is_loopback(host));
-        let info = match info.addr() {
-            // The certificates of the user's client are in it, so it is left as it is.
-            ConnectionAddr::TcpTls { .. } => None,
-            _ => Some({
-                let tcp = info.tcp_settings().clone().set_nodelay(nodelay);
-                info.set_tcp_settings(tcp).into_connection_info()?
-            }),
+    /// A connection to the server at `place`, made when it is first needed.
+    pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Result<Self, RedisError> {
+        let place = match place {
+            Place::At(client) => Place::At(Box::new(tuned(&client)?)),
+            place @ Place::Primary(_) => place,
         };
-        let client = info.map_or_else(|| Ok(client.clone()), Client::open)?;
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Ok(Self { clock, timeout, line: Line::Ours(Box::new(Own { client, open, connecting })) })
+        Ok(Self { clock, timeout, line: Line::Ours(Box::new(Own { place, open, connecting })) })
     }
 
     /// One command.
@@ -160,9 +194,9 @@ impl Connection {
                 self.in_time(connection.req_packed_command(command)).await
             }
             Line::Ours(own) => {
-                let (generation, mut connection) = self.open(own).await.map_err(Failure::not_opened)?;
-                let answer = connection.req_packed_command(command).await.map_err(Failure::of);
-                own.look_after(generation, answer.as_ref().map(std::slice::from_ref));
+                let mut way = self.open(own).await.map_err(Failure::not_opened)?;
+                let answer = way.connection.req_packed_command(command).await.map_err(Failure::of);
+                own.look_after(&way, answer.as_ref().map(std::slice::from_ref))?;
                 answer
             }
         };
@@ -182,9 +216,9 @@ impl Connection {
                 self.in_time(connection.req_packed_commands(commands, 0, count)).await
             }
             Line::Ours(own) => {
-                let (generation, mut connection) = self.open(own).await.map_err(Failure::not_opened)?;
-                let answers = connection.req_packed_commands(commands, 0, count).await.map_err(Failure::of);
-                own.look_after(generation, answers.as_deref());
+                let mut way = self.open(own).await.map_err(Failure::not_opened)?;
+                let answers = way.connection.req_packed_commands(commands, 0, count).await.map_err(Failure::of);
+                own.look_after(&way, answers.as_deref())?;
                 answers
             }
         };
@@ -200,7 +234,7 @@ impl Connection {
     }
 
     /// The open connection, or a new one.
-    async fn open(&self, own: &Own) -> Result<(u64, MultiplexedConnection), RedisError> {
+    async fn open(&self, own: &Own) -> Result<Way, RedisError> {
         if let Some(open) = own.get() {
             return Ok(open);
         }
@@ -217,11 +251,12 @@ impl Connection {
         let connected = self.connect(own).await;
         let mut open = lock(&own.open);
         match connected {
-            Ok(connection) => {
+            Ok((connection, version)) => {
                 open.generation += 1;
                 open.failed = None;
-                open.connection = Some(connection.clone());
-                Ok((open.generation, connection))
+                let way = Way { generation: open.generation, version, connection };
+                open.way = Some(way.clone());
+                Ok(way)
             }
             Err(error) => {
                 open.failed = Some((self.clock.now(), error.clone()));
@@ -238,12 +273,25 @@ impl Connection {
         }
     }
 
-    async fn connect(&self, own: &Own) -> Result<MultiplexedConnection, RedisError> {
+    /// A new connection, and the version of the place that it leads to.
+    async fn connect(&self, own: &Own) -> Result<(MultiplexedConnection, u64), RedisError> {
+        match &own.place {
+            Place::At(client) => Ok((self.connect_to(client).await?, own.place.version())),
+            Place::Primary(sentinels) => {
+                let (client, version) = sentinels.primary().await?;
+                let mut connection = self.connect_to(&tuned(&client)?).await?;
+                is_primary(&mut connection).await?;
+                Ok((connection, version))
+            }
+        }
+    }
+
+    async fn connect_to(&self, client: &Client) -> Result<MultiplexedConnection, RedisError> {
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeout))
             .set_pipeline_buffer_size(DRIVER_QUEUE)
             .set_response_timeout(Some(self.timeout));
-        let connecting = own.client.get_multiplexed_async_connection_with_config(&config);
+        let connecting = client.get_multiplexed_async_connection_with_config(&config);
         // The limit above ends with the TCP connection; the login can hang as well.
         race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
             Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer to the login")))
@@ -252,13 +300,16 @@ impl Connection {
 }
 
 impl Own {
-    fn get(&self) -> Option<(u64, MultiplexedConnection)> {
-        let open = lock(&self.open);
-        open.connection.clone().map(|connection| (open.generation, connection))
+    fn get(&self) -> Option<Way> {
+        let version = self.place.version();
+        lock(&self.open).way.clone().filter(|way| way.version == version)
     }
 
-    /// Gives up the connection of `generation` if its answers say so. Whoever still waits for an answer on it keeps it.
-    fn look_after(&self, generation: u64, answers: Result<&[Value], &Failure>) {
+    /// Gives up a connection if its answers say so. Whoever still waits for an answer on it keeps it.
+    ///
+    /// Fails if another server is the primary by now: what the old one answered may be gone with it.
+    fn look_after(&self, way: &Way, answers: Result<&[Value], &Failure>) -> Result<(), Failure> {
+        let replaced = self.place.version() != way.version;
         let broken = match answers {
             // A primary that became a replica: a new connection may lead to the new primary.
             Ok(answers) => {
@@ -267,13 +318,51 @@ impl Own {
             Err(Failure::Broken(_) | Failure::TimedOut | Failure::NotSent(_)) => true,
             Err(_) => false,
         };
-        if broken {
+        if broken || replaced {
             let mut open = lock(&self.open);
-            if open.generation == generation {
-                open.connection = None;
+            if open.generation == way.generation {
+                open.way = None;
             }
         }
+        if replaced && answers.is_ok() { Err(Failure::Lost) } else { Ok(()) }
     }
+}
+
+/// The client with the settings of its connections.
+fn tuned(client: &Client) -> Result<Client, RedisError> {
+    let info = client.get_connection_info().clone();
+    // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
+    let nodelay = !matches!(info.addr(), ConnectionAddr::Tcp(host, _) if is_loopback(host));
+    let info = match info.addr() {
+        // The certificates of the user's client are in it, so it is left as it is.
+        ConnectionAddr::TcpTls { .. } => None,
+        _ => Some({
+            let tcp = info.tcp_settings().clone().set_nodelay(nodelay);
+            info.set_tcp_settings(tcp).into_connection_info()?
+        }),
+    };
+    info.map_or_else(|| Ok(client.clone()), Client::open)
+}
+
+/// Whether the server says of itself that it is a primary; sentinels may name one that has been demoted.
+async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
+    let role = connection.req_packed_command(&redis::cmd("ROLE")).await?;
+    match role.extract_error()? {
+        Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master") => Ok(()),
+        _ => Err((ErrorKind::Io, "the server that the sentinels name does not say that it is the primary").into()),
+    }
+}
+
+/// A client of the server at `host` and `port`, in all else like the one of `info`.
+pub(super) fn elsewhere(info: &redis::ConnectionInfo, host: &str, port: u16) -> Result<Client, RedisError> {
+    let host = host.to_owned();
+    let addr = match info.addr().clone() {
+        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+            ConnectionAddr::TcpTls { host, port, insecure, tls_params }
+        }
+        _ => ConnectionAddr::Tcp(host, port),
+    };
+    Client::open(info.clone().set_addr(addr))
 }
 
 fn is_loopback(host: &str) -> bool {

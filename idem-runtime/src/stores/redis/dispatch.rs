@@ -8,6 +8,7 @@
 //!   work for the server. Whatever is absent is then reserved; a value that is there is what `SET … NX GET` would have
 //!   answered.
 //! - A batch belongs to its lane. A caller that goes away only leaves an answer that nobody reads.
+//! - Where replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,6 +24,7 @@ use tokio::runtime::Handle;
 use super::Script;
 use super::connection::{Connection, Failure, Refusal};
 use crate::clock::{Clock, Instant};
+use crate::record::format::millis;
 use crate::sync::lock;
 
 /// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
@@ -37,6 +39,8 @@ const BATCH_BYTES: usize = 256 * 1024;
 const FINISHED_AT_ONCE: usize = 64;
 /// Reservations from which on a batch looks before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
+/// Writes to a key without changing anything.
+const TOUCH: &str = include_str!("touch.lua");
 
 /// The scripts as the server knows them.
 #[derive(Debug)]
@@ -72,11 +76,39 @@ impl Scripts {
 pub(super) type Answer = Result<Value, Failure>;
 
 /// One reply of the server as the answer of its own operation.
-fn answer(value: Value) -> Answer {
+fn answer(value: Value, replicated: bool) -> Answer {
     match value {
         Value::ServerError(error) => Err(Failure::from(&error)),
-        value => Ok(value),
+        value if replicated => Ok(value),
+        value => Err(Failure::Unreplicated(Box::new(value))),
     }
+}
+
+/// How many replicas have to have what an answer says, and for how long the server waits for them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Replicas {
+    pub(super) count: usize,
+    pub(super) within: Duration,
+}
+
+impl Replicas {
+    /// How long an exchange may take that ends with a wait for them, and has another one ahead of it.
+    pub(super) fn exchange(self, timeout: Duration) -> Duration {
+        timeout.saturating_add(self.within.saturating_mul(2))
+    }
+}
+
+/// What all connections of a store have in common.
+#[derive(Clone)]
+pub(super) struct Terms {
+    pub(super) clock: Arc<dyn Clock>,
+    /// How long one exchange may take.
+    pub(super) timeout: Duration,
+    /// Where the ends of attempts are published.
+    pub(super) channel: Arc<str>,
+    pub(super) scripts: Arc<Scripts>,
+    /// Whether a command may name one key only, as in a cluster.
+    pub(super) one_key: bool,
 }
 
 /// An owner-checked completion.
@@ -235,10 +267,8 @@ pub(super) struct Dispatch(Arc<Shared>);
 
 struct Shared {
     connection: Connection,
-    clock: Arc<dyn Clock>,
-    scripts: Scripts,
-    channel: String,
-    timeout: Duration,
+    terms: Terms,
+    replicas: Option<Replicas>,
     runtime: Handle,
     /// Whether a lone command is in flight, driven by its caller.
     lone: AtomicBool,
@@ -264,20 +294,13 @@ impl Drop for Lone<'_> {
 }
 
 impl Dispatch {
-    /// Sends over `connection` from tasks of the current runtime; what gathers waits at most `timeout` to be sent.
-    pub(super) fn new(
-        connection: Connection,
-        clock: Arc<dyn Clock>,
-        scripts: Scripts,
-        channel: &str,
-        timeout: Duration,
-    ) -> Self {
+    /// Sends over `connection` from tasks of the current runtime; what gathers waits at most as long as an exchange may
+    /// take. With `replicas`, an answer counts once they have what it says.
+    pub(super) fn new(connection: Connection, terms: Terms, replicas: Option<Replicas>) -> Self {
         Self(Arc::new(Shared {
             connection,
-            clock,
-            scripts,
-            channel: channel.to_owned(),
-            timeout,
+            terms,
+            replicas,
             runtime: Handle::current(),
             lone: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
@@ -286,14 +309,10 @@ impl Dispatch {
         }))
     }
 
-    pub(super) fn scripts(&self) -> &Scripts {
-        &self.0.scripts
-    }
-
     /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            return self.0.connection.one(&reserve(key, value, ttl_ms)).await;
+            return self.0.one(reserve(key, value, ttl_ms)).await;
         }
         let add = |gather: &mut Gather| {
             let entry = gather.entry(key, value, ttl_ms);
@@ -307,12 +326,8 @@ impl Dispatch {
     /// Whether the record is this owner's and finished now.
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            let Shared { scripts: Scripts { finish_one, .. }, channel, .. } = &*self.0;
-            let call = |name, script| finish(name, script, channel, std::iter::once(*completion));
-            return match self.0.connection.one(&call("EVALSHA", &finish_one.sha)).await {
-                Err(failure) if failure.is_unknown_script() => {
-                    self.0.connection.one(&call("EVAL", finish_one.source)).await
-                }
+            return match self.0.one(self.0.finish_one(*completion, false)).await {
+                Err(failure) if failure.is_unknown_script() => self.0.one(self.0.finish_one(*completion, true)).await,
                 answer => answer,
             };
         }
@@ -329,7 +344,7 @@ impl Dispatch {
     /// Any other command.
     pub(super) async fn command(&self, command: Cmd) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            return self.0.connection.one(&command).await;
+            return self.0.one(command).await;
         }
         let add = |gather: &mut Gather| {
             let slot = gather.replies.open();
@@ -340,7 +355,73 @@ impl Dispatch {
     }
 }
 
+#[cfg(feature = "redis-cluster")]
+impl Dispatch {
+    /// For what is asked beside the operations.
+    pub(super) fn connection(&self) -> &Connection {
+        &self.0.connection
+    }
+
+    /// [`reserve`](Self::reserve) for a key whose slot is on its way to this node.
+    pub(super) async fn reserve_asking(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
+        self.command_asking(reserve(key, value, ttl_ms)).await
+    }
+
+    /// [`finish`](Self::finish) for a key whose slot is on its way to this node.
+    pub(super) async fn finish_asking(&self, completion: &Completion<'_>) -> Answer {
+        self.command_asking(self.0.finish_one(*completion, true)).await
+    }
+
+    /// [`command`](Self::command) for a key whose slot is on its way to this node. It goes by itself: the permission is
+    /// for one command.
+    pub(super) async fn command_asking(&self, command: Cmd) -> Answer {
+        let mut pipeline = Pipeline::with_capacity(5);
+        pipeline.cmd("ASKING").add_command(command);
+        self.0.exchange(pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+    }
+}
+
 impl Shared {
+    /// One command.
+    async fn one(&self, command: Cmd) -> Answer {
+        if self.replicas.is_none() {
+            return self.connection.one(&command).await;
+        }
+        let mut pipeline = Pipeline::with_capacity(3);
+        pipeline.add_command(command);
+        self.exchange(pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+    }
+
+    /// Many commands, as many answers.
+    async fn exchange(&self, mut pipeline: Pipeline) -> Result<Vec<Answer>, Failure> {
+        let Some(Replicas { count, within }) = self.replicas else {
+            let values = self.connection.many(&pipeline).await?;
+            return Ok(values.into_iter().map(|value| answer(value, true)).collect());
+        };
+        // `WAIT` speaks of the writes of its own connection. An operation that finds itself done, or a replay, writes
+        // nothing: what it found would count as confirmed although no replica may have it. Replicas follow one stream, so
+        // one write behind everything that was found stands for all of it.
+        let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
+            [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
+            [first, ..] => (false, key_of(first).to_vec()),
+            [] => return Ok(Vec::new()),
+        };
+        if asking {
+            pipeline.cmd("ASKING");
+        }
+        pipeline.cmd("EVAL").arg(TOUCH).arg(1).arg(key);
+        pipeline.cmd("WAIT").arg(count).arg(millis(within).max(1));
+        let mut values = self.connection.many(&pipeline).await?;
+        let (confirmed, touched) = (values.pop(), values.pop());
+        if asking {
+            values.pop();
+        }
+        let enough =
+            matches!(confirmed, Some(Value::Int(have)) if usize::try_from(have).is_ok_and(|have| have >= count));
+        let replicated = enough && matches!(touched, Some(Value::Int(1)));
+        Ok(values.into_iter().map(|value| answer(value, replicated)).collect())
+    }
+
     /// The right to send a command by itself, if nothing else is in flight.
     fn enter(&self) -> Option<Lone<'_>> {
         let alone = self.lanes.load(Ordering::Relaxed) == 0 && !self.lone.swap(true, Ordering::Relaxed);
@@ -375,7 +456,7 @@ impl Shared {
     fn gather(self: &Arc<Self>, add: impl FnOnce(&mut Gather) -> usize) -> Reply {
         let mut queue = self.queue();
         if queue.gathers.back().is_none_or(Gather::is_full) {
-            let opened = self.clock.now();
+            let opened = self.terms.clock.now();
             let gather = queue.spare.pop().map(|spare| Gather { opened, ..spare });
             queue.gathers.push_back(gather.unwrap_or_else(|| Gather::new(opened)));
         }
@@ -383,7 +464,12 @@ impl Shared {
         let slot = add(gather);
         let reply = Reply { replies: Arc::clone(&gather.replies), slot };
         let lanes = self.lanes.load(Ordering::Relaxed);
-        let limit = if self.expects_replays() { LANES_FOR_REPLAYS } else { LANES };
+        let limit = match self.replicas {
+            // `WAIT` holds up whatever comes behind it on its connection.
+            Some(_) => 1,
+            None if self.expects_replays() => LANES_FOR_REPLAYS,
+            None => LANES,
+        };
         if lanes < limit {
             self.lanes.store(lanes + 1, Ordering::Relaxed);
             drop(queue);
@@ -405,8 +491,9 @@ impl Shared {
 
     async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
-        let calls: Vec<Range<usize>> = chunks(gather.completions.len(), FINISHED_AT_ONCE).collect();
-        let look_first = gather.reserves.len() >= LOOK_FIRST && self.expects_replays();
+        let at_once = if self.terms.one_key { 1 } else { FINISHED_AT_ONCE };
+        let calls: Vec<Range<usize>> = chunks(gather.completions.len(), at_once).collect();
+        let look_first = gather.reserves.len() >= LOOK_FIRST && self.expects_replays() && !self.terms.one_key;
 
         let mut pipeline = Pipeline::with_capacity(gather.reserves.len() + gather.commands.len() + calls.len());
         if look_first {
@@ -429,65 +516,68 @@ impl Shared {
         for call in &calls {
             pipeline.add_command(self.finish(gather, call, false));
         }
-        let mut values = match self.connection.many(&pipeline).await {
-            Ok(values) => values.into_iter(),
+        let mut answers = match self.exchange(pipeline).await {
+            Ok(answers) => answers.into_iter(),
             Err(failure) => return replies.fail(&failure),
         };
-        drop(pipeline);
 
         let mut absent = Vec::new();
         let mut again = Pipeline::new();
         if look_first {
-            absent = self.found(gather, values.next());
+            absent = self.found(gather, answers.next());
             for entry in &absent {
                 again.add_command(gather.reserve(entry));
             }
         } else if !gather.reserves.is_empty() {
             let mut met = 0;
             replies.deliver(gather.reserves.iter().map(|entry| {
-                let value = values.next();
-                met += usize::from(matches!(value, Some(Value::BulkString(_))));
                 // Never nil for want of an answer: nil means "reserved".
-                (entry.slot, value.map_or(Err(Failure::Lost), answer))
+                let answer = answers.next().unwrap_or(Err(Failure::Lost));
+                met += usize::from(matches!(answer, Ok(Value::BulkString(_))));
+                (entry.slot, answer)
             }));
             self.met(met, gather.reserves.len());
         }
-        replies.deliver(others.into_iter().map(|slot| (slot, values.next().map_or(Err(Failure::Lost), answer))));
+        replies.deliver(others.into_iter().map(|slot| (slot, answers.next().unwrap_or(Err(Failure::Lost)))));
         let mut unknown = Vec::new();
-        for (call, value) in calls.into_iter().zip(values) {
-            match &value {
+        for (call, answer) in calls.into_iter().zip(answers) {
+            match &answer {
                 // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written.
-                Value::ServerError(error) if error.code() == "NOSCRIPT" => {
+                Err(failure) if failure.is_unknown_script() => {
                     again.add_command(self.finish(gather, &call, true));
                     unknown.push(call);
                 }
-                _ => settle(&replies, &gather.completions[call], value),
+                _ => settle(&replies, &gather.completions[call], answer),
             }
         }
 
         if again.is_empty() {
             return;
         }
-        let mut values = match self.connection.many(&again).await {
-            Ok(values) => values.into_iter(),
+        let mut answers = match self.exchange(again).await {
+            Ok(answers) => answers.into_iter(),
             Err(failure) => return replies.fail(&failure),
         };
-        replies.deliver(absent.into_iter().map(|entry| (entry.slot, values.next().map_or(Err(Failure::Lost), answer))));
-        for (call, value) in unknown.into_iter().zip(values) {
-            settle(&replies, &gather.completions[call], value);
+        replies.deliver(absent.into_iter().map(|entry| (entry.slot, answers.next().unwrap_or(Err(Failure::Lost)))));
+        for (call, answer) in unknown.into_iter().zip(answers) {
+            settle(&replies, &gather.completions[call], answer);
         }
     }
 
     /// Delivers the values that are there, and says which reservations met none.
-    fn found<'a>(&self, gather: &'a Gather, value: Option<Value>) -> Vec<&'a Entry> {
-        let values = match value {
-            Some(Value::Array(values)) if values.len() == gather.reserves.len() => values,
+    fn found<'a>(&self, gather: &'a Gather, found: Option<Answer>) -> Vec<&'a Entry> {
+        let (found, replicated) = match found {
+            Some(Ok(found)) => (found, true),
+            Some(Err(Failure::Unreplicated(found))) => (*found, false),
             // Nothing was written yet, so whoever asked may be told so.
-            Some(Value::ServerError(error)) => {
-                let failure = Failure::from(&error);
+            other => {
+                let failure = other.and_then(Result::err).unwrap_or(Failure::Lost);
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
                 return Vec::new();
             }
+        };
+        let values = match found {
+            Value::Array(values) if values.len() == gather.reserves.len() => values,
             _ => {
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(Failure::Lost))));
                 return Vec::new();
@@ -499,17 +589,32 @@ impl Shared {
                 absent.push(entry);
                 None
             }
-            value => Some((entry.slot, answer(value))),
+            value => Some((entry.slot, answer(value, replicated))),
         }));
         self.met(gather.reserves.len() - absent.len(), gather.reserves.len());
         absent
     }
 
     fn finish(&self, gather: &Gather, call: &Range<usize>, with_source: bool) -> Cmd {
-        let Script { source, sha } = &self.scripts.finish;
-        let (name, script) = if with_source { ("EVAL", *source) } else { ("EVALSHA", sha.as_str()) };
+        if self.terms.one_key {
+            return self.finish_one(gather.completion(&gather.completions[call.start]), with_source);
+        }
         let completions = gather.completions[call.clone()].iter().map(|entry| gather.completion(entry));
-        finish(name, script, &self.channel, completions)
+        self.finishing(&self.terms.scripts.finish, with_source, completions)
+    }
+
+    fn finish_one(&self, completion: Completion<'_>, with_source: bool) -> Cmd {
+        self.finishing(&self.terms.scripts.finish_one, with_source, std::iter::once(completion))
+    }
+
+    fn finishing<'a>(
+        &self,
+        Script { source, sha }: &Script,
+        with_source: bool,
+        completions: impl ExactSizeIterator<Item = Completion<'a>> + Clone,
+    ) -> Cmd {
+        let (name, script) = if with_source { ("EVAL", *source) } else { ("EVALSHA", sha.as_str()) };
+        finish(name, script, &self.terms.channel, completions)
     }
 }
 
@@ -529,7 +634,7 @@ impl Lane {
             };
             let operations = gather.len();
             let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
-            if shared.clock.now().saturating_since(gather.opened) > shared.timeout {
+            if shared.terms.clock.now().saturating_since(gather.opened) > shared.terms.timeout {
                 // The server stalls. What waited this long is not sent any more: no operation takes longer than two
                 // timeouts, and its caller knows that it did not land.
                 gather.replies.fail(&Failure::NotSent("the server did not answer what was sent before".into()));
@@ -578,7 +683,12 @@ fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Gives the keys of one script call their answers.
-fn settle(replies: &Replies, entries: &[Entry], value: Value) {
+fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
+    let (value, replicated) = match settled {
+        Ok(value) => (value, true),
+        Err(Failure::Unreplicated(value)) => (*value, false),
+        Err(failure) => return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone())))),
+    };
     let (answers, error): (Vec<u8>, Arc<str>) = match value {
         Value::BulkString(answers) => (answers, "".into()),
         Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
@@ -587,20 +697,36 @@ fn settle(replies: &Replies, entries: &[Entry], value: Value) {
             }
             _ => (Vec::new(), "".into()),
         },
-        other => {
-            let failure = answer(other).err().unwrap_or(Failure::Lost);
-            return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone()))));
+        // The script for one key answers with a number.
+        Value::Int(done) if entries.len() == 1 => {
+            return replies.deliver(std::iter::once((entries[0].slot, answer(Value::Int(done), replicated))));
         }
+        _ => (Vec::new(), "".into()),
     };
     replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
         let answer = match answers.get(i) {
-            Some(b'1') => Ok(Value::Int(1)),
-            Some(b'0') => Ok(Value::Int(0)),
+            Some(b'1') => answer(Value::Int(1), replicated),
+            Some(b'0') => answer(Value::Int(0), replicated),
             Some(b'E') => Err(Failure::Refused(Refusal { code: "".into(), message: Arc::clone(&error) })),
             _ => Err(Failure::Lost),
         };
         (entry.slot, answer)
     }));
+}
+
+/// The first key that a command names.
+fn key_of(command: &Cmd) -> &[u8] {
+    match argument(command, 0) {
+        b"EVAL" | b"EVALSHA" => argument(command, 3),
+        _ => argument(command, 1),
+    }
+}
+
+fn argument(command: &Cmd, at: usize) -> &[u8] {
+    match command.args_iter().nth(at) {
+        Some(redis::Arg::Simple(argument)) => argument,
+        _ => b"",
+    }
 }
 
 fn reserve(key: &[u8], value: &[u8], ttl_ms: u64) -> Cmd {

@@ -1,13 +1,20 @@
-//! Records in a Redis or Valkey server.
+//! Records in a Redis or Valkey server, in a cluster of them, or in the primary that sentinels name.
 //!
 //! A record is one string in the [format](crate::record::format) that every byte store shares. `SET key record NX GET PX
 //! retention` reserves a key or returns its record in one round trip. There is no clock but the server's: each renewal
 //! sets the whole retention anew, so the age of a lease is the retention minus what is left of it. Only what changes a
 //! record that is there needs a script, and each script checks the owner token.
+//!
+//! The topology varies beneath that: a [route](route) says which server an operation goes to, a [dispatch](dispatch) sends
+//! what many tasks want of it, a [connection](connection) is made anew when it breaks.
 
+#[cfg(feature = "redis-cluster")]
+mod cluster;
 mod connect;
 mod connection;
 mod dispatch;
+mod route;
+mod sentinel;
 mod wake;
 
 use std::collections::HashMap;
@@ -20,7 +27,8 @@ use redis::{Cmd, Value};
 
 pub use self::connect::RedisOptions;
 use self::connection::{Failure, Refusal};
-use self::dispatch::{Completion, Dispatch};
+use self::dispatch::{Answer, Completion};
+use self::route::{Op, Router};
 use self::wake::Wakeups;
 use crate::clock::Instant;
 use crate::record::format::{self, millis};
@@ -39,17 +47,23 @@ const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of others are remembered as held.
 const REMEMBERED: usize = 1024;
 
-/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer; one server, not a cluster.
+/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer: one server, a primary with sentinels, or a cluster (feature
+/// `redis-cluster`).
 ///
-/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest.
-/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it.
-/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash or a failover, or
-///   evicts, is forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise.
+/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest. Each names
+///   keys of one slot only.
+/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it, and after a failover it is the
+///   new primary's.
+/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
+///   forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise. Replication
+///   is asynchronous, so a failover forgets what the new primary did not have yet, unless
+///   [`min_replicas`](RedisOptions::min_replicas) makes every answer wait for the replicas.
 /// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 512 MB.
-/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange, whatever the number of
-///   leases. Commands of concurrent tasks leave together; a lone command never waits.
+/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange (with each node), whatever the
+///   number of leases; in a cluster each lease is a script call of its own. Commands of concurrent tasks leave together; a
+///   lone command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
-/// Clones share the connection, which is multiplexed and reconnects. It lives on the tokio runtime it was made on.
+/// Clones share their connections, which are multiplexed and reconnect. They live on the tokio runtime they were made on.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -61,12 +75,24 @@ const REMEMBERED: usize = 1024;
 pub struct RedisStore(Arc<Shared>);
 
 impl RedisStore {
-    /// Connects to the server at `url`: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature
-    /// `redis-tls`), `redis+unix:///path` for a socket. [`RedisOptions`] has more settings.
+    /// Connects to what `url` names. [`RedisOptions`] has more settings.
+    ///
+    /// - One server: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature `redis-tls`),
+    ///   `redis+unix:///path` for a socket.
+    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`, the
+    ///   hosts being the sentinels'. The login is the servers'; that of the sentinels is
+    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and believes the
+    ///   latest failover. The store moves to the new primary by itself.
+    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]` (feature `redis-cluster`), the hosts being some
+    ///   of its nodes.
+    ///
+    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Characters with a meaning in URLs are
+    /// written as `%XX`.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
-    /// something else, a replica, and a cluster node; [`StoreErrorKind::Unavailable`] if nobody answers.
+    /// something else, a replica, a name that the sentinels don't know, and one topology in place of another;
+    /// [`StoreErrorKind::Unavailable`] if nobody answers, or the cluster is down.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }
@@ -97,7 +123,7 @@ forward! { () RedisStore => shared; }
 struct Shared {
     this: Weak<Shared>,
     heartbeats: Heartbeats,
-    dispatch: Dispatch,
+    router: Router,
     wakeups: Wakeups,
     prefix: Box<str>,
     /// Leases of other handles that are sure to hold until then: a hot key costs its duplicates one call each.
@@ -134,7 +160,7 @@ impl Shared {
         for _ in 0..LOOKS {
             let found = match changed.take() {
                 Some(found) => found,
-                None => match self.dispatch.reserve(key.as_bytes(), &value, retention).await.map_err(failed)? {
+                None => match self.look(&key, &value, retention, request.owner).await.map_err(failed)? {
                     Value::Nil => return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false }),
                     Value::BulkString(found) => Bytes::from(found),
                     other => return Err(unexpected(&other)),
@@ -174,6 +200,20 @@ impl Shared {
         Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
     }
 
+    /// Reserves a key that has no record, or reads its record.
+    async fn look(&self, key: &str, value: &[u8], ttl_ms: u64, owner: Owner) -> Answer {
+        let key = key.as_bytes();
+        match self.router.run(key, Op::Reserve { key, value, ttl_ms }).await {
+            // That somebody else is running is no promise to anybody, so no replica has to have it. A result is one: the
+            // caller is told that it is recorded, and a reservation of its own that it has it.
+            Err(Failure::Unreplicated(found)) => match *found {
+                Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
+                found => Err(Failure::Unreplicated(Box::new(found))),
+            },
+            answer => answer,
+        }
+    }
+
     /// Replaces the record that was met, if it still is the one that was met and its lease has lapsed.
     async fn take(&self, key: &str, found: &Bytes, met: &Record, meeting: &Meeting) -> Result<Taken, StoreError> {
         let lease = match met.state {
@@ -186,13 +226,17 @@ impl Shared {
             Meeting::Answer(_) => (Vec::new(), 0),
         };
         let seen = [&found[5..6], &found[8..format::HEADER_BYTES]].concat();
-        let scripts = self.dispatch.scripts();
         let taken = self
-            .call(&scripts.take, key, |command| {
+            .call(&self.router.scripts().take, key, Op::Write, |command| {
                 command.arg(&seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
                 command.arg(self.wakeups.channel());
             })
-            .await?;
+            .await;
+        let taken = match taken {
+            // As above: the lease is somebody else's.
+            Err(Failure::Unreplicated(left)) if matches!(*left, Value::Int(1..)) => *left,
+            taken => taken.map_err(failed)?,
+        };
         match taken {
             Value::Int(-2) => Ok(Taken::Replaced),
             Value::Int(-1) => Ok(Taken::Changed(None)),
@@ -225,14 +269,15 @@ impl Shared {
     }
 
     async fn renew_some(&self, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
-        let script = &self.dispatch.scripts().renew;
+        let script = &self.router.scripts().renew;
         let renewed = self
-            .call_many(script, leases.iter().map(|lease| self.name_of(&lease.key)), |command| {
+            .call_many(script, leases.iter().map(|lease| self.name_of(&lease.key)), Op::Write, |command| {
                 for lease in leases {
                     command.arg(&lease.owner.as_bytes()[..]).arg(millis(lease.lease.saturating_add(lease.ttl)));
                 }
             })
-            .await?;
+            .await
+            .map_err(failed)?;
         match renewed {
             Value::BulkString(answers) if answers.len() == leases.len() => Ok(answers
                 .into_iter()
@@ -243,31 +288,32 @@ impl Shared {
     }
 
     /// Calls a script on one key.
-    async fn call(&self, script: &Script, key: &str, args: impl Fn(&mut Cmd)) -> Result<Value, StoreError> {
-        self.call_many(script, std::iter::once(key), args).await
+    async fn call(&self, script: &Script, key: &str, op: fn(Cmd) -> Op<'static>, args: impl Fn(&mut Cmd)) -> Answer {
+        self.call_many(script, std::iter::once(key), op, args).await
     }
 
-    async fn call_many<K: redis::ToRedisArgs>(
+    async fn call_many<K: AsRef<str>>(
         &self,
         script: &Script,
         keys: impl ExactSizeIterator<Item = K> + Clone,
+        op: fn(Cmd) -> Op<'static>,
         args: impl Fn(&mut Cmd),
-    ) -> Result<Value, StoreError> {
+    ) -> Answer {
+        let Some(first) = keys.clone().next() else { return Err(Failure::Lost) };
+        let first = first.as_ref().as_bytes();
         let command = |name: &str, script: &str| {
             let mut command = Cmd::new();
             command.arg(name).arg(script).arg(keys.len());
             keys.clone().for_each(|key| {
-                command.arg(key);
+                command.arg(key.as_ref());
             });
             args(&mut command);
-            command
+            op(command)
         };
-        match self.dispatch.command(command("EVALSHA", &script.sha)).await {
+        match self.router.run(first, command("EVALSHA", &script.sha)).await {
             // Restarted, failed over or flushed: nothing was written, and EVAL loads the script again.
-            Err(failure) if failure.is_unknown_script() => {
-                self.dispatch.command(command("EVAL", script.source)).await.map_err(failed)
-            }
-            answer => answer.map_err(failed),
+            Err(failure) if failure.is_unknown_script() => self.router.run(first, command("EVAL", script.source)).await,
+            answer => answer,
         }
     }
 }
@@ -275,6 +321,15 @@ impl Shared {
 /// Whether `answer` would be another one if the lease of the record still held.
 fn depends_on_lease(answer: &Reservation) -> bool {
     matches!(answer, Reservation::Interrupted { .. } | Reservation::Exhausted { .. })
+}
+
+/// Whether the record is an attempt that somebody else is running, or has left behind.
+fn is_of_another(found: &[u8], owner: Owner) -> bool {
+    match format::decode(&Bytes::copy_from_slice(found)) {
+        Ok(record) => !record.is_finished() && record.owner != owner,
+        // An error either way, and one that says more.
+        Err(_) => true,
+    }
 }
 
 #[derive(Debug)]
@@ -312,9 +367,9 @@ impl Store for Shared {
 
     fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
         StoreFuture::new(async move {
-            // Sent together and answered together: one exchange, in calls that are short for the server.
-            let mut calls: Vec<_> =
-                leases.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
+            // Sent together and answered together: one exchange (with each node), in calls that are short for the server.
+            let at_once = if self.router.one_key() { 1 } else { RENEWED_AT_ONCE };
+            let mut calls: Vec<_> = leases.chunks(at_once).map(|some| Box::pin(self.renew_some(some))).collect();
             let mut answers = Vec::with_capacity(leases.len());
             for renewed in crate::clock::all(&mut calls).await {
                 answers.extend(renewed?);
@@ -333,7 +388,7 @@ impl Store for Shared {
                 value: &value,
                 ttl_ms: millis(lease.ttl),
             };
-            written(&self.dispatch.finish(&completion).await.map_err(failed)?)
+            written(&self.router.run(key.as_bytes(), Op::Finish(completion)).await.map_err(failed)?)
         })
     }
 
@@ -344,14 +399,14 @@ impl Store for Shared {
                 Release::NotStarted => ("R", 1),
                 Release::Interrupted => ("I", 0),
             };
-            let script = &self.dispatch.scripts().release;
+            let script = &self.router.scripts().release;
             let released = self
-                .call(script, &self.name_of(&lease.key), |command| {
+                .call(script, &self.name_of(&lease.key), Op::Write, |command| {
                     command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
                     command.arg(self.wakeups.channel());
                 })
-                .await?;
-            written(&released)
+                .await;
+            written(&released.map_err(failed)?)
         })
     }
 
@@ -359,11 +414,11 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let name = self.name_of(key);
             let mark = async {
-                let script = &self.dispatch.scripts().watch;
-                let pending = self.call(script, &name, |command| {
+                let script = &self.router.scripts().watch;
+                let pending = self.call(script, &name, Op::Read, |command| {
                     command.arg(&attempt.to_be_bytes()[..]);
                 });
-                Ok(written(&pending.await?)? == Write::Done)
+                Ok(written(&pending.await.map_err(failed)?)? == Write::Done)
             };
             self.wakeups.wait(&name, at_most, self.heartbeats.clock(), mark).await
         })
@@ -371,8 +426,8 @@ impl Store for Shared {
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let script = &self.dispatch.scripts().inspect;
-            let found = self.call(script, &self.name_of(key), |_| {}).await?;
+            let script = &self.router.scripts().inspect;
+            let found = self.call(script, &self.name_of(key), Op::Read, |_| {}).await.map_err(failed)?;
             let Value::Array(parts) = found else { return Err(unexpected(&found)) };
             let [value, Value::Int(left)] = &parts[..] else { return Err(unexpected(&Value::Array(parts))) };
             let value = match value {
@@ -392,13 +447,13 @@ impl Store for Shared {
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
-            let script = &self.dispatch.scripts().reopen;
+            let script = &self.router.scripts().reopen;
             let reopened = self
-                .call(script, &self.name_of(key), |command| {
+                .call(script, &self.name_of(key), Op::Write, |command| {
                     command.arg(&attempt.to_be_bytes()[..]).arg(self.wakeups.channel());
                 })
-                .await?;
-            written(&reopened)
+                .await;
+            written(&reopened.map_err(failed)?)
         })
     }
 }
@@ -438,5 +493,8 @@ fn failed(failure: Failure) -> StoreError {
         }
         Failure::TimedOut => StoreError::new(StoreErrorKind::Unknown, "the server did not answer in time"),
         Failure::Lost => StoreError::new(StoreErrorKind::Unknown, "the answer got lost on its way"),
+        Failure::Unreplicated(_) => {
+            StoreError::new(StoreErrorKind::Unknown, "fewer replicas than `min_replicas` confirmed it in time")
+        }
     }
 }

@@ -9,11 +9,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::stream::Stream;
-use redis::Client;
+use redis::{Client, RedisError};
 use tokio::sync::watch;
-use tokio::task::AbortHandle;
 
-use crate::clock::{Clock, race};
+#[cfg(feature = "redis-cluster")]
+use super::cluster::Cluster;
+use super::connection::{Background, Place};
+use crate::clock::{Clock, Sleep, race};
 use crate::stores::waiting::Waiting;
 use crate::{StoreError, SystemClock};
 
@@ -21,12 +23,51 @@ use crate::{StoreError, SystemClock};
 const POLL: Duration = Duration::from_millis(50);
 /// How often a waiter asks although it is subscribed: a publication can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
+/// How long it may take to subscribe: a server that hangs is asked again, or another one.
+const SUBSCRIBE: Duration = Duration::from_secs(5);
 /// The pause before a subscription that broke is made again.
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
 
+/// Where publications can be heard.
+#[derive(Clone)]
+pub(super) enum Source {
+    One(Place),
+    /// Any node: it hears what is published at the others.
+    #[cfg(feature = "redis-cluster")]
+    Cluster(Arc<Cluster>),
+}
+
+impl Source {
+    /// A client to subscribe with, and the version of its place.
+    async fn client(&self) -> Result<(Client, u64), RedisError> {
+        match self {
+            Self::One(Place::At(client)) => Ok((Client::clone(client), 0)),
+            Self::One(Place::Primary(sentinels)) => sentinels.primary().await,
+            #[cfg(feature = "redis-cluster")]
+            Self::Cluster(cluster) => {
+                let client = cluster.some_client();
+                client.map(|client| (client, 0)).ok_or((redis::ErrorKind::Io, "no node is known").into())
+            }
+        }
+    }
+
+    /// Ready once publications are to be heard elsewhere.
+    fn moved(&self, version: u64) -> Sleep {
+        match self {
+            Self::One(Place::Primary(sentinels)) => {
+                let sentinels = Arc::clone(sentinels);
+                Box::pin(async move { sentinels.moved(version).await })
+            }
+            Self::One(Place::At(_)) => Box::pin(std::future::pending()),
+            #[cfg(feature = "redis-cluster")]
+            Self::Cluster(_) => Box::pin(std::future::pending()),
+        }
+    }
+}
+
 /// The waiters of one store handle and the subscription that wakes them.
 pub(super) struct Wakeups {
-    client: Option<Client>,
+    source: Option<Source>,
     channel: String,
     waiting: Arc<Waiting>,
     subscription: OnceLock<Subscription>,
@@ -35,24 +76,18 @@ pub(super) struct Wakeups {
 struct Subscription {
     /// Whether publications arrive.
     live: watch::Receiver<bool>,
-    task: AbortHandle,
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: Background,
 }
 
 impl Wakeups {
-    /// Subscribes with connections of `client`.
-    pub(super) fn new(client: Client) -> Self {
-        Self { client: Some(client), ..Self::polling() }
+    /// Subscribes at `source`.
+    pub(super) fn new(source: Source) -> Self {
+        Self { source: Some(source), ..Self::polling() }
     }
 
     /// Asks again and again.
     pub(super) fn polling() -> Self {
-        Self { client: None, channel: String::new(), waiting: Arc::default(), subscription: OnceLock::new() }
+        Self { source: None, channel: String::new(), waiting: Arc::default(), subscription: OnceLock::new() }
     }
 
     pub(super) fn on(self, channel: String) -> Self {
@@ -86,11 +121,11 @@ impl Wakeups {
 
     /// Makes sure that publications arrive, if they can.
     async fn subscribe(&self, clock: &dyn Clock) -> bool {
-        let Some(client) = &self.client else { return false };
+        let Some(source) = &self.source else { return false };
         let subscription = self.subscription.get_or_init(|| {
             let (sender, live) = watch::channel(false);
-            let listening = listen(client.clone(), self.channel.clone(), Arc::clone(&self.waiting), sender);
-            Subscription { live, task: tokio::spawn(listening).abort_handle() }
+            let listening = listen(source.clone(), self.channel.clone(), Arc::clone(&self.waiting), sender);
+            Subscription { live, _task: Background(tokio::spawn(listening).abort_handle()) }
         });
         let mut live = subscription.live.clone();
         let subscribed = race(live.wait_for(|live| *live), clock.sleep(POLL)).await;
@@ -99,17 +134,24 @@ impl Wakeups {
 }
 
 /// Hands publications on to the waiters, over a connection of its own that is made anew whenever it breaks.
-async fn listen(client: Client, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
+async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
     loop {
-        if let Ok(mut connection) = client.get_async_pubsub().await
-            && connection.subscribe(&channel).await.is_ok()
-        {
+        let subscribed = async {
+            let (client, version) = source.client().await?;
+            let mut connection = client.get_async_pubsub().await?;
+            connection.subscribe(&channel).await?;
+            Ok::<_, RedisError>((connection, version))
+        };
+        if let Some(Ok((connection, version))) = race(subscribed, clock.sleep(SUBSCRIBE)).await {
             live.send_replace(true);
             let mut messages = pin!(connection.into_on_message());
-            while let Some(message) = poll_fn(|cx| messages.as_mut().poll_next(cx)).await {
-                waiting.wake(&String::from_utf8_lossy(message.get_payload_bytes()));
-            }
+            let hear = async {
+                while let Some(message) = poll_fn(|cx| messages.as_mut().poll_next(cx)).await {
+                    waiting.wake(&String::from_utf8_lossy(message.get_payload_bytes()));
+                }
+            };
+            race(hear, source.moved(version)).await;
             live.send_replace(false);
             // Whatever was published meanwhile is lost: everybody asks again.
             waiting.wake_all();

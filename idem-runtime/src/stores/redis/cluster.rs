@@ -1,0 +1,418 @@
+//! Finds the node of a cluster that serves a key.
+//!
+//! - Each of the 16 384 slots has a node, each node connections and batches of its own, so that one that hangs holds up
+//!   its own keys only.
+//! - A node that does not serve a slot says so and writes nothing; the operation follows, a few times at most.
+//! - What the nodes say of the slots is asked for again after every failure and from time to time, of all of them: the
+//!   answer of the latest epoch counts, so one that was cut off can't bring back what was. An answer of a node that lost
+//!   the slot meanwhile is not believed.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
+
+use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
+use tokio::sync::Notify;
+
+use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhere};
+use super::dispatch::{Answer, Replicas, Terms};
+use super::route::{Node, Op};
+use crate::clock::{all, race};
+use crate::sync::lock;
+
+const SLOTS: u16 = 16_384;
+/// How often an operation follows to another node.
+const REDIRECTS: usize = 6;
+/// How many nodes are asked at once what they know.
+const ASKED: usize = 16;
+/// How long they may take; one that hangs must not hold up the news of the others.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// The least time between two rounds of questions.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How often they are asked although nothing has failed.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+
+/// A cluster as far as it is known.
+pub(super) struct Cluster {
+    terms: Terms,
+    replicas: Option<Replicas>,
+    /// What a connection to a node is like, but for where it leads.
+    template: ConnectionInfo,
+    map: Mutex<Map>,
+    /// Told when the map may be out of date.
+    doubt: Arc<Notify>,
+    asking: OnceLock<Background>,
+    /// Which node a subscription is made to next.
+    turn: AtomicUsize,
+}
+
+struct Map {
+    epoch: u64,
+    slots: Vec<Option<Arc<Member>>>,
+    /// All that were heard of last, by address.
+    members: HashMap<Address, Arc<Member>>,
+    /// Those the user named; asked again whatever the others say.
+    seeds: Vec<Arc<Member>>,
+}
+
+type Address = (String, u16);
+
+/// One node.
+pub(super) struct Member {
+    address: Address,
+    client: Client,
+    node: Node,
+}
+
+impl Member {
+    pub(super) fn connection(&self) -> &Connection {
+        self.node.connection()
+    }
+}
+
+impl Cluster {
+    /// A cluster of which `client` leads to one node.
+    pub(super) fn new(client: &Client, terms: Terms, replicas: Option<Replicas>) -> Arc<Self> {
+        let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
+        let template = client.get_connection_info().clone();
+        Arc::new(Self {
+            terms,
+            replicas,
+            template,
+            map: Mutex::new(map),
+            doubt: Arc::default(),
+            asking: OnceLock::new(),
+            turn: AtomicUsize::new(0),
+        })
+    }
+
+    /// Hears of the node that `client` leads to.
+    pub(super) fn meet(&self, client: &Client) -> Result<(), RedisError> {
+        if let ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } =
+            client.get_connection_info().addr()
+        {
+            let mut map = lock(&self.map);
+            let seed = self.member(&mut map, (host.clone(), *port))?;
+            map.seeds.push(seed);
+        }
+        Ok(())
+    }
+
+    /// The nodes that serve slots.
+    pub(super) fn primaries(&self) -> Vec<Arc<Member>> {
+        let map = lock(&self.map);
+        let mut primaries: Vec<Arc<Member>> = Vec::new();
+        for member in map.slots.iter().flatten() {
+            if !primaries.iter().any(|known| Arc::ptr_eq(known, member)) {
+                primaries.push(Arc::clone(member));
+            }
+        }
+        primaries
+    }
+
+    /// Keeps asking the nodes, for as long as the cluster is used.
+    pub(super) fn keep_asking(self: &Arc<Self>) {
+        let (this, doubt, clock) = (Arc::downgrade(self), Arc::clone(&self.doubt), Arc::clone(&self.terms.clock));
+        let asking = async move {
+            loop {
+                race(doubt.notified(), clock.sleep(ASK_AGAIN)).await;
+                let Some(this) = Weak::upgrade(&this) else { return };
+                this.ask().await;
+                drop(this);
+                clock.sleep(PAUSE).await;
+            }
+        };
+        self.asking.get_or_init(|| Background(tokio::spawn(asking).abort_handle()));
+    }
+
+    /// Asks the nodes which slots are whose.
+    pub(super) async fn ask(&self) {
+        let members: Vec<_> = {
+            let map = lock(&self.map);
+            let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
+            map.members.values().cycle().skip(turn).take(map.members.len().min(ASKED)).cloned().collect()
+        };
+        let mut asked: Vec<_> = members
+            .iter()
+            .map(|member| {
+                Box::pin(async move {
+                    // Each as soon as it is heard.
+                    if let Some(view) = View::of(member).await {
+                        self.learn(&view);
+                    }
+                })
+            })
+            .collect();
+        race(all(&mut asked), self.terms.clock.sleep(PATIENCE)).await;
+    }
+
+    fn learn(&self, view: &View) {
+        let mut map = lock(&self.map);
+        if view.epoch < map.epoch {
+            return;
+        }
+        map.epoch = view.epoch;
+        let mut heard: HashMap<_, _> = map.seeds.iter().map(|seed| (seed.address.clone(), Arc::clone(seed))).collect();
+        map.slots.fill(None);
+        for range in &view.ranges {
+            for (i, address) in range.nodes.iter().enumerate() {
+                let Ok(member) = self.member(&mut map, address.clone()) else { continue };
+                if i == 0 {
+                    map.slots[usize::from(range.first)..=usize::from(range.last)].fill(Some(Arc::clone(&member)));
+                }
+                heard.insert(address.clone(), member);
+            }
+        }
+        map.members = heard;
+    }
+
+    fn member(&self, map: &mut Map, address: Address) -> Result<Arc<Member>, RedisError> {
+        if let Some(member) = map.members.get(&address) {
+            return Ok(Arc::clone(member));
+        }
+        let client = elsewhere(&self.template, &address.0, address.1)?;
+        let connection =
+            |timeout| Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(&self.terms.clock), timeout);
+        let confirmed = match self.replicas {
+            Some(replicas) => Some((connection(replicas.exchange(self.terms.timeout))?, replicas)),
+            None => None,
+        };
+        let node = Node::new(connection(self.terms.timeout)?, confirmed, &self.terms);
+        let member = Arc::new(Member { address: address.clone(), client, node });
+        map.members.insert(address, Arc::clone(&member));
+        Ok(member)
+    }
+
+    /// Who serves `slot`, or anybody, who will know.
+    fn owner(&self, slot: u16) -> Option<Arc<Member>> {
+        let map = lock(&self.map);
+        map.slots[usize::from(slot)].clone().or_else(|| map.members.values().next().cloned())
+    }
+
+    /// A client of one node after the other, for subscriptions: a publication reaches all of them.
+    pub(super) fn some_client(&self) -> Option<Client> {
+        let map = lock(&self.map);
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
+        map.members.values().nth(turn).map(|member| member.client.clone())
+    }
+
+    /// Runs `op` where `key` is.
+    pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
+        let slot = slot(key);
+        let Some(mut member) = self.owner(slot) else {
+            self.doubt.notify_one();
+            return Err(Failure::NotSent("no node of the cluster is known".into()));
+        };
+        let mut asking = false;
+        let mut followed = 0;
+        loop {
+            let answer = match asking {
+                true => member.node.run_asking(op.clone()).await,
+                false => member.node.run(op.clone()).await,
+            };
+            let redirect = answer.as_ref().err().and_then(|failure| Redirect::read(failure, &member.address.0));
+            match redirect {
+                Some(redirect) if followed < REDIRECTS => {
+                    followed += 1;
+                    let mut map = lock(&self.map);
+                    let Ok(next) = self.member(&mut map, redirect.to) else { return answer };
+                    asking = redirect.asking;
+                    if !asking {
+                        map.slots[usize::from(slot)] = Some(Arc::clone(&next));
+                        self.doubt.notify_one();
+                    }
+                    member = next;
+                }
+                _ => {
+                    match &answer {
+                        // A node that was stopped and goes on answers as if nothing had happened, and what it writes is
+                        // thrown away when it learns better.
+                        Ok(_) if !asking && self.owner(slot).is_none_or(|now| !Arc::ptr_eq(&now, &member)) => {
+                            return Err(Failure::Lost);
+                        }
+                        Err(failure) if !failure.is_unknown_script() => self.doubt.notify_one(),
+                        _ => {}
+                    }
+                    return answer;
+                }
+            }
+        }
+    }
+}
+
+/// Where a node sends an operation that it did not do.
+struct Redirect {
+    to: Address,
+    asking: bool,
+}
+
+impl Redirect {
+    /// Reads `MOVED slot host:port` or `ASK slot host:port`; without a host it is the one that answered.
+    fn read(failure: &Failure, from: &str) -> Option<Self> {
+        let Failure::Refused(Refusal { code, message }) = failure else { return None };
+        let asking = match &**code {
+            "MOVED" => false,
+            "ASK" => true,
+            _ => return None,
+        };
+        let (host, port) = message.split_ascii_whitespace().nth(1)?.rsplit_once(':')?;
+        let host = if host.is_empty() { from } else { host.trim_start_matches('[').trim_end_matches(']') };
+        Some(Self { to: (host.to_owned(), port.parse().ok()?), asking })
+    }
+}
+
+/// What one node knows.
+struct View {
+    epoch: u64,
+    ranges: Vec<Range>,
+}
+
+struct Range {
+    first: u16,
+    last: u16,
+    /// The primary first.
+    nodes: Vec<Address>,
+}
+
+impl View {
+    /// What `member` knows, unless it says itself that it is out of touch.
+    async fn of(member: &Member) -> Option<Self> {
+        let mut questions = Pipeline::new();
+        questions.cmd("CLUSTER").arg("INFO");
+        questions.cmd("CLUSTER").arg("SLOTS");
+        let answers = member.connection().many(&questions).await.ok()?;
+        let [info, slots] = <[Value; 2]>::try_from(answers).ok()?;
+        Self::read(&text(&info)?, &slots, &member.address.0)
+    }
+
+    fn read(info: &str, slots: &Value, from: &str) -> Option<Self> {
+        let field =
+            |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        if field("cluster_state") != Some("ok") {
+            return None;
+        }
+        let epoch = field("cluster_current_epoch")?.parse().ok()?;
+        let Value::Array(slots) = slots else { return None };
+        let ranges = slots.iter().map(|range| Range::read(range, from)).collect::<Option<Vec<_>>>()?;
+        (!ranges.is_empty()).then_some(Self { epoch, ranges })
+    }
+}
+
+impl Range {
+    /// `[first, last, [host, port, id, …], replica, …]`
+    fn read(range: &Value, from: &str) -> Option<Self> {
+        let Value::Array(parts) = range else { return None };
+        let [Value::Int(first), Value::Int(last), nodes @ ..] = &parts[..] else { return None };
+        let slot = |number: &i64| u16::try_from(*number).ok().filter(|slot| *slot < SLOTS);
+        let (first, last) = (slot(first)?, slot(last)?);
+        let nodes: Vec<Address> = nodes.iter().filter_map(|node| address(node, from)).collect();
+        (first <= last && !nodes.is_empty()).then_some(Self { first, last, nodes })
+    }
+}
+
+/// Where a node is; one without a host is where the one that was asked is.
+fn address(node: &Value, from: &str) -> Option<Address> {
+    let Value::Array(parts) = node else { return None };
+    let [host, Value::Int(port), ..] = &parts[..] else { return None };
+    let host = text(host).filter(|host| !host.is_empty() && host != "?").unwrap_or_else(|| from.to_owned());
+    Some((host, u16::try_from(*port).ok().filter(|port| *port > 0)?))
+}
+
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::BulkString(text) => Some(String::from_utf8_lossy(text).into_owned()),
+        Value::SimpleString(text) | Value::VerbatimString { text, .. } => Some(text.clone()),
+        _ => None,
+    }
+}
+
+/// The slot of a key. What stands between the first `{` and the next `}` counts alone, if it is anything: keys come from
+/// users and may hold braces.
+fn slot(key: &[u8]) -> u16 {
+    let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
+    let tag = position(key, b'{').and_then(|open| {
+        let rest = &key[open + 1..];
+        position(rest, b'}').filter(|length| *length > 0).map(|length| &rest[..length])
+    });
+    crc16(tag.unwrap_or(key)) % SLOTS
+}
+
+/// CRC-16/XMODEM.
+fn crc16(bytes: &[u8]) -> u16 {
+    const fn entry(high: u16) -> u16 {
+        let (mut crc, mut bit) = (high << 8, 0);
+        while bit < 8 {
+            crc = if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 };
+            bit += 1;
+        }
+        crc
+    }
+    const TABLE: [u16; 256] = {
+        let (mut table, mut high) = ([0; 256], 0);
+        while high < 256 {
+            #[expect(clippy::cast_possible_truncation, reason = "below 256")]
+            {
+                table[high] = entry(high as u16);
+            }
+            high += 1;
+        }
+        table
+    };
+    bytes.iter().fold(0, |crc, byte| (crc << 8) ^ TABLE[usize::from((crc >> 8) ^ u16::from(*byte))])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_those_of_the_servers() {
+        // From `CLUSTER KEYSLOT`.
+        assert_eq!(crc16(b"123456789"), 0x31c3);
+        for (key, of) in [
+            ("{user1000}.following", "user1000"),
+            ("foo{bar}{zap}", "bar"),
+            ("foo{{bar}}zap", "{bar"),
+            ("foo{}{bar}", "foo{}{bar}"),
+            ("}a{b}", "b"),
+            ("a{b", "a{b"),
+        ] {
+            assert_eq!(slot(key.as_bytes()), crc16(of.as_bytes()) % SLOTS, "{key}");
+        }
+        assert_eq!(slot(b"idem:1/test/k"), crc16(b"idem:1/test/k") % SLOTS);
+    }
+
+    #[test]
+    fn redirections_are_read() {
+        let read = |code: &str, message: &str| {
+            let failure = Failure::Refused(Refusal { code: code.into(), message: message.into() });
+            Redirect::read(&failure, "here").map(|redirect| (redirect.to.0, redirect.to.1, redirect.asking))
+        };
+        assert_eq!(read("MOVED", "3999 127.0.0.1:6381"), Some(("127.0.0.1".into(), 6381, false)));
+        assert_eq!(read("ASK", "3999 [::1]:6381"), Some(("::1".into(), 6381, true)));
+        assert_eq!(read("MOVED", "3999 :6381"), Some(("here".into(), 6381, false)));
+        assert_eq!(read("CLUSTERDOWN", "Hash slot not served"), None);
+        assert_eq!(read("MOVED", "nonsense"), None);
+    }
+
+    #[test]
+    fn views_are_read_and_those_out_of_touch_are_not() {
+        let node = |host: Value, port| Value::Array(vec![host, Value::Int(port), Value::BulkString(b"id".to_vec())]);
+        let named = |host: &str| Value::BulkString(host.as_bytes().to_vec());
+        let range =
+            |first, last, nodes: Vec<Value>| Value::Array([vec![Value::Int(first), Value::Int(last)], nodes].concat());
+        let slots = Value::Array(vec![
+            range(0, 9, vec![node(named("a"), 1), node(named("b"), 2)]),
+            range(10, 16_383, vec![node(Value::Nil, 3)]),
+        ]);
+        let info = "cluster_state:ok\r\ncluster_current_epoch:7\r\n";
+        let view = View::read(info, &slots, "here").unwrap();
+        assert_eq!(view.epoch, 7);
+        assert_eq!(view.ranges[0].nodes, [("a".to_owned(), 1), ("b".to_owned(), 2)]);
+        assert_eq!((view.ranges[1].last, &view.ranges[1].nodes[0]), (16_383, &("here".to_owned(), 3)));
+        assert!(View::read(&info.replace("ok", "fail"), &slots, "here").is_none());
+        assert!(View::read(info, &Value::Array(vec![range(0, 16_384, vec![node(named("a"), 1)])]), "").is_none());
+        assert!(View::read(info, &Value::Array(Vec::new()), "").is_none());
+    }
+}

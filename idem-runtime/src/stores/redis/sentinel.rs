@@ -1,0 +1,239 @@
+//! Finds the primary through the sentinels that watch over it.
+//!
+//! - Every new connection asks all of them, and the answer of the latest failover counts (its *epoch*): a sentinel that
+//!   was cut off still names the old primary. The server that is named has to say itself that it is the primary.
+//! - They are asked again whenever one of them announces a failover, and from time to time. A connection to a server that
+//!   is no longer named is left, and an answer that still comes from it is not believed.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::stream::Stream;
+use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from_redis_value};
+use tokio::sync::{Notify, watch};
+
+use super::connection::{Background, Connection, Failure, Place, elsewhere};
+use crate::clock::{Clock, all, race};
+use crate::sync::lock;
+
+/// How long a sentinel may take; one that is away must not hold up the others for long.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// How often they are asked although none has announced anything: an announcement gets lost with its connection.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// The pause before a subscription that broke is made again.
+const RESUBSCRIBE: Duration = Duration::from_millis(500);
+
+/// The sentinels of one primary.
+pub(super) struct Sentinels {
+    name: String,
+    /// What a connection to the primary is like, but for where it leads.
+    template: ConnectionInfo,
+    each: Vec<(Client, Connection)>,
+    clock: Arc<dyn Clock>,
+    known: Mutex<Option<Primary>>,
+    /// Counts the primaries that were found.
+    version: watch::Sender<u64>,
+    /// Told when a sentinel has announced something.
+    announced: Notify,
+}
+
+/// What a sentinel says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Primary {
+    host: String,
+    port: u16,
+    /// Counts the failovers.
+    epoch: u64,
+}
+
+impl Sentinels {
+    pub(super) fn new(
+        sentinels: Vec<Client>,
+        name: String,
+        template: ConnectionInfo,
+        clock: &Arc<dyn Clock>,
+        timeout: Duration,
+    ) -> Result<Self, RedisError> {
+        if sentinels.is_empty() {
+            return Err((ErrorKind::EmptySentinelList, "no sentinel is named").into());
+        }
+        let connect = |client: Client| {
+            let connection =
+                Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(clock), timeout.min(PATIENCE))?;
+            Ok::<_, RedisError>((client, connection))
+        };
+        Ok(Self {
+            name,
+            template,
+            each: sentinels.into_iter().map(connect).collect::<Result<_, _>>()?,
+            clock: Arc::clone(clock),
+            known: Mutex::default(),
+            version: watch::channel(0).0,
+            announced: Notify::new(),
+        })
+    }
+
+    /// Counts the primaries that were found.
+    pub(super) fn version(&self) -> u64 {
+        *self.version.borrow()
+    }
+
+    /// Ready once the primary is another one than the one of `version`.
+    pub(super) async fn moved(&self, version: u64) {
+        let mut versions = self.version.subscribe();
+        // The sender lives as long as this.
+        let _ = versions.wait_for(|now| *now != version).await;
+    }
+
+    /// A client of the primary that the sentinels name now, and its version.
+    pub(super) async fn primary(&self) -> Result<(Client, u64), RedisError> {
+        let (Primary { host, port, .. }, version) = self.ask().await?;
+        Ok((elsewhere(&self.template, &host, port)?, version))
+    }
+
+    async fn ask(&self) -> Result<(Primary, u64), RedisError> {
+        let mut asked: Vec<_> = self.each.iter().map(|(_, connection)| Box::pin(ask(connection, &self.name))).collect();
+        let mut answers = Vec::new();
+        let (mut nameless, mut refused) = (false, None);
+        for answer in all(&mut asked).await {
+            match answer {
+                Ok(Some(primary)) => answers.push(primary),
+                Ok(None) => nameless = true,
+                Err(Failure::Refused(refusal)) => refused = Some(refusal),
+                Err(_) => {}
+            }
+        }
+        if let Some(latest) = answers.iter().max_by_key(|primary| primary.epoch) {
+            return Ok(self.learn(latest, answers.len() == self.each.len()));
+        }
+        Err(match refused {
+            Some(refusal) => RedisError::from((
+                ErrorKind::AuthenticationFailed,
+                "the sentinels refuse",
+                format!("{} {}", refusal.code, refusal.message),
+            )),
+            None if nameless => {
+                (ErrorKind::MasterNameNotFoundBySentinel, "the sentinels know no primary of this name").into()
+            }
+            None => self.unreachable().await,
+        })
+    }
+
+    /// Why no sentinel answers: one that refuses the login says more than one that is away.
+    async fn unreachable(&self) -> RedisError {
+        for (_, connection) in &self.each {
+            if let Err(error) = Box::pin(connection.try_open()).await
+                && error.kind() == ErrorKind::AuthenticationFailed
+            {
+                return error;
+            }
+        }
+        (ErrorKind::Io, "no sentinel answers").into()
+    }
+
+    /// Notes what the sentinels say now. Whoever speaks of an earlier failover than is known is not believed, unless they
+    /// all agree: they were set up anew.
+    fn learn(&self, latest: &Primary, all: bool) -> (Primary, u64) {
+        let mut known = lock(&self.known);
+        match &*known {
+            Some(known) if known == latest || (known.epoch > latest.epoch && !all) => {}
+            before => {
+                if let Some(before) = before {
+                    tracing::info!(
+                        name = self.name, from = %format_args!("{}:{}", before.host, before.port),
+                        to = %format_args!("{}:{}", latest.host, latest.port), "the sentinels name another primary"
+                    );
+                }
+                *known = Some(latest.clone());
+                self.version.send_modify(|version| *version += 1);
+            }
+        }
+        (known.clone().unwrap_or_else(|| latest.clone()), self.version())
+    }
+
+    /// Keeps asking, for as long as the answer lives.
+    pub(super) fn watch(self: &Arc<Self>) -> Vec<Background> {
+        let asking = {
+            let this = Arc::clone(self);
+            async move {
+                loop {
+                    race(this.announced.notified(), this.clock.sleep(ASK_AGAIN)).await;
+                    // Whoever needs the primary asks for themselves, and hears what is wrong.
+                    let _ = this.ask().await;
+                }
+            }
+        };
+        let mut tasks = vec![Background(tokio::spawn(asking).abort_handle())];
+        for (client, _) in &self.each {
+            let listening = listen(Arc::clone(self), client.clone());
+            tasks.push(Background(tokio::spawn(listening).abort_handle()));
+        }
+        tasks
+    }
+}
+
+/// Passes on what one sentinel announces.
+async fn listen(sentinels: Arc<Sentinels>, client: Client) {
+    loop {
+        let subscribed = async {
+            let mut connection = client.get_async_pubsub().await?;
+            connection.subscribe("+switch-master").await?;
+            Ok::<_, RedisError>(connection)
+        };
+        if let Some(Ok(connection)) = race(subscribed, sentinels.clock.sleep(PATIENCE * 4)).await {
+            // Whatever was announced before is lost.
+            sentinels.announced.notify_one();
+            let mut announcements = pin!(connection.into_on_message());
+            while poll_fn(|cx| announcements.as_mut().poll_next(cx)).await.is_some() {
+                sentinels.announced.notify_one();
+            }
+        }
+        sentinels.clock.sleep(RESUBSCRIBE).await;
+    }
+}
+
+/// What one sentinel says; `None` if it does not know the name.
+async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failure> {
+    let mut questions = Pipeline::new();
+    // The address changes as soon as a replica was promoted, the rest once the failover has ended.
+    questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
+    questions.cmd("SENTINEL").arg("MASTER").arg(name);
+    let answers = sentinel.many(&questions).await?;
+    let Ok([address, details]) = <[Value; 2]>::try_from(answers) else { return Err(Failure::Lost) };
+    let (host, port) = match address {
+        Value::Nil => return Ok(None),
+        Value::ServerError(error) => return Err(Failure::from(&error)),
+        address => from_redis_value::<(String, u16)>(address).map_err(|_| Failure::Lost)?,
+    };
+    let details: HashMap<String, String> = from_redis_value(details).map_err(|_| Failure::Lost)?;
+    let epoch = details.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
+    Ok(Some(Primary { host, port, epoch }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SystemClock;
+
+    fn primary(port: u16, epoch: u64) -> Primary {
+        Primary { host: "h".to_owned(), port, epoch }
+    }
+
+    #[test]
+    fn the_latest_failover_is_believed() {
+        let client = Client::open("redis://localhost").unwrap();
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let template = client.get_connection_info().clone();
+        let sentinels = Sentinels::new(vec![client], "name".to_owned(), template, &clock, PATIENCE).unwrap();
+        assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(1, 3), 1));
+        assert_eq!(sentinels.learn(&primary(1, 3), true), (primary(1, 3), 1), "nothing has changed");
+        assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));
+        // A sentinel that was cut off meanwhile, while the others are silent.
+        assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(2, 4), 2));
+        // All of them were set up anew.
+        assert_eq!(sentinels.learn(&primary(5, 0), true), (primary(5, 0), 3));
+    }
+}

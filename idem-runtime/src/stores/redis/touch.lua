@@ -1,0 +1,14 @@
+-- Writes to a key without changing anything, so that `WAIT` has something to wait for. KEYS: any key.
+-- Answers 1.
+local at = redis.call('PEXPIRETIME', KEYS[1])
+if at >= 0 then
+  -- The same moment again is a write all the same, and sets no time anew.
+  redis.call('PEXPIREAT', KEYS[1], at)
+elseif at == -1 then
+  redis.call('PEXPIREAT', KEYS[1], 32503680000000)
+  redis.call('PERSIST', KEYS[1])
+else
+  redis.call('SET', KEYS[1], '')
+  redis.call('DEL', KEYS[1])
+end
+return 1
