@@ -444,6 +444,8 @@ impl<'a> Parts<'a> {
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let payload = match (self.codec, self.result, self.result_bytes) {
             (Some(codec), Some(bytes), None) => Payload::Stored { codec: CodecName::new(codec.as_bytes())?, bytes },
+            // The largest stands for everything that is larger.
+            (None, None, Some(i64::MAX)) => Payload::TooLarge { bytes: u64::MAX },
             (None, None, Some(bytes)) => Payload::TooLarge { bytes: u64::try_from(bytes).ok()? },
             (None, None, None) => Payload::Unencodable,
             _ => return None,
