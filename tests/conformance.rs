@@ -15,6 +15,10 @@ use plain::{Mistake, Plain};
 store_conformance!(memory, MemoryStore::new());
 store_conformance!(redis, Kind::Redis.subject().await);
 store_conformance!(valkey, Kind::Valkey.subject().await);
+#[cfg(feature = "dynamodb")]
+store_conformance!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await);
+#[cfg(feature = "dynamodb")]
+store_conformance!(ministack, idem_tests::dynamo::Kind::Ministack.subject().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// A name that the macro must leave alone.

@@ -66,7 +66,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
 }
 
 /// What all of `futures` give, in their order, run concurrently.
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "dynamodb"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
     poll_fn(|cx| {
@@ -79,6 +79,13 @@ pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> 
     })
     .await;
     outputs.into_iter().flatten().collect()
+}
+
+/// Milliseconds since 1970 by the machine's wall clock, for stores that have no other clock to share.
+#[cfg(any(feature = "sqlite", feature = "dynamodb"))]
+pub(crate) fn unix_millis() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
 /// The machine's monotonic clock and tokio's timers.

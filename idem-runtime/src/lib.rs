@@ -98,6 +98,8 @@ pub use recorder::{
 pub use store::{
     Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
 };
+#[cfg(feature = "dynamodb")]
+pub use stores::dynamo::{DynamoOptions, DynamoStore};
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
 #[cfg(feature = "redis")]

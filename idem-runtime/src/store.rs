@@ -403,7 +403,7 @@ macro_rules! forward {
     )* };
 }
 
-#[cfg(any(feature = "memory", feature = "redis"))]
+#[cfg(any(feature = "memory", feature = "redis", feature = "dynamodb"))]
 pub(crate) use forward;
 
 forward! {

@@ -2,6 +2,8 @@
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
+#[cfg(feature = "dynamodb")]
+pub mod dynamo;
 pub mod proxy;
 pub mod race;
 pub mod server;

@@ -7,6 +7,7 @@ use idem_runtime::{RedisStore, Store};
 /// The store that `spec` names:
 ///
 /// - `redis URL PREFIX`
+/// - `dynamo ENDPOINT TABLE`
 ///
 /// # Panics
 /// If it can't be opened.
@@ -16,6 +17,8 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         ["redis", url, prefix] => {
             Arc::new(RedisStore::options().prefix(prefix).connect(url).await.expect("the server is there"))
         }
+        #[cfg(feature = "dynamodb")]
+        ["dynamo", endpoint, table] => Arc::new(crate::dynamo::open(endpoint, table)),
         _ => panic!("`{spec}` names no store"),
     }
 }
