@@ -28,7 +28,7 @@
 //! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
-//! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`) |
+//! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`), `DynamoStore` (feature `dynamodb`) |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
 //! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
@@ -52,6 +52,7 @@
 //! | `memory` (default) | [`MemoryStore`] |
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
+//! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use aws_sdk_dynamodb::config::http::HttpResponse;
@@ -14,6 +15,7 @@ use aws_sdk_dynamodb::error::{BoxError, ProvideErrorMetadata, SdkError};
 use aws_sdk_dynamodb::operation::get_item::GetItemOutput;
 use aws_sdk_dynamodb::operation::put_item::{PutItemError, PutItemOutput};
 use aws_sdk_dynamodb::operation::update_item::{UpdateItemError, UpdateItemOutput};
+use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 
 use super::item::Attributes;
 use crate::{StoreError, StoreErrorKind};
@@ -28,12 +30,19 @@ struct Counts {
     sent: AtomicUsize,
     /// Those of them that DynamoDB has not refused.
     open: AtomicUsize,
+    /// The `Date` of the first answer, in seconds since 1970.
+    date: OnceLock<i64>,
 }
 
 impl Tries {
     /// Whether nothing has left this process.
     pub(super) fn none_sent(&self) -> bool {
         self.0.sent.load(Ordering::Relaxed) == 0
+    }
+
+    /// When DynamoDB answered first, by its own clock: this second since 1970.
+    pub(super) fn date(&self) -> Option<i64> {
+        self.0.date.get().copied()
     }
 
     fn open(&self) -> usize {
@@ -63,8 +72,13 @@ impl Intercept for Tries {
         _: &RuntimeComponents,
         _: &mut ConfigBag,
     ) -> Result<(), BoxError> {
-        if context.response().status().is_client_error() {
+        let response = context.response();
+        if response.status().is_client_error() {
             self.0.open.fetch_sub(1, Ordering::Relaxed);
+        }
+        let date = response.headers().get("date").map(|date| DateTime::from_str(date, DateTimeFormat::HttpDate));
+        if let Some(Ok(date)) = date {
+            self.0.date.get_or_init(|| date.secs());
         }
         Ok(())
     }
@@ -176,7 +190,6 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
     let code = error.code().unwrap_or("no code");
     let said = error.message().unwrap_or_default();
     let kind = match code {
-        _ if !(400..500).contains(&status) => Unknown,
         "ProvisionedThroughputExceededException"
         | "ThrottlingException"
         | "Throttling"
@@ -206,7 +219,8 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
         | "ValidationException" => Misconfigured,
         _ => Unknown,
     };
-    // Whatever this try was refused for, an earlier one may have taken effect.
+    // Open is a try that was answered with a status of the server's own failure; and whatever this one was refused for, an
+    // earlier one may have taken effect.
     let kind = if tries.open() > 0 { Unknown } else { kind };
     // Others than these may quote the request or its signature.
     let told = match code {

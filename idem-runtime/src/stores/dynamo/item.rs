@@ -17,7 +17,7 @@ pub(super) type Attributes = HashMap<String, AttributeValue>;
 pub(super) const MAX_BYTES: usize = 400 * 1024;
 
 pub(super) const KEY: &str = "key";
-pub(super) const FORMAT: &str = "format";
+const FORMAT: &str = "format";
 pub(super) const STATE: &str = "state";
 pub(super) const OWNER: &str = "owner";
 pub(super) const ATTEMPT: &str = "attempt";
@@ -26,9 +26,9 @@ const FINGERPRINT: &str = "fingerprint";
 pub(super) const ON_CRASH_FAIL: &str = "on_crash_fail";
 pub(super) const LEASE_MS: &str = "lease_ms";
 pub(super) const TTL_MS: &str = "ttl_ms";
-pub(super) const CODEC: &str = "codec";
-pub(super) const RESULT: &str = "result";
-pub(super) const RESULT_BYTES: &str = "result_bytes";
+const CODEC: &str = "codec";
+const RESULT: &str = "result";
+const RESULT_BYTES: &str = "result_bytes";
 /// When the lease lapses, in milliseconds since 1970 by the clock of its owner; there while the record is pending.
 pub(super) const LAPSES_AT: &str = "lapses_at";
 /// When the retention ends, in milliseconds since 1970 by the clock of the last writer.
@@ -53,8 +53,13 @@ impl Times {
             State::Pending { lease, .. } => now.saturating_add(signed_millis(lease)),
             _ => now,
         };
-        let expires_at = now.saturating_add(signed_millis(record.retention(ttl)));
-        Self { lapses_at, expires_at, purge_at: expires_at.saturating_add(skew).saturating_add(999) / 1000 }
+        Self { lapses_at, ..Self::until(now.saturating_add(signed_millis(record.retention(ttl))), skew) }
+    }
+
+    /// The times of a record that is not pending and whose retention ends at `expires_at`.
+    pub(super) fn until(expires_at: i64, skew: i64) -> Self {
+        let purge_at = expires_at.saturating_add(skew).saturating_add(999) / 1000;
+        Self { lapses_at: expires_at, expires_at, purge_at }
     }
 }
 

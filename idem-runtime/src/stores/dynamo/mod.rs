@@ -11,6 +11,7 @@ mod table;
 
 use std::fmt;
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValu
 
 use self::answer::{Tries, Written};
 use self::item::{
-    ATTEMPT, Attributes, CODEC, EXPIRES_AT, FORMAT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT,
-    RESULT, RESULT_BYTES, STARTS, STATE, TTL_MS, Times, binary, integer, number, text,
+    ATTEMPT, Attributes, EXPIRES_AT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, STARTS, STATE,
+    TTL_MS, Times, binary, integer, number, text,
 };
 pub use self::table::DynamoOptions;
 use self::table::WallClock;
@@ -36,7 +37,7 @@ use crate::{
 
 /// How often a reservation looks again at a record that changes under its eyes. Each time another attempt has got ahead,
 /// so this is a bound on what can't happen rather than on what may.
-const LOOKS: usize = 1000;
+const LOOKS: usize = 100;
 /// How many leases are renewed at a time.
 const RENEWED_AT_ONCE: usize = 32;
 /// How long a waiting duplicate pauses between two looks: at first, and at most.
@@ -135,6 +136,8 @@ struct Shared {
     call_timeout: Duration,
     wall_clock: WallClock,
     waiting: Waiting,
+    /// Whether the clock here was last seen to be too far off.
+    warned: AtomicBool,
 }
 
 impl fmt::Debug for Shared {
@@ -199,10 +202,33 @@ impl Shared {
         found.expires_at <= self.passed(now)
     }
 
+    /// Warns once if the clock here is farther off DynamoDB's than it may be off that of another machine, as far as the
+    /// `Date` of an answer to a call that `began` then shows it. Nothing is decided by it.
+    fn compare_clocks(&self, began: i64, tries: &Tries) {
+        let Some(date) = tries.date() else { return };
+        let earliest = date.saturating_mul(1000);
+        let ahead = began.saturating_sub(earliest.saturating_add(999));
+        let behind = earliest.saturating_sub(self.now());
+        let off = ahead.max(behind);
+        if off <= self.skew {
+            self.warned.store(false, Ordering::Relaxed);
+        } else if !self.warned.swap(true, Ordering::Relaxed) {
+            let way = if ahead > behind { "ahead of" } else { "behind" };
+            tracing::warn!(
+                table = self.table,
+                "this machine's clock is {off} ms or more {way} DynamoDB's, and `max_clock_skew` is {} ms: leases may be \
+                 taken over while they hold",
+                self.skew
+            );
+        }
+    }
+
     /// What `call` answers within the time that one call has.
     async fn bounded<T>(&self, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
-        let clock = self.heartbeats.clock();
-        race(call, clock.sleep(self.call_timeout)).await.ok_or_else(|| match tries.none_sent() {
+        let began = self.now();
+        let answer = race(call, self.heartbeats.clock().sleep(self.call_timeout)).await;
+        self.compare_clocks(began, tries);
+        answer.ok_or_else(|| match tries.none_sent() {
             true => StoreError::new(StoreErrorKind::Unavailable, "the request could not be sent in time"),
             false => StoreError::new(StoreErrorKind::Unknown, "DynamoDB did not answer in time"),
         })
@@ -293,16 +319,19 @@ impl Shared {
             }
             match found.record.meet(request, self.until(found.lapses_at, now)) {
                 Meeting::Answer(answer) => return Ok(answer),
-                Meeting::Replace { with, takeover } => match self.take(&name, &found, &with, now).await? {
-                    Written::Done => {
-                        self.waiting.wake(&name);
-                        return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                Meeting::Replace { with, takeover } => {
+                    let item = item::write(&name, &with, Times::of(&with, request.ttl, now, self.skew));
+                    match self.replace(&found, item).await? {
+                        Written::Done => {
+                            self.waiting.wake(&name);
+                            return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                        }
+                        Written::Refused(met) => changed = met,
                     }
-                    Written::Refused(met) => changed = met,
-                },
+                }
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+        Err(changes_too_often())
     }
 
     /// Writes the record of a first attempt, if there is none whose retention still runs.
@@ -314,9 +343,8 @@ impl Shared {
         self.put(item, "attribute_not_exists(#key) OR #expires_at <= :passed", terms).await
     }
 
-    /// Replaces the record that was met, if it still is the one that was met.
-    async fn take(&self, name: &str, met: &Found, with: &Record, now: i64) -> Result<Written, StoreError> {
-        let item = item::write(name, with, Times::of(with, Duration::ZERO, now, self.skew));
+    /// Puts `item` in place of the record that was met, if it still is the one that was met.
+    async fn replace(&self, met: &Found, item: Attributes) -> Result<Written, StoreError> {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
             .names(&[OWNER, STATE, ATTEMPT, STARTS])
@@ -445,26 +473,27 @@ impl Shared {
 
     async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
         let name = self.name_of(key);
-        let terms = Terms::default()
-            .names(&[FORMAT, STATE, ATTEMPT, STARTS, EXPIRES_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
-            .names(&[CODEC, RESULT, RESULT_BYTES])
-            .value("format", number(Parts::VERSION))
-            .value("attempt", number(attempt.into()))
-            .value("none", number(0))
-            .value("passed", number(self.passed(self.now())))
-            .value("pending", text("P"))
-            .value("released", text(State::Released.letter()));
-        let update = "SET #state = :released, #starts = :none \
-                      REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #codec, #result, #result_bytes";
-        let condition = "#format = :format AND #attempt = :attempt AND #expires_at > :passed \
-                         AND (#state <> :pending OR #lapses_at <= :passed)";
-        match self.update(&name, update, condition, terms).await? {
-            Written::Done => {
-                self.waiting.wake(&name);
-                Ok(Write::Done)
+        let mut met = self.get(&name, &[]).await?;
+        for _ in 0..LOOKS {
+            let Some(item) = met else { return Ok(Write::Refused) };
+            let found = item::read(item).map_err(corrupt)?;
+            let now = self.now();
+            let live =
+                matches!(found.record.state, State::Pending { .. }) && !self.until(found.lapses_at, now).is_zero();
+            if found.record.attempt != attempt || live || self.is_expired(&found, now) {
+                return Ok(Write::Refused);
             }
-            Written::Refused(_) => Ok(Write::Refused),
+            let reopened = Record { starts: 0, state: State::Released, ..found.record.clone() };
+            let times = Times::until(found.expires_at, self.skew);
+            met = match self.replace(&found, item::write(&name, &reopened, times)).await? {
+                Written::Done => {
+                    self.waiting.wake(&name);
+                    return Ok(Write::Done);
+                }
+                Written::Refused(met) => self.met(&name, met).await?,
+            };
         }
+        Err(changes_too_often())
     }
 
     /// Whether attempt `attempt` is pending.
@@ -565,6 +594,10 @@ impl Store for Shared {
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         StoreFuture::new(self.try_reopen(key, attempt))
     }
+}
+
+fn changes_too_often() -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at")
 }
 
 fn corrupt(error: FormatError) -> StoreError {

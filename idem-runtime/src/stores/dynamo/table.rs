@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use aws_sdk_dynamodb::Client;
@@ -81,7 +82,7 @@ impl DynamoOptions {
     /// DynamoDB has no clock that a condition could ask, so a record says when its lease lapses by the clock of its owner.
     /// Others take over only once that time *and this much more* has passed by their own clocks: a lease that is not
     /// renewed blocks its key for itself and up to twice this long. If two clocks are farther apart, an attempt can be taken
-    /// over while its lease still holds.
+    /// over while its lease still holds. A clock that is seen to be off DynamoDB's own by more is warned of.
     #[must_use]
     pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
         Self { max_clock_skew, ..self }
@@ -113,6 +114,7 @@ impl DynamoOptions {
             call_timeout,
             wall_clock,
             waiting: Waiting::default(),
+            warned: AtomicBool::new(false),
         }))
     }
 }
