@@ -11,7 +11,9 @@ use std::time::Duration;
 use aws_sdk_dynamodb::Client;
 use aws_sdk_dynamodb::config::http::{HttpRequest, HttpResponse};
 use aws_sdk_dynamodb::config::retry::RetryConfig;
-use aws_sdk_dynamodb::config::{BehaviorVersion, Config, Credentials, HttpClient, Region, RuntimeComponents};
+use aws_sdk_dynamodb::config::{
+    BehaviorVersion, Config, Credentials, HttpClient, Region, RuntimeComponents, StalledStreamProtectionConfig,
+};
 use aws_sdk_dynamodb::error::{BoxError, ConnectorError};
 use aws_sdk_dynamodb::types::AttributeValue;
 use aws_smithy_runtime_api::client::http::{
@@ -21,6 +23,7 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::{DynamoStore, Key};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 
 use crate::server::free_port;
 
@@ -75,7 +78,6 @@ impl Kind {
     #[expect(clippy::unused_async, reason = "as for every other store")]
     pub async fn subject(self) -> Subject {
         let endpoint = self.shared();
-        let store = || DynamoStore::options().max_clock_skew(SKEW).open(client(&Wire::to(&endpoint)), TABLE);
         let nobody = client(&Wire::to("http://127.0.0.1:1"));
         let raw = client(&Wire::to(&endpoint));
         let spoil = move |key: Key| {
@@ -85,17 +87,19 @@ impl Kind {
                 request.item("hello", AttributeValue::S("not a record".to_owned())).send().await.expect("puts");
             }
         };
-        Subject::new(store())
-            .peer(store())
+        Subject::new(open(&endpoint, TABLE))
+            .peer(open(&endpoint, TABLE))
             .unreachable(DynamoStore::new(nobody, TABLE))
             .spoil(spoil)
             .largest_result(400_000)
     }
 }
 
-/// The store that racers use: its lapsed leases are taken over a moment after their time.
+/// A store for processes of one machine, whose lapsed leases are taken over a moment after their time; and for emulators of
+/// any speed.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
-    DynamoStore::options().max_clock_skew(SKEW).open(client(&Wire::to(endpoint)), table)
+    let options = DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(15));
+    options.open(client(&Wire::to(endpoint)), table)
 }
 
 /// An emulator process; killed when dropped.
@@ -196,6 +200,8 @@ pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
         .region(Region::new("eu-central-1"))
         .endpoint_url(wire.0.endpoint.clone())
         .retry_config(retries)
+        // So that the store's own limit is the only one.
+        .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
         .http_client(wire.clone());
     Client::from_conf(config.build())
 }
@@ -213,6 +219,8 @@ pub enum Reply {
     Lost,
     /// The emulator does it, and no answer ever comes.
     Silence,
+    /// The emulator does it once it may.
+    Once(Arc<Semaphore>),
 }
 
 impl Reply {
@@ -246,6 +254,11 @@ impl Wire {
         *self.0.script.lock().unwrap() = replies.into_iter().collect();
     }
 
+    /// How much of the script has not been played.
+    pub fn left(&self) -> usize {
+        self.0.script.lock().unwrap().len()
+    }
+
     /// Which operations were asked for since the last time, in order.
     pub fn seen(&self) -> Vec<String> {
         std::mem::take(&mut self.0.seen.lock().unwrap())
@@ -275,6 +288,10 @@ impl Shared {
     async fn answer(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
         let target = request.headers().get("x-amz-target").unwrap_or_default();
         self.seen.lock().unwrap().push(target.rsplit('.').next().unwrap_or_default().to_owned());
+        if target.ends_with("GetItem") {
+            let body = String::from_utf8_lossy(request.body().bytes().expect("in memory"));
+            assert!(body.contains("\"ConsistentRead\":true"), "a read that may be stale: {body}");
+        }
         let reply = self.script.lock().unwrap().pop_front().unwrap_or(Reply::Pass);
         let scripted =
             |status: u16, body: String| Ok(HttpResponse::new(status.try_into().expect("a status"), body.into()));
@@ -292,6 +309,10 @@ impl Shared {
             Reply::Silence => {
                 self.exchange(request).await?;
                 std::future::pending().await
+            }
+            Reply::Once(may) => {
+                may.acquire().await?.forget();
+                self.exchange(request).await
             }
         }
     }
