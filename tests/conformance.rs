@@ -31,6 +31,10 @@ store_conformance!(cluster_replicated, idem_tests::cluster::cluster_subject(repl
 store_conformance!(sentinel, idem_tests::cluster::sentinel_subject(RedisStore::options).await);
 #[cfg(feature = "cluster")]
 store_conformance!(sentinel_replicated, idem_tests::cluster::sentinel_subject(replicated).await);
+#[cfg(feature = "dynamodb")]
+store_conformance!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await);
+#[cfg(feature = "dynamodb")]
+store_conformance!(ministack, idem_tests::dynamo::Kind::Ministack.subject().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// Acknowledged by the replica as well; it has time, because nothing fails here.

@@ -1,1 +1,959 @@
-//! To come.
+//! `DynamoStore` against emulators: what is written, what it costs, whose clock counts, and what breaks. What no emulator
+//! shows (throttling, conflicts, answers that are none) is scripted.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use aws_sdk_dynamodb::Client;
+use aws_sdk_dynamodb::config::retry::RetryConfig;
+use aws_sdk_dynamodb::types::{
+    AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType,
+};
+use idem_runtime::{
+    CodecName, DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash,
+    Operation, Outcome, Owner, Payload, Policy, Record, Release, Reservation, Reserve, State, Store, StoreError,
+    StoreErrorKind, Write, observe, record_values, run,
+};
+use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::race::Race;
+use tokio::sync::Semaphore;
+
+const LEASE: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(TTL).lease(LEASE);
+/// A time for clocks that stand still: a Tuesday in November 2023.
+const THEN: i64 = 1_700_000_000_000;
+
+fn request(store: &DynamoStore, name: &str) -> Reserve {
+    Reserve {
+        key: Key::new("test", name).unwrap(),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+async fn reserved(store: &DynamoStore, request: &Reserve) -> Lease {
+    match store.reserve(request).await.unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn stored(bytes: impl Into<Vec<u8>>) -> Payload {
+    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into().into() }
+}
+
+fn done() -> Finish {
+    Finish::Completed(stored("42"))
+}
+
+/// One call of a handler that counts its runs.
+async fn call(store: &DynamoStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
+}
+
+/// Settings for keys that no other test uses, and for machines of any speed.
+fn options(test: &str) -> DynamoOptions {
+    DynamoStore::options().prefix(format!("{test}:")).call_timeout(Duration::from_secs(60))
+}
+
+/// A store on the shared emulator whose keys no other test uses, and its wire.
+fn wired(test: &str) -> (DynamoStore, Wire) {
+    let wire = Wire::to(&Kind::Dynoxide.shared());
+    (options(test).open(client(&wire), TABLE), wire)
+}
+
+/// The same with a clock that stands still.
+fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, Arc<AtomicI64>) {
+    let (clock, skew) = (Arc::new(AtomicI64::new(now)), Duration::from_millis(skew.unsigned_abs()));
+    let shown = Arc::clone(&clock);
+    let options = options(test).max_clock_skew(skew).wall_clock(move || shown.load(Ordering::SeqCst));
+    (options.open(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE), clock)
+}
+
+fn raw() -> Client {
+    client(&Wire::to(&Kind::Dynoxide.shared()))
+}
+
+async fn item(raw: &Client, name: &str) -> BTreeMap<String, AttributeValue> {
+    let key = AttributeValue::S(name.to_owned());
+    let found = raw.get_item().table_name(TABLE).key("key", key).consistent_read(true).send().await.unwrap();
+    found.item.expect("recorded").into_iter().collect()
+}
+
+/// The item as DynamoDB writes JSON, except that binary is shown as hexadecimal digits.
+fn json(item: &BTreeMap<String, AttributeValue>) -> String {
+    let attributes = item.iter().map(|(name, value)| {
+        let value = match value {
+            AttributeValue::S(text) => serde_json::json!({ "S": text }),
+            AttributeValue::N(number) => serde_json::json!({ "N": number }),
+            AttributeValue::Bool(bool) => serde_json::json!({ "BOOL": bool }),
+            AttributeValue::B(bytes) => {
+                let hex = bytes.as_ref().iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
+                serde_json::json!({ "B": hex })
+            }
+            other => panic!("{other:?}"),
+        };
+        (name.clone(), value)
+    });
+    serde_json::Value::Object(attributes.collect()).to_string()
+}
+
+// What is written.
+
+#[tokio::test]
+async fn the_written_form_is_pinned() {
+    let (store, clock) = timed("golden", 1500, THEN);
+    let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
+    let mut written = String::new();
+    let mut show = async |name: &str, record: Record| {
+        let key = Key::new("test", name).unwrap();
+        let item = item(&raw(), &format!("golden:{}", key.as_str())).await;
+        written.extend([name, " ", &json(&item), "\n"]);
+        assert_eq!(store.inspect(&key).await.unwrap().expect("recorded").record, record, "{name}");
+    };
+    let begin = async |name: &str, fingerprint, on_crash| {
+        clock.store(THEN, Ordering::SeqCst);
+        let owner = Owner::from_bytes(*b"0123456789abcdef");
+        let lease = reserved(&store, &Reserve { owner, fingerprint, on_crash, ..request(&store, name) }).await;
+        // A renewal and whatever ends the attempt come later, and not at a whole second.
+        clock.store(THEN + 7_001, Ordering::SeqCst);
+        lease
+    };
+    let pending = |on_crash| State::Pending { lease: LEASE, ttl: TTL, on_crash };
+
+    let lease = begin("pending", None, OnCrash::Retry).await;
+    show("pending", Record::after(&lease, pending(OnCrash::Retry))).await;
+    let lease = begin("pending-fail-fingerprint", fingerprint, OnCrash::Fail).await;
+    show("pending-fail-fingerprint", Record::after(&lease, pending(OnCrash::Fail))).await;
+    let lease = begin("renewed", None, OnCrash::Retry).await;
+    assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    show("renewed", Record::after(&lease, pending(OnCrash::Retry))).await;
+    let lease = begin("released", fingerprint, OnCrash::Retry).await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    show("released", Record::after(&lease, State::Released)).await;
+    let lease = begin("not-started", None, OnCrash::Retry).await;
+    assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done);
+    show("not-started", Record { starts: 0, ..Record::after(&lease, State::Released) }).await;
+    let lease = begin("interrupted", None, OnCrash::Fail).await;
+    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+    show("interrupted", Record::after(&lease, State::Interrupted)).await;
+    for (name, fingerprint, finish) in [
+        ("completed", None, Finish::Completed(stored(r#"{"a":1}"#))),
+        ("completed-fingerprint", fingerprint, Finish::Completed(stored(""))),
+        ("failed", None, Finish::Failed(stored("null"))),
+        ("too-large", None, Finish::Completed(Payload::TooLarge { bytes: 300_000 })),
+        ("unencodable", None, Finish::Completed(Payload::Unencodable)),
+    ] {
+        let lease = begin(name, fingerprint, OnCrash::Retry).await;
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        show(name, Record::after(&lease, finish.state())).await;
+    }
+    let lease = begin("reopened", None, OnCrash::Retry).await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Write::Done);
+    show("reopened", Record { starts: 0, ..Record::after(&lease, State::Released) }).await;
+    assert_eq!(
+        written,
+        include_str!("golden/dynamo-v1.txt"),
+        "a released format never changes: give a new one a new version"
+    );
+}
+
+#[tokio::test]
+async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retention() {
+    for (skew, now) in [(0, THEN), (0, THEN + 1), (1000, THEN), (1001, THEN), (1, THEN + 999), (2_500, THEN + 499)] {
+        let (store, _) = timed(&format!("purge:{skew}:{now}"), skew, now);
+        let lease = reserved(&store, &request(&store, "k")).await;
+        for (state, kept) in [("P", LEASE + TTL), ("C", TTL)] {
+            let item = item(&raw(), &format!("purge:{skew}:{now}:1/test/k")).await;
+            assert_eq!(item["state"], AttributeValue::S(state.to_owned()));
+            let number = |name: &str| item[name].as_n().unwrap().parse::<i64>().unwrap();
+            let kept = i64::try_from(kept.as_millis()).unwrap();
+            assert_eq!(number("expires_at"), now + kept, "{state}");
+            let (purged, last) = (number("purge_at") * 1000, now + kept + skew);
+            assert!((last..last + 1000).contains(&purged), "{state}: {purged}, not {last}: whole seconds, rounded up");
+            store.finish(&lease, &done()).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() {
+    const LARGEST: usize = 400 * 1024;
+    let (store, wire) = wired("limit");
+    for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
+        let name = format!("k{}", fingerprint.is_some());
+        let lease = reserved(&store, &Reserve { fingerprint, ..request(&store, &name) }).await;
+        wire.seen();
+        let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
+        let error = store.finish(&lease, &result(LARGEST)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::TooLarge, "{error}");
+        let told: Vec<usize> =
+            error.to_string().split(' ').filter_map(|word| word.trim_end_matches(',').parse().ok()).collect();
+        let fits = LARGEST - (told[0] - LARGEST);
+        let error = store.finish(&lease, &result(fits + 1)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::TooLarge, "{error}");
+        assert_eq!(wire.seen(), [""; 0], "nothing was sent");
+        assert_eq!(store.finish(&lease, &result(fits)).await.unwrap(), Write::Done, "{fits} bytes fit");
+        let Some(found) = store.inspect(&lease.key).await.unwrap() else { panic!("recorded") };
+        assert_eq!(found.record, Record::after(&lease, result(fits).state()));
+        // The bound is DynamoDB's own.
+        let mut item = item(&raw(), &format!("limit:1/test/{name}")).await;
+        item.insert("result".to_owned(), AttributeValue::B(vec![b'x'; fits + 1].into()));
+        let put = raw().put_item().table_name(TABLE).set_item(Some(item.into_iter().collect())).send().await;
+        assert!(put.is_err_and(|error| format!("{error:?}").contains("Item size")));
+    }
+}
+
+#[tokio::test]
+async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
+    let (store, wire) = wired("too-large");
+    let runs = AtomicU32::new(0);
+    let policy = POLICY.max_result_bytes(1 << 20);
+    let call = async |name: &'static str, bytes: usize| {
+        let body = async {
+            runs.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Error>("x".repeat(bytes))
+        };
+        observe(run(Operation::new(&store, Key::new("test", name), policy), record_values::<Json>(), body)).await
+    };
+    let (first, outcome) = call("k", 500_000).await;
+    assert!(first.is_ok() && outcome.recorded(), "{outcome:?}");
+    let (second, _) = call("k", 500_000).await;
+    assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+    // The same if DynamoDB sees it and we don't.
+    let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
+    wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
+    assert!(call("other", 10).await.1.recorded());
+    let (second, _) = call("other", 10).await;
+    assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
+    assert_eq!(runs.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn prefixes_keep_applications_apart() {
+    let (a, _) = wired("prefix-a");
+    let (b, _) = wired("prefix-b");
+    for store in [a, b] {
+        assert_eq!(reserved(&store, &request(&store, "k")).await.attempt, 1);
+    }
+}
+
+// The table.
+
+#[tokio::test]
+async fn the_template_makes_the_same_table_as_create_table() {
+    let template: serde_json::Value = serde_json::from_str(DynamoStore::CLOUDFORMATION).unwrap();
+    let table = &template["Resources"]["IdempotencyTable"]["Properties"];
+    for kind in [Kind::Dynoxide, Kind::Ministack] {
+        let emulator = Emulator::start(kind);
+        let raw = client(&Wire::to(&emulator.endpoint()));
+        let store = DynamoStore::new(raw.clone(), TABLE);
+        // At once from many processes, and again.
+        futures::future::try_join_all((0..4).map(|_| store.create_table())).await.unwrap();
+        store.create_table().await.unwrap();
+        let described = raw.describe_table().table_name(TABLE).send().await.unwrap().table.unwrap();
+        let ttl = raw.describe_time_to_live().table_name(TABLE).send().await.unwrap().time_to_live_description.unwrap();
+        let made = serde_json::json!({
+            "BillingMode": described.billing_mode_summary().unwrap().billing_mode().unwrap().as_str(),
+            "AttributeDefinitions": described.attribute_definitions().iter().map(|it| {
+                serde_json::json!({ "AttributeName": it.attribute_name(), "AttributeType": it.attribute_type().as_str() })
+            }).collect::<Vec<_>>(),
+            "KeySchema": described.key_schema().iter().map(|it| {
+                serde_json::json!({ "AttributeName": it.attribute_name(), "KeyType": it.key_type().as_str() })
+            }).collect::<Vec<_>>(),
+            "TimeToLiveSpecification": {
+                "AttributeName": ttl.attribute_name(),
+                "Enabled": ttl.time_to_live_status().unwrap().as_str() == "ENABLED",
+            },
+        });
+        for (name, value) in made.as_object().unwrap() {
+            assert_eq!(&table[name], value, "{kind:?}: {name}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn tables_of_others_are_refused() {
+    let raw = raw();
+    let string = |name: &str| {
+        AttributeDefinition::builder().attribute_name(name).attribute_type(ScalarAttributeType::S).build().unwrap()
+    };
+    let hash = KeySchemaElement::builder().attribute_name("id").key_type(KeyType::Hash).build().unwrap();
+    let request = raw.create_table().table_name("others").billing_mode(BillingMode::PayPerRequest);
+    request.attribute_definitions(string("id")).key_schema(hash).send().await.unwrap();
+    let store = DynamoStore::new(raw.clone(), "others");
+    let error = store.create_table().await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+    let store = DynamoStore::new(raw, "missing");
+    let runs = AtomicU32::new(0);
+    let (result, _) = call(&store, "k", &runs).await;
+    let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
+    assert_eq!(source.kind(), StoreErrorKind::Misconfigured, "{source}");
+    assert_eq!(runs.into_inner(), 0);
+}
+
+// What it costs.
+
+#[tokio::test]
+async fn calls_are_counted() {
+    let (store, wire) = wired("calls");
+    let runs = AtomicU32::new(0);
+    let mut table = Vec::new();
+    let mut costs = |what: &'static str, expected: &[&str]| {
+        let seen = wire.seen();
+        assert_eq!(seen, expected, "{what}");
+        table.push((what, seen.len()));
+    };
+    assert!(call(&store, "k", &runs).await.1.executed());
+    costs("first run", &["PutItem", "PutItem"]);
+    assert!(call(&store, "k", &runs).await.1.replayed());
+    costs("replay", &["PutItem"]);
+
+    let lease = reserved(&store, &request(&store, "held")).await;
+    wire.seen();
+    let (result, _) = call(&store, "held", &runs).await;
+    assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
+    costs("in progress", &["PutItem"]);
+    let mut leases = vec![lease.clone()];
+    for n in 0..99 {
+        leases.push(reserved(&store, &request(&store, &format!("beat{n}"))).await);
+    }
+    wire.seen();
+    assert_eq!(store.renew(&leases).await.unwrap(), [Write::Done; 100]);
+    costs("beat of 100 leases", &["UpdateItem"; 100]);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    costs("release", &["UpdateItem"]);
+    assert!(call(&store, "held", &runs).await.1.executed());
+    costs("run after a release", &["PutItem", "PutItem", "PutItem"]);
+    assert!(store.inspect(&lease.key).await.unwrap().is_some());
+    costs("inspection", &["GetItem"]);
+    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done);
+    costs("decision of an operator", &["GetItem", "PutItem"]);
+
+    let lapsed = Reserve { lease: Duration::from_millis(1), ..request(&store, "lapsed") };
+    let eager = options("calls").max_clock_skew(Duration::ZERO).open(client(&wire), TABLE);
+    reserved(&eager, &lapsed).await;
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    wire.seen();
+    assert!(call(&eager, "lapsed", &runs).await.1.executed());
+    costs("run by a takeover", &["PutItem", "PutItem", "PutItem"]);
+    for (what, calls) in table {
+        println!("{calls:>4} {what}");
+    }
+}
+
+#[tokio::test]
+async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
+    let (store, wire) = wired("wait");
+    let (other, _) = wired("wait");
+    for (name, by) in [("own", &store), ("other", &other)] {
+        let lease = reserved(by, &request(&store, name)).await;
+        let began = std::time::Instant::now();
+        wire.seen();
+        let runs = AtomicU32::new(0);
+        let operation = Operation::new(
+            &store,
+            Key::new("test", name),
+            POLICY.in_progress(InProgress::Wait(Duration::from_secs(50))),
+        );
+        let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
+        let duplicate = observe(run(operation, record_values::<Json>(), body));
+        let end = async {
+            tokio::time::sleep(Duration::from_millis(400)).await;
+            assert_eq!(by.finish(&lease, &done()).await.unwrap(), Write::Done);
+        };
+        let ((result, outcome), ()) = tokio::join!(duplicate, end);
+        assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
+        let looks = wire.seen().iter().filter(|operation| *operation == "GetItem").count();
+        // The pauses between them grow.
+        let pauses = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
+        let paused: u64 = pauses.take(looks.saturating_sub(1)).sum();
+        assert!(looks > 0 && Duration::from_millis(paused) <= began.elapsed(), "{name}: {looks} looks");
+    }
+}
+
+// Whose clock counts.
+
+/// Two machines whose clocks differ, and the true time.
+struct Machines {
+    stores: [DynamoStore; 2],
+    clocks: [Arc<AtomicI64>; 2],
+    ahead: [i64; 2],
+}
+
+impl Machines {
+    fn new(test: &str, skew: i64, ahead: [i64; 2]) -> Self {
+        let [(a, a_clock), (b, b_clock)] = [0, 1].map(|_| timed(test, skew, THEN));
+        Self { stores: [a, b], clocks: [a_clock, b_clock], ahead }
+    }
+
+    fn at(&self, true_time: i64) {
+        for (clock, ahead) in self.clocks.iter().zip(self.ahead) {
+            clock.store(THEN + true_time + ahead, Ordering::SeqCst);
+        }
+    }
+}
+
+#[tokio::test]
+async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
+    const SKEW: i64 = 2000;
+    let lease = i64::try_from(LEASE.as_millis()).unwrap();
+    for (n, ahead) in [[0, 0], [SKEW, 0], [0, SKEW], [-SKEW, 0], [0, -SKEW], [-700, 900]].into_iter().enumerate() {
+        let machines = Machines::new(&format!("skew{n}"), SKEW, ahead);
+        let [a, b] = &machines.stores;
+        machines.at(0);
+        let held = reserved(a, &request(a, "k")).await;
+        let refused = async |why: &str| match b.reserve(&request(b, "k")).await.unwrap() {
+            Reservation::Pending { attempt: 1, lapses_in } => lapses_in,
+            other => panic!("{ahead:?}, {why}: {other:?}"),
+        };
+        // The owner renews when half of its lease is over, and never again.
+        machines.at(lease / 2);
+        assert_eq!(a.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        let lapses = lease / 2 + lease;
+        for at in [lease / 2, lease, lapses - 1, lapses] {
+            machines.at(at);
+            let lapses_in = refused("the lease still holds").await;
+            assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?} at {at}");
+            // What a duplicate is told is when it can take over.
+            machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
+            refused("a moment too early").await;
+        }
+        // By its own clock it takes over a skew after the lease; by the true time two at the latest.
+        let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
+        assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
+        machines.at(free - 1);
+        refused("a moment too early").await;
+        machines.at(free);
+        let answer = b.reserve(&request(b, "k")).await.unwrap();
+        let Reservation::Reserved { lease: taken, takeover: true } = answer else { panic!("{ahead:?}: {answer:?}") };
+        assert_eq!(taken.attempt, 2);
+        assert_eq!(a.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Refused], "{ahead:?}");
+        assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Refused, "{ahead:?}");
+    }
+}
+
+#[tokio::test]
+async fn clocks_within_the_skew_never_forget_early() {
+    const SKEW: i64 = 2000;
+    let ttl = i64::try_from(TTL.as_millis()).unwrap();
+    for (n, ahead) in [[0, 0], [SKEW, 0], [0, SKEW], [-700, 900]].into_iter().enumerate() {
+        let machines = Machines::new(&format!("forget{n}"), SKEW, ahead);
+        let [a, b] = &machines.stores;
+        machines.at(0);
+        let held = reserved(a, &request(a, "k")).await;
+        assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Done);
+        let forgotten = ttl + ahead[0] - ahead[1] + SKEW + 1;
+        assert!(forgotten > ttl, "{ahead:?}");
+        for at in [1, ttl, forgotten - 1] {
+            machines.at(at);
+            let answer = b.reserve(&request(b, "k")).await.unwrap();
+            assert!(matches!(answer, Reservation::Finished(_)), "{ahead:?} at {at}: {answer:?}");
+            assert!(b.inspect(&held.key).await.unwrap().is_some(), "{ahead:?} at {at}");
+        }
+        // Nobody has deleted the item, and yet there is none.
+        machines.at(forgotten);
+        assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
+        assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?}");
+        assert_eq!(reserved(b, &request(b, "k")).await.attempt, 1, "{ahead:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_happens_between_a_look_and_a_takeover_counts() {
+    let lapsed = i64::try_from(LEASE.as_millis()).unwrap() + 1;
+    for end in ["renewed", "released", "finished", "taken over"] {
+        for operator in [false, true] {
+            let (owner, clock) = timed("between", 0, THEN);
+            let name = format!("{}:{operator}", end.replace(' ', "-"));
+            let lease = reserved(&owner, &request(&owner, &name)).await;
+            clock.store(THEN + lapsed, Ordering::SeqCst);
+            let wire = Wire::to(&Kind::Dynoxide.shared());
+            let options = options("between").max_clock_skew(Duration::ZERO);
+            let other = options.wall_clock(move || clock.load(Ordering::SeqCst)).open(client(&wire), TABLE);
+            // Its first call finds the lapsed lease; the second, which takes it over, has to wait.
+            let may = Arc::new(Semaphore::new(0));
+            wire.script([Reply::Pass, Reply::Once(Arc::clone(&may))]);
+            let meanwhile = async {
+                while wire.left() > 0 {
+                    tokio::task::yield_now().await;
+                }
+                match end {
+                    "renewed" => assert_eq!(owner.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]),
+                    "released" => assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done),
+                    "finished" => assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done),
+                    _ => assert_eq!(reserved(&owner, &request(&owner, &name)).await.attempt, 2),
+                }
+                may.add_permits(1);
+            };
+            if operator {
+                let (reopened, ()) = tokio::join!(other.reopen(&lease.key, 1), meanwhile);
+                let expected = if matches!(end, "released" | "finished") { Write::Done } else { Write::Refused };
+                assert_eq!(reopened.unwrap(), expected, "{end}");
+                continue;
+            }
+            let request = request(&other, &name);
+            let (answer, ()) = tokio::join!(other.reserve(&request), meanwhile);
+            let answer = answer.unwrap();
+            let right = match (end, &answer) {
+                ("renewed", Reservation::Pending { attempt, .. }) => *attempt == 1,
+                ("released", Reservation::Reserved { lease, takeover }) => lease.attempt == 2 && !takeover,
+                ("finished", Reservation::Finished(record)) => *record == Record::after(&lease, done().state()),
+                ("taken over", Reservation::Pending { attempt, .. }) => *attempt == 2,
+                _ => false,
+            };
+            assert!(right, "{end}: {answer:?}");
+            assert_eq!(
+                wire.seen().len(),
+                if end == "released" { 3 } else { 2 },
+                "{end}: the refusal shows what is there"
+            );
+        }
+    }
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_clock_that_is_too_far_off_is_warned_of_once() {
+    for (off, words) in [(0, None), (5_000, Some("ahead of")), (-5_000, Some("behind"))] {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+        let logging = tracing::subscriber::set_default(subscriber);
+        let now = move || {
+            let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+            i64::try_from(since.as_millis()).unwrap() + off
+        };
+        let store = options("off").wall_clock(now).open(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE);
+        for n in 0..3 {
+            store.reserve(&request(&store, &format!("{off}:{n}"))).await.unwrap();
+        }
+        drop(logging);
+        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(log.matches("WARN").count(), usize::from(words.is_some()), "{off}: {log}");
+        assert!(log.contains(words.unwrap_or_default()), "{off}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn a_renewal_that_arrives_late_cuts_nothing_short() {
+    let (store, clock) = timed("late-renewal", 0, THEN);
+    let held = reserved(&store, &request(&store, "k")).await;
+    clock.store(THEN + 20_000, Ordering::SeqCst);
+    assert_eq!(store.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+    let before = item(&raw(), "late-renewal:1/test/k").await;
+    // What was sent 10 s earlier arrives only now; or the clock was set back.
+    clock.store(THEN + 10_000, Ordering::SeqCst);
+    assert_eq!(store.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done], "it is held, and for longer");
+    assert_eq!(item(&raw(), "late-renewal:1/test/k").await, before);
+    let forged = Lease { owner: store.heartbeats().new_owner(), ..held };
+    assert_eq!(store.renew(&[forged]).await.unwrap(), [Write::Refused]);
+}
+
+// What DynamoDB refuses, and what is no answer.
+
+/// What is told where an attempt would begin, and what it means.
+fn answers() -> Vec<(Reply, StoreErrorKind)> {
+    use StoreErrorKind::{Full, Misconfigured, Unavailable, Unknown};
+    let mut answers = Vec::new();
+    for code in [
+        "ProvisionedThroughputExceededException",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "LimitExceededException",
+        "TransactionConflictException",
+        "TransactionInProgressException",
+        "ReplicatedWriteConflictException",
+        "ExpiredTokenException",
+    ] {
+        answers.push((Reply::error(400, code), Unavailable));
+    }
+    answers.push((Reply::error(400, "ItemCollectionSizeLimitExceededException"), Full));
+    for code in [
+        "ResourceNotFoundException",
+        "AccessDeniedException",
+        "UnrecognizedClientException",
+        "InvalidSignatureException",
+        "MissingAuthenticationTokenException",
+        "ValidationException",
+    ] {
+        answers.push((Reply::error(400, code), Misconfigured));
+    }
+    for (status, code) in [
+        (500, "InternalServerError"),
+        (503, "ServiceUnavailable"),
+        (500, "ThrottlingException"),
+        (502, "ValidationException"),
+        (400, "NobodyKnowsException"),
+        (408, "RequestTimeout"),
+    ] {
+        answers.push((Reply::error(status, code), Unknown));
+    }
+    let no_answers = [
+        "",
+        "{}",
+        "null",
+        "[]",
+        "{\"ok\":true}",
+        "<html>please log in</html>",
+        "{\"Attributes\":",
+        "{\"ConsumedCapacity\":7}",
+        "\u{0}\u{1}\u{2}",
+        "{\"Item\":{}}",
+    ];
+    for body in no_answers {
+        for status in [200, 204, 400, 403, 500] {
+            answers.push((Reply::Instead(status, body.to_owned()), Unknown));
+        }
+        answers.push((Reply::After(200, body.to_owned()), Unknown));
+    }
+    answers.push((Reply::After(500, String::new()), Unknown));
+    answers.push((Reply::Lost, Unknown));
+    answers
+}
+
+#[tokio::test]
+async fn every_refusal_has_its_kind_in_every_call() {
+    let (store, wire) = wired("kinds");
+    for (n, (reply, expected)) in answers().into_iter().enumerate() {
+        let request = request(&store, &format!("k{n}"));
+        let lease = Record::first(&request).lease(&request);
+        let is = |call: &str, error: Option<StoreError>| {
+            let error = error.unwrap_or_else(|| panic!("{call} with {reply:?} is no error"));
+            assert_eq!(error.kind(), expected, "{call} with {reply:?}: {error}");
+            assert!(!format!("{error:?}").contains("log in"), "the answer is not shown: {error:?}");
+        };
+        let play = || wire.script([reply.clone()]);
+        play();
+        is("reserve", store.reserve(&request).await.err());
+        // The others meet the record that is there by now.
+        assert_eq!(reserved(&store, &request).await, lease, "{reply:?}");
+        play();
+        is("renew", store.renew(std::slice::from_ref(&lease)).await.err());
+        play();
+        is("inspect", store.inspect(&lease.key).await.err());
+        play();
+        is("release", store.release(&lease, Release::Returned).await.err());
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{reply:?}");
+        play();
+        is("reopen", store.reopen(&lease.key, 1).await.err());
+        let second = reserved(&store, &Reserve { owner: store.heartbeats().new_owner(), ..request.clone() }).await;
+        play();
+        is("finish", store.finish(&second, &done()).await.err());
+        assert_eq!(store.finish(&second, &done()).await.unwrap(), Write::Done, "{reply:?}");
+    }
+}
+
+#[tokio::test]
+async fn no_answer_whatever_leads_to_a_second_run() {
+    // Told to the first tries of every step in turn.
+    let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
+    let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
+        steps.map(move |(step, before, times)| {
+            let reply = reply.clone();
+            async move {
+                let (store, wire) = wired("runs");
+                let name = format!("{n}:{step}:{times}");
+                let runs = AtomicU32::new(0);
+                wire.script(vec![Reply::Pass; before].into_iter().chain(vec![reply.clone(); times]));
+                let (first, outcome) = call(&store, &name, &runs).await;
+                let ran = runs.load(Ordering::SeqCst);
+                assert_eq!(first.is_ok(), outcome.recorded(), "{name} {reply:?}: {first:?}");
+                wire.script([]);
+                store.flush().await;
+                let (second, outcome) = call(&store, &name, &runs).await;
+                assert!(runs.into_inner() <= 1, "{name} {reply:?}: {first:?}, then {second:?}");
+                match second {
+                    Ok(_) => assert_eq!(outcome.replayed(), ran == 1, "{name} {reply:?}"),
+                    // Held until its lease lapses: the body has run, and nobody knows with what result.
+                    Err(Error::InProgress { .. }) => {
+                        assert!(ran == 1 && first.is_err() && step == "finish", "{name} {reply:?}: {first:?}");
+                    }
+                    Err(error) => panic!("{name} {reply:?}: {error}"),
+                }
+            }
+        })
+    });
+    futures::future::join_all(cases).await;
+}
+
+#[tokio::test]
+async fn a_refusal_without_the_item_is_looked_into() {
+    const REFUSED: &str = r#"{"__type":"ConditionalCheckFailedException","message":"The conditional request failed"}"#;
+    let (store, wire) = wired("no-item");
+    let bare = || Reply::Instead(400, REFUSED.to_owned());
+    // Nothing is there: it was deleted meanwhile, and the reservation is tried again.
+    wire.script([bare()]);
+    let lease = reserved(&store, &request(&store, "k")).await;
+    assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
+    // Somebody's record is there.
+    wire.script([bare()]);
+    assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
+    assert_eq!(wire.seen(), ["PutItem", "GetItem"]);
+    // The attempt's own result is there.
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    wire.script([bare()]);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    // What can't be looked into is an error.
+    wire.script([bare(), Reply::error(500, "InternalServerError")]);
+    assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
+    wire.script([bare(), Reply::Instead(200, "{}".to_owned())]);
+    assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
+    // Nor does it ever end if it never stops.
+    wire.script((0..1000).flat_map(|_| [bare(), Reply::Pass]));
+    let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    // An item that is no record is nobody's.
+    let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
+    wire.script([Reply::Instead(400, nonsense)]);
+    assert_eq!(store.reserve(&request(&store, "nonsense")).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+}
+
+#[tokio::test]
+async fn items_of_others_are_left_alone() {
+    let (store, wire) = wired("others");
+    let written = reserved(&store, &request(&store, "sample")).await;
+    let sample = item(&raw(), "others:1/test/sample").await;
+    let number = |n: i64| AttributeValue::N(n.to_string());
+    let text = |text: &str| AttributeValue::S(text.to_owned());
+    let spoiled: Vec<(&str, &str, Option<AttributeValue>)> = vec![
+        ("format", "not a record", None),
+        ("format", "not a record", Some(text("1"))),
+        ("format", "format 2", Some(number(2))),
+        ("format", "damaged", Some(number(0))),
+        ("state", "damaged", None),
+        ("state", "damaged", Some(text("X"))),
+        ("state", "damaged", Some(number(1))),
+        ("owner", "damaged", None),
+        ("owner", "damaged", Some(AttributeValue::B(vec![1; 15].into()))),
+        ("attempt", "damaged", Some(number(0))),
+        ("attempt", "damaged", Some(text("1"))),
+        ("attempt", "damaged", Some(AttributeValue::N("1.5".to_owned()))),
+        ("starts", "damaged", Some(number(2))),
+        ("fingerprint", "damaged", Some(AttributeValue::B(vec![1; 31].into()))),
+        ("fingerprint", "damaged", Some(text("x"))),
+        ("on_crash_fail", "damaged", Some(text("true"))),
+        ("lease_ms", "damaged", None),
+        ("lease_ms", "damaged", Some(text("60000"))),
+        ("ttl_ms", "damaged", Some(number(-1))),
+        ("lapses_at", "damaged", None),
+        ("lapses_at", "damaged", Some(text("0"))),
+        ("expires_at", "damaged", None),
+        ("expires_at", "damaged", Some(AttributeValue::Bool(true))),
+        ("codec", "damaged", Some(number(1))),
+        ("result", "damaged", Some(text("42"))),
+        ("result_bytes", "damaged", Some(text("42"))),
+    ];
+    for (n, (attribute, words, value)) in spoiled.into_iter().enumerate() {
+        let name = format!("k{n}");
+        let mut spoiled = sample.clone();
+        spoiled.remove(attribute);
+        let what = format!("{attribute} = {value:?}");
+        spoiled.extend(value.map(|value| (attribute.to_owned(), value)));
+        spoiled.insert("key".to_owned(), text(&format!("others:1/test/{name}")));
+        let put = raw().put_item().table_name(TABLE).set_item(Some(spoiled.clone().into_iter().collect()));
+        put.send().await.unwrap();
+        let runs = AtomicU32::new(0);
+        let (result, _) = call(&store, &name, &runs).await;
+        let Err(Error::Store { source, .. }) = result else { panic!("{what}: {result:?}") };
+        assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
+        assert!(source.to_string().contains(words), "{what}: {source}");
+        assert_eq!(runs.into_inner(), 0, "{what}");
+        // Nothing that needs an owner touches it, not even for an operator where the version is another.
+        let request = request(&store, &name);
+        let lease = Record::first(&request).lease(&request);
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{what}");
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Refused, "{what}");
+        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{what}");
+        assert_eq!(store.reopen(&lease.key, 1).await.unwrap_err().kind(), StoreErrorKind::Corrupt, "{what}");
+        assert_eq!(item(&raw(), &format!("others:1/test/{name}")).await, spoiled, "{what} is as it was");
+    }
+    drop((written, wire));
+}
+
+#[tokio::test]
+async fn errors_show_neither_signatures_nor_results() {
+    let (store, wire) = wired("secrets");
+    for code in ["InvalidSignatureException", "ThrottlingException", "UnrecognizedClientException", "Whatever"] {
+        let body = format!("{{\"__type\":\"{code}\",\"message\":\"x-amz-security-token: hush\",\"Item\":\"hush\"}}");
+        wire.script([Reply::Instead(400, body)]);
+        let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+        assert!(!format!("{error:?} {error}").contains("hush"), "{error:?}");
+        assert!(error.to_string().contains(code), "{error}");
+    }
+    assert!(!format!("{store:?} {:?}", DynamoStore::options()).contains("Credentials"));
+}
+
+// What the client repeats by itself.
+
+fn retrying(test: &str) -> (DynamoStore, Wire) {
+    let wire = Wire::to(&Kind::Dynoxide.shared());
+    let retries = RetryConfig::standard().with_max_attempts(3).with_initial_backoff(Duration::from_millis(1));
+    (options(test).open(client_with(&wire, retries), TABLE), wire)
+}
+
+#[tokio::test]
+async fn writes_that_the_client_repeats_take_effect_once() {
+    let (store, wire) = retrying("repeated");
+    for (n, lost) in
+        [Reply::After(500, String::new()), Reply::After(503, "{}".to_owned()), Reply::Lost].iter().enumerate()
+    {
+        let fail_at = |calls: usize| wire.script(vec![Reply::Pass; calls].into_iter().chain([lost.clone()]));
+        let name = format!("k{n}");
+        let first = request(&store, &name);
+        fail_at(0);
+        wire.seen();
+        let lease = reserved(&store, &first).await;
+        assert_eq!((lease.attempt, wire.seen().len()), (1, 2), "{lost:?}");
+        fail_at(0);
+        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{lost:?}");
+        fail_at(0);
+        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{lost:?}");
+        let released = Record { starts: 0, ..Record::after(&lease, State::Released) };
+        assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
+        // The second step of a reservation that meets a record.
+        fail_at(1);
+        let lease = reserved(&store, &request(&store, &name)).await;
+        assert_eq!((lease.attempt, lease.starts), (2, 1), "{lost:?}");
+        fail_at(0);
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "{lost:?}");
+        let recorded = Record::after(&lease, done().state());
+        assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, recorded, "{lost:?}");
+        fail_at(0);
+        assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done, "{lost:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
+    let (store, wire) = retrying("doubt");
+    let throttled = || Reply::error(400, "ThrottlingException");
+    wire.script([throttled(), throttled(), throttled()]);
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "refused three times: {error}");
+    for refusal in [throttled(), Reply::error(400, "AccessDeniedException")] {
+        wire.seen();
+        let request = request(&store, &format!("{refusal:?}").replace('/', ""));
+        wire.script([Reply::After(500, String::new()), refusal.clone(), refusal.clone(), refusal.clone()]);
+        let error = store.reserve(&request).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unknown, "{refusal:?}: {error}");
+        wire.script([]);
+        assert!(store.inspect(&request.key).await.unwrap().is_some(), "it had landed");
+    }
+}
+
+// What breaks.
+
+#[tokio::test]
+async fn a_call_that_is_never_answered_ends() {
+    let (store, _) = wired("silence");
+    let wire = Wire::to(&Kind::Dynoxide.shared());
+    let hurried = options("silence").call_timeout(Duration::from_millis(100)).open(client(&wire), TABLE);
+    let first = request(&store, "k");
+    let silent = async {
+        wire.script(vec![Reply::Silence; 5]);
+        assert!(hurried.reserve(&first).await.unwrap_err().may_have_landed());
+        let lease = reserved(&store, &first).await;
+        assert!(hurried.renew(std::slice::from_ref(&lease)).await.unwrap_err().may_have_landed());
+        assert!(hurried.inspect(&lease.key).await.is_err());
+        assert!(hurried.reopen(&lease.key, 1).await.is_err());
+        assert!(hurried.finish(&lease, &done()).await.unwrap_err().may_have_landed());
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "recognised, or written now");
+    };
+    tokio::time::timeout(Duration::from_secs(50), silent).await.expect("every call ends");
+}
+
+#[tokio::test]
+async fn calls_through_a_line_that_breaks_take_effect_once() {
+    let emulator = Emulator::with_table(Kind::Dynoxide).await;
+    let direct = open(&emulator.endpoint(), TABLE);
+    let broken = async |line: Line| {
+        let proxy = Proxy::to(emulator.port()).await;
+        let through = Wire::to(&proxy.url().replace("redis:", "http:"));
+        let store = DynamoStore::options().call_timeout(Duration::from_secs(2)).open(client(&through), TABLE);
+        let (runs, name) = (AtomicU32::new(0), format!("finish:{line:?}"));
+        // Breaks while the result is being recorded, and heals after a while.
+        let body = async {
+            proxy.set(line);
+            Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
+        };
+        let operation = Operation::new(&store, Key::new("test", &name), POLICY);
+        let call_through = observe(run(operation, record_values::<Json>(), body));
+        let heal = async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            proxy.set(Line::Pass);
+        };
+        let ((result, outcome), ()) = tokio::join!(call_through, heal);
+        assert_eq!(result.unwrap(), 1, "{line:?}");
+        assert!(outcome.recorded(), "{line:?}");
+        assert!(call(&direct, &name, &runs).await.1.replayed(), "{line:?}");
+        assert_eq!(runs.into_inner(), 1, "{line:?}");
+        // And the same while it is being reserved.
+        let (runs, name) = (AtomicU32::new(0), format!("reserve:{line:?}"));
+        proxy.set(line);
+        let (result, _) = call(&store, &name, &runs).await;
+        assert!(matches!(result, Err(Error::Store { .. })), "{line:?}: {result:?}");
+        proxy.set(Line::Pass);
+        store.flush().await;
+        assert!(call(&direct, &name, &runs).await.1.executed(), "{line:?}: released, or never there");
+        assert_eq!(runs.into_inner(), 1, "{line:?}");
+    };
+    let lines = [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse];
+    futures::future::join_all(lines.map(broken)).await;
+}
+
+#[tokio::test]
+async fn nobody_there_has_written_nothing() {
+    let store = DynamoStore::new(client(&Wire::to("http://127.0.0.1:1")), TABLE);
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    let wire = Wire::to("http://127.0.0.1:1");
+    let retries = RetryConfig::standard().with_initial_backoff(Duration::from_millis(1));
+    let store = DynamoStore::new(client_with(&wire, retries), TABLE);
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(wire.seen().len(), 3);
+    assert!(error.is_transient(), "{error}");
+}
+
+#[tokio::test]
+async fn processes_race_for_the_same_keys_while_the_server_restarts() {
+    let mut emulator = Emulator::with_table(Kind::Dynoxide).await;
+    let spec = format!("dynamo {} {TABLE}", emulator.endpoint());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let restarts = async {
+        for _ in 0..3 {
+            tokio::time::sleep(Duration::from_millis(700)).await;
+            emulator.kill();
+            emulator.run();
+        }
+    };
+    let effects = race.run(restarts).await;
+    // A process whose emulator is away for longer than its lease leaves an effect without a record as well.
+    println!("{} effects beyond one for each key", effects.repeated());
+    assert!(effects.repeated() <= race.kills + 3 * (race.racers + 1), "{effects:?}");
+}

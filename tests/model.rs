@@ -387,6 +387,15 @@ fn redis_on_real_time() {
     });
 }
 
+#[cfg(feature = "dynamodb")]
+#[test]
+fn dynamo_on_real_time() {
+    agrees_with_the_reference(8, false, async || {
+        let store = idem_tests::dynamo::open(&idem_tests::dynamo::Kind::Dynoxide.shared(), idem_tests::dynamo::TABLE);
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 /// The comparison itself can fail: for this store, no time passes.
 #[test]
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]

@@ -55,8 +55,9 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     fn entropy(&self) -> u128;
 }
 
-/// Milliseconds since 1970 by the wall clock of this host, which all its processes share.
-#[cfg(feature = "sqlite")]
+/// Milliseconds since 1970 by the wall clock of this host, which all its processes share. It may be set, and two hosts
+/// disagree.
+#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
 pub(crate) fn wall_millis() -> i64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
@@ -73,7 +74,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
 }
 
 /// What all of `futures` give, in their order, run concurrently.
-#[cfg(any(feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
     poll_fn(|cx| {

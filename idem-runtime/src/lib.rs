@@ -28,7 +28,7 @@
 //! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
-//! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`), `SqliteStore` (feature `sqlite`) |
+//! | keep records | see [Stores](#stores) below |
 //! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
 //! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
@@ -56,6 +56,7 @@
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
+//! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
@@ -112,6 +113,8 @@ pub use recorder::{
 pub use store::{
     Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
 };
+#[cfg(feature = "dynamodb")]
+pub use stores::dynamo::{DynamoOptions, DynamoStore};
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
 #[cfg(feature = "sqlx")]

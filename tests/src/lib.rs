@@ -2,10 +2,12 @@
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
-#[cfg(feature = "postgres")]
-pub mod postgres;
 #[cfg(feature = "cluster")]
 pub mod cluster;
+#[cfg(feature = "dynamodb")]
+pub mod dynamo;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 pub mod proxy;
 pub mod race;
 pub mod server;

@@ -11,6 +11,8 @@ use idem_runtime::{RedisOptions, RedisStore, Store};
 /// - `postgres URL SCHEMA`
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` knows
 /// - `replicated URL PREFIX`, the same with `min_replicas(1)`
+/// - `redis URL PREFIX`
+/// - `dynamo ENDPOINT TABLE`
 ///
 /// # Panics
 /// If it can't be opened.
@@ -28,6 +30,8 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
             let options = idem_runtime::PostgresStore::options().schema(schema);
             Arc::new(options.connect(url).await.expect("the server is there"))
         }
+        #[cfg(feature = "dynamodb")]
+        ["dynamo", endpoint, table] => Arc::new(crate::dynamo::open(endpoint, table)),
         _ => panic!("`{spec}` names no store"),
     }
 }

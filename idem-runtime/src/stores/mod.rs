@@ -1,5 +1,7 @@
 //! One backend per file; each knows the contract and none of its siblings.
 
+#[cfg(feature = "dynamodb")]
+pub(crate) mod dynamo;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
 #[cfg(feature = "postgres")]

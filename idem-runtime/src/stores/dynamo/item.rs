@@ -1,0 +1,184 @@
+//! A record as an item of the table: one attribute for each part, and the times.
+
+use std::collections::HashMap;
+
+use aws_sdk_dynamodb::primitives::Blob;
+use aws_sdk_dynamodb::types::AttributeValue;
+use bytes::Bytes;
+
+use crate::record::format::FormatError;
+use crate::record::{Parts, signed_millis};
+use crate::{Record, State};
+
+/// What DynamoDB calls an item.
+pub(super) type Attributes = HashMap<String, AttributeValue>;
+
+/// The largest item that DynamoDB holds, names of attributes included.
+pub(super) const MAX_BYTES: usize = 400 * 1024;
+
+pub(super) const KEY: &str = "key";
+const FORMAT: &str = "format";
+pub(super) const STATE: &str = "state";
+pub(super) const OWNER: &str = "owner";
+pub(super) const ATTEMPT: &str = "attempt";
+pub(super) const STARTS: &str = "starts";
+const FINGERPRINT: &str = "fingerprint";
+pub(super) const ON_CRASH_FAIL: &str = "on_crash_fail";
+pub(super) const LEASE_MS: &str = "lease_ms";
+pub(super) const TTL_MS: &str = "ttl_ms";
+const CODEC: &str = "codec";
+const RESULT: &str = "result";
+const RESULT_BYTES: &str = "result_bytes";
+/// When the lease lapses, in milliseconds since 1970 by the clock of its owner; there while the record is pending.
+pub(super) const LAPSES_AT: &str = "lapses_at";
+/// When the retention ends, in milliseconds since 1970 by the clock of the last writer.
+pub(super) const EXPIRES_AT: &str = "expires_at";
+/// From when DynamoDB may delete the item, in seconds since 1970: the TTL attribute of the table.
+pub(super) const PURGE_AT: &str = "purge_at";
+
+/// The times of a record, in milliseconds since 1970.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[expect(clippy::struct_field_names, reason = "the names of the attributes")]
+pub(super) struct Times {
+    pub(super) lapses_at: i64,
+    pub(super) expires_at: i64,
+    /// In seconds. Rounded up, and later by the skew: every clock has seen the end of the retention by then.
+    pub(super) purge_at: i64,
+}
+
+impl Times {
+    /// The times of `record` if it is written at `now`.
+    pub(super) fn of(record: &Record, ttl: std::time::Duration, now: i64, skew: i64) -> Self {
+        let lapses_at = match record.state {
+            State::Pending { lease, .. } => now.saturating_add(signed_millis(lease)),
+            _ => now,
+        };
+        Self { lapses_at, ..Self::until(now.saturating_add(signed_millis(record.retention(ttl))), skew) }
+    }
+
+    /// The times of a record that is not pending and whose retention ends at `expires_at`.
+    pub(super) fn until(expires_at: i64, skew: i64) -> Self {
+        let purge_at = expires_at.saturating_add(skew).saturating_add(999) / 1000;
+        Self { lapses_at: expires_at, expires_at, purge_at }
+    }
+}
+
+pub(super) fn number(n: i64) -> AttributeValue {
+    AttributeValue::N(n.to_string())
+}
+
+pub(super) fn text(text: &str) -> AttributeValue {
+    AttributeValue::S(text.to_owned())
+}
+
+pub(super) fn binary(bytes: impl Into<Vec<u8>>) -> AttributeValue {
+    AttributeValue::B(Blob::new(bytes))
+}
+
+/// The item of `record` under the key `name`.
+pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
+    let parts = Parts::of(record);
+    let pending = matches!(record.state, State::Pending { .. });
+    let attributes = [
+        (KEY, Some(text(name))),
+        (FORMAT, Some(number(parts.format))),
+        (STATE, Some(text(parts.state))),
+        (OWNER, Some(binary(parts.owner))),
+        (ATTEMPT, Some(number(parts.attempt))),
+        (STARTS, Some(number(parts.starts))),
+        (FINGERPRINT, parts.fingerprint.map(binary)),
+        (ON_CRASH_FAIL, pending.then_some(AttributeValue::Bool(parts.on_crash_fail))),
+        (LEASE_MS, parts.lease_ms.map(number)),
+        (TTL_MS, parts.ttl_ms.map(number)),
+        (CODEC, parts.codec.map(text)),
+        (RESULT, parts.result.map(binary)),
+        (RESULT_BYTES, parts.result_bytes.map(number)),
+        (LAPSES_AT, pending.then(|| number(times.lapses_at))),
+        (EXPIRES_AT, Some(number(times.expires_at))),
+        (PURGE_AT, Some(number(times.purge_at))),
+    ];
+    attributes.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
+}
+
+/// A record and its times, as they were found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) record: Record,
+    /// Meaningful while the record is pending.
+    pub(super) lapses_at: i64,
+    pub(super) expires_at: i64,
+}
+
+/// Reads what [`write`] wrote.
+pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
+    // Somebody else's items need have none of our attributes; an item of ours lacks none that its state needs.
+    let format = match item.get(FORMAT) {
+        None => return Err(FormatError::Foreign),
+        Some(format) => integer(format).ok_or(FormatError::Foreign)?,
+    };
+    let result = match item.remove(RESULT) {
+        None => None,
+        Some(AttributeValue::B(blob)) => Some(Bytes::from(blob.into_inner())),
+        Some(_) => return Err(FormatError::Damaged),
+    };
+    let parts = parts(&item, format, result).ok_or(FormatError::Damaged)?;
+    let record = parts.record()?;
+    let pending = matches!(record.state, State::Pending { .. });
+    let time = |name: &str| item.get(name).and_then(integer);
+    let (lapses_at, expires_at) = match (time(LAPSES_AT), time(EXPIRES_AT)) {
+        (Some(lapses_at), Some(expires_at)) => (lapses_at, expires_at),
+        (None, Some(expires_at)) if !pending => (expires_at, expires_at),
+        _ => return Err(FormatError::Damaged),
+    };
+    Ok(Found { record, lapses_at, expires_at })
+}
+
+fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
+    // An attribute of another type than ours is damage, not absence.
+    let optional = |name: &str| match item.get(name) {
+        None => Some(None),
+        Some(number) => integer(number).map(Some),
+    };
+    // What a later version keeps under these names is its own affair: only its number is looked at.
+    let ours = format == Parts::VERSION;
+    let (empty, nothing): (&[u8], _) = (&[], 0);
+    Some(Parts {
+        format,
+        state: item.get(STATE).and_then(|it| it.as_s().ok()).map(String::as_str).or((!ours).then_some(""))?,
+        owner: item.get(OWNER).and_then(|it| it.as_b().ok()).map(AsRef::as_ref).or((!ours).then_some(empty))?,
+        attempt: item.get(ATTEMPT).and_then(integer).or((!ours).then_some(nothing))?,
+        starts: item.get(STARTS).and_then(integer).or((!ours).then_some(nothing))?,
+        fingerprint: match item.get(FINGERPRINT) {
+            None => None,
+            Some(fingerprint) => Some(fingerprint.as_b().ok()?.as_ref()),
+        },
+        on_crash_fail: match item.get(ON_CRASH_FAIL) {
+            None => false,
+            Some(fail) => *fail.as_bool().ok()?,
+        },
+        lease_ms: optional(LEASE_MS)?,
+        ttl_ms: optional(TTL_MS)?,
+        codec: match item.get(CODEC) {
+            None => None,
+            Some(codec) => Some(codec.as_s().ok()?),
+        },
+        result,
+        result_bytes: optional(RESULT_BYTES)?,
+    })
+}
+
+pub(super) fn integer(value: &AttributeValue) -> Option<i64> {
+    value.as_n().ok()?.parse().ok()
+}
+
+/// How large an item is by DynamoDB's own rules: the names of the attributes and their values.
+pub(super) fn size(item: &Attributes) -> usize {
+    let value = |value: &AttributeValue| match value {
+        AttributeValue::S(text) => text.len(),
+        AttributeValue::B(bytes) => bytes.as_ref().len(),
+        // One byte for two significant digits, and one more.
+        AttributeValue::N(digits) => digits.trim_end_matches('0').len().div_ceil(2) + 1,
+        _ => 1,
+    };
+    item.iter().map(|(name, it)| name.len() + value(it)).sum()
+}

@@ -1,0 +1,605 @@
+//! Records in a DynamoDB table.
+//!
+//! A record is one item, with an attribute for each of its parts. Every write is conditional, and a write that is refused
+//! answers with the item that it met, so a replay is one call: the reservation that did not happen. DynamoDB has no clock
+//! that a condition could ask. Times are written by the clock of the writer, and nobody acts on a time before
+//! `max_clock_skew` more has passed by its own.
+
+mod answer;
+mod item;
+mod table;
+
+use std::fmt;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use aws_sdk_dynamodb::Client;
+use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
+
+use self::answer::{Tries, Written};
+use self::item::{
+    ATTEMPT, Attributes, EXPIRES_AT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, STARTS, STATE,
+    TTL_MS, Times, binary, integer, number, text,
+};
+pub use self::table::DynamoOptions;
+use self::table::WallClock;
+use crate::clock::race;
+use crate::record::Parts;
+use crate::record::format::FormatError;
+use crate::store::forward;
+use crate::stores::waiting::Waiting;
+use crate::{
+    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
+    StoreError, StoreErrorKind, StoreFuture, Write,
+};
+
+/// How often a reservation looks again at a record that changes under its eyes. Each time another attempt has got ahead,
+/// so this is a bound on what can't happen rather than on what may.
+const LOOKS: usize = 100;
+/// How many leases are renewed at a time.
+const RENEWED_AT_ONCE: usize = 32;
+/// How long a waiting duplicate pauses between two looks: at first, and at most.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// A store in a DynamoDB table.
+///
+/// - *Atomicity*: one conditional write for each step; DynamoDB decides the winner. No scan, no read that may be stale.
+///   Use one region for a table: replicas of a global table with eventual consistency would each let an attempt run.
+/// - *Clock*: those of the machines that use the table, which may differ by
+///   [`max_clock_skew`](DynamoOptions::max_clock_skew), 1 s unless set. A takeover waits for that much longer than the
+///   lease; farther apart, an attempt may be taken over while its lease still holds.
+/// - *Durability*: DynamoDB's own: a confirmed write is on several disks, and none is lost.
+/// - *Limits*: items of 400 KB with everything in them. A result that does not fit is refused before it is sent
+///   ([`StoreErrorKind::TooLarge`]), and the operation is recorded without it. The TTL of the table deletes records some
+///   days after their retention; until then they count as absent.
+/// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and beat;
+///   three for a takeover and for another attempt after a release. A refused write costs capacity by the size of the item
+///   it meets, as a write of it would. A duplicate that waits for another process looks after 50 ms and then less and less
+///   often, down to every second.
+///
+/// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key` (a
+/// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) makes it. The
+/// store needs to be allowed `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`.
+///
+/// Clones share the client, heartbeats and waiting duplicates.
+///
+/// ```no_run
+/// # fn open(client: aws_sdk_dynamodb::Client) {
+/// use idem_runtime::DynamoStore;
+/// // let client = aws_sdk_dynamodb::Client::new(&aws_config::load_from_env().await);
+/// let store = DynamoStore::new(client, "idempotency");
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct DynamoStore(Arc<Shared>);
+
+impl DynamoStore {
+    /// A CloudFormation template of the table:
+    ///
+    /// ```json
+    #[doc = include_str!("table.json")]
+    /// ```
+    pub const CLOUDFORMATION: &'static str = include_str!("table.json");
+
+    /// A store in `table`. Nothing is sent: what is wrong with table, credentials or network, the first call tells.
+    pub fn new(client: Client, table: impl Into<String>) -> Self {
+        Self::options().open(client, table)
+    }
+
+    /// Settings for a store.
+    pub fn options() -> DynamoOptions {
+        DynamoOptions::default()
+    }
+
+    /// Creates the table, billed by request, unless it is there, and waits until it can be used; for tests and first
+    /// steps. In production, make it by [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a like of it.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the client
+    /// may not create tables; otherwise as any call.
+    ///
+    /// # Cancel safety
+    /// May be repeated.
+    pub async fn create_table(&self) -> Result<(), StoreError> {
+        self.0.create_table().await
+    }
+
+    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl fmt::Debug for DynamoStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+forward! { () DynamoStore => shared; }
+
+struct Shared {
+    this: Weak<Shared>,
+    heartbeats: Heartbeats,
+    client: Client,
+    table: String,
+    prefix: String,
+    /// Milliseconds.
+    skew: i64,
+    call_timeout: Duration,
+    wall_clock: WallClock,
+    waiting: Waiting,
+    /// Whether the clock here was last seen to be too far off.
+    warned: AtomicBool,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DynamoStore").field("table", &self.table).field("prefix", &self.prefix).finish_non_exhaustive()
+    }
+}
+
+/// The attributes and values that a condition or an update names, as `#name` and `:name`.
+#[derive(Default)]
+struct Terms {
+    names: Vec<&'static str>,
+    values: Vec<(&'static str, AttributeValue)>,
+}
+
+impl Terms {
+    fn names(mut self, names: &[&'static str]) -> Self {
+        self.names.extend_from_slice(names);
+        self
+    }
+
+    fn value(mut self, name: &'static str, value: AttributeValue) -> Self {
+        self.values.push((name, value));
+        self
+    }
+}
+
+/// Adds the terms to a request. Every name goes by `#name`: some of ours are words of DynamoDB's.
+macro_rules! with_terms {
+    ($request:expr, $terms:expr) => {{
+        let Terms { names, values } = $terms;
+        let request = names
+            .into_iter()
+            .fold($request, |request, name| request.expression_attribute_names(format!("#{name}"), name));
+        values
+            .into_iter()
+            .fold(request, |request, (name, value)| request.expression_attribute_values(format!(":{name}"), value))
+    }};
+}
+
+impl Shared {
+    fn name_of(&self, key: &Key) -> String {
+        [&self.prefix, key.as_str()].concat()
+    }
+
+    fn now(&self) -> i64 {
+        (self.wall_clock)()
+    }
+
+    /// The latest time that has passed by every clock.
+    fn passed(&self, now: i64) -> i64 {
+        // One millisecond less: who wrote the time had seen a part of one that was not counted.
+        now.saturating_sub(self.skew).saturating_sub(1)
+    }
+
+    /// How long it is until `time` has passed by every clock; zero only if it has.
+    fn until(&self, time: i64, now: i64) -> Duration {
+        Duration::from_millis(u64::try_from(time.saturating_sub(self.passed(now))).unwrap_or_default())
+    }
+
+    fn is_expired(&self, found: &Found, now: i64) -> bool {
+        found.expires_at <= self.passed(now)
+    }
+
+    /// Warns once if the clock here is farther off DynamoDB's than it may be off that of another machine, as far as the
+    /// `Date` of an answer to a call that `began` then shows it. Nothing is decided by it.
+    fn compare_clocks(&self, began: i64, tries: &Tries) {
+        let Some(date) = tries.date() else { return };
+        let earliest = date.saturating_mul(1000);
+        let ahead = began.saturating_sub(earliest.saturating_add(999));
+        let behind = earliest.saturating_sub(self.now());
+        let off = ahead.max(behind);
+        if off <= self.skew {
+            self.warned.store(false, Ordering::Relaxed);
+        } else if !self.warned.swap(true, Ordering::Relaxed) {
+            let way = if ahead > behind { "ahead of" } else { "behind" };
+            tracing::warn!(
+                table = self.table,
+                "this machine's clock is {off} ms or more {way} DynamoDB's, and `max_clock_skew` is {} ms: leases may be \
+                 taken over while they hold",
+                self.skew
+            );
+        }
+    }
+
+    /// What `call` answers within the time that one call has.
+    async fn bounded<T>(&self, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
+        let began = self.now();
+        let answer = race(call, self.heartbeats.clock().sleep(self.call_timeout)).await;
+        self.compare_clocks(began, tries);
+        answer.ok_or_else(|| match tries.none_sent() {
+            true => StoreError::new(StoreErrorKind::Unavailable, "the request could not be sent in time"),
+            false => StoreError::new(StoreErrorKind::Unknown, "DynamoDB did not answer in time"),
+        })
+    }
+
+    /// Writes `item` if `condition` holds.
+    async fn put(&self, item: Attributes, condition: &str, terms: Terms) -> Result<Written, StoreError> {
+        let tries = Tries::default();
+        let request = self
+            .client
+            .put_item()
+            .table_name(&self.table)
+            .set_item(Some(item))
+            .condition_expression(condition)
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
+            .return_consumed_capacity(ReturnConsumedCapacity::Total);
+        let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
+        answer::written(self.bounded(call, &tries).await?, &tries)
+    }
+
+    /// Changes the item `name` by `update` if `condition` holds.
+    async fn update(&self, name: &str, update: &str, condition: &str, terms: Terms) -> Result<Written, StoreError> {
+        let tries = Tries::default();
+        let request = self
+            .client
+            .update_item()
+            .table_name(&self.table)
+            .key(KEY, text(name))
+            .update_expression(update)
+            .condition_expression(condition)
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
+            .return_consumed_capacity(ReturnConsumedCapacity::Total);
+        let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
+        answer::written(self.bounded(call, &tries).await?, &tries)
+    }
+
+    /// The item `name`, or these attributes of it.
+    async fn get(&self, name: &str, attributes: &[&'static str]) -> Result<Option<Attributes>, StoreError> {
+        let tries = Tries::default();
+        let request = self
+            .client
+            .get_item()
+            .table_name(&self.table)
+            .key(KEY, text(name))
+            .consistent_read(true)
+            .return_consumed_capacity(ReturnConsumedCapacity::Total);
+        let request = attributes
+            .iter()
+            .fold(request, |request, name| request.expression_attribute_names(format!("#{name}"), *name));
+        let projection: Vec<_> = attributes.iter().map(|name| format!("#{name}")).collect();
+        let request = request.set_projection_expression(Some(projection.join(", ")).filter(|it| !it.is_empty()));
+        let call = request.customize().interceptor(tries.clone()).send();
+        let answer = self.bounded(call, &tries).await?.map_err(|error| answer::failed(&error, &tries))?;
+        Ok(answer::genuine(answer)?.item)
+    }
+
+    /// What a refused write has met. Nothing in the answer means that there is no item, which is looked up before it is
+    /// believed.
+    async fn met(&self, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
+        match met {
+            Some(met) => Ok(Some(met)),
+            None => self.get(name, &[]).await,
+        }
+    }
+
+    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let name = self.name_of(&request.key);
+        let mut changed = None;
+        for _ in 0..LOOKS {
+            let met = match changed.take() {
+                Some(met) => met,
+                None => match self.put_first(&name, request).await? {
+                    Written::Done => {
+                        let lease = Record::first(request).lease(request);
+                        return Ok(Reservation::Reserved { lease, takeover: false });
+                    }
+                    Written::Refused(met) => match self.met(&name, met).await? {
+                        Some(met) => met,
+                        // Deleted meanwhile.
+                        None => continue,
+                    },
+                },
+            };
+            let found = item::read(met).map_err(corrupt)?;
+            let now = self.now();
+            if self.is_expired(&found, now) {
+                continue;
+            }
+            match found.record.meet(request, self.until(found.lapses_at, now)) {
+                Meeting::Answer(answer) => return Ok(answer),
+                Meeting::Replace { with, takeover } => {
+                    let item = item::write(&name, &with, Times::of(&with, request.ttl, now, self.skew));
+                    match self.replace(&found, item).await? {
+                        Written::Done => {
+                            self.waiting.wake(&name);
+                            return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                        }
+                        Written::Refused(met) => changed = met,
+                    }
+                }
+            }
+        }
+        Err(changes_too_often())
+    }
+
+    /// Writes the record of a first attempt, if there is none whose retention still runs.
+    async fn put_first(&self, name: &str, request: &Reserve) -> Result<Written, StoreError> {
+        let now = self.now();
+        let first = Record::first(request);
+        let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
+        let terms = Terms::default().names(&[KEY, EXPIRES_AT]).value("passed", number(self.passed(now)));
+        self.put(item, "attribute_not_exists(#key) OR #expires_at <= :passed", terms).await
+    }
+
+    /// Puts `item` in place of the record that was met, if it still is the one that was met.
+    async fn replace(&self, met: &Found, item: Attributes) -> Result<Written, StoreError> {
+        let parts = Parts::of(&met.record);
+        let terms = Terms::default()
+            .names(&[OWNER, STATE, ATTEMPT, STARTS])
+            .value("owner", binary(parts.owner))
+            .value("state", text(parts.state))
+            .value("attempt", number(parts.attempt))
+            .value("starts", number(parts.starts));
+        let same = "#owner = :owner AND #state = :state AND #attempt = :attempt AND #starts = :starts";
+        match met.record.state {
+            // Renewed meanwhile, it is the owner's again.
+            State::Pending { .. } => {
+                let terms = terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at));
+                self.put(item, &format!("{same} AND #lapses_at = :lapses_at"), terms).await
+            }
+            _ => self.put(item, same, terms).await,
+        }
+    }
+
+    /// The terms of [`HELD`].
+    fn held_terms(&self, lease: &Lease, now: i64) -> Terms {
+        Terms::default()
+            .names(&[OWNER, STATE, EXPIRES_AT])
+            .value("owner", binary(&lease.owner.as_bytes()[..]))
+            .value("pending", text("P"))
+            .value("passed", number(self.passed(now)))
+    }
+
+    /// The record that refused a write of `lease`, if it is this attempt's own: then an earlier write did it.
+    async fn own(&self, name: &str, lease: &Lease, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
+        // What can't be read is somebody else's.
+        let found = self.met(name, met).await?.and_then(|met| item::read(met).ok());
+        Ok(found.filter(|found| found.record.owner == lease.owner && !self.is_expired(found, self.now())))
+    }
+
+    /// What a write that ends an attempt is answered if it was refused.
+    async fn ended(
+        &self,
+        name: &str,
+        lease: &Lease,
+        met: Option<Attributes>,
+        finished: bool,
+    ) -> Result<Write, StoreError> {
+        let own = self.own(name, lease, met).await?.map(|found| found.record);
+        let repeated = own
+            .is_some_and(|record| !matches!(record.state, State::Pending { .. }) && record.is_finished() == finished);
+        Ok(if repeated { Write::Done } else { Write::Refused })
+    }
+
+    async fn renew_one(&self, lease: &Lease) -> Result<Write, StoreError> {
+        let name = self.name_of(&lease.key);
+        let now = self.now();
+        let state = State::Pending { lease: lease.lease, ttl: lease.ttl, on_crash: lease.on_crash };
+        let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
+        let terms = self
+            .held_terms(lease, now)
+            .names(&[LAPSES_AT, PURGE_AT])
+            .value("lapses_at", number(times.lapses_at))
+            .value("expires_at", number(times.expires_at))
+            .value("purge_at", number(times.purge_at));
+        let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
+        // A renewal that arrives late must not cut short what a later one has confirmed.
+        let condition = format!("{HELD} AND #lapses_at <= :lapses_at");
+        match self.update(&name, update, &condition, terms).await? {
+            Written::Done => Ok(Write::Done),
+            Written::Refused(met) => {
+                let held = self.own(&name, lease, met).await?.is_some_and(|found| {
+                    matches!(found.record.state, State::Pending { .. }) && found.lapses_at > times.lapses_at
+                });
+                Ok(if held { Write::Done } else { Write::Refused })
+            }
+        }
+    }
+
+    /// Renews every `RENEWED_AT_ONCE`th of `leases`, one after the other.
+    async fn renew_lane(&self, leases: &[Lease]) -> Vec<Result<Write, StoreError>> {
+        let mut answers = Vec::new();
+        for lease in leases.iter().step_by(RENEWED_AT_ONCE) {
+            answers.push(self.renew_one(lease).await);
+        }
+        answers
+    }
+
+    async fn try_finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+        let name = self.name_of(&lease.key);
+        let now = self.now();
+        let record = Record::after(lease, finish.state());
+        let item = item::write(&name, &record, Times::of(&record, lease.ttl, now, self.skew));
+        let size = item::size(&item);
+        if size > item::MAX_BYTES {
+            let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
+            return Err(StoreError::new(StoreErrorKind::TooLarge, message));
+        }
+        match self.put(item, HELD, self.held_terms(lease, now)).await? {
+            Written::Done => {
+                self.waiting.wake(&name);
+                Ok(Write::Done)
+            }
+            Written::Refused(met) => self.ended(&name, lease, met, true).await,
+        }
+    }
+
+    async fn try_release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+        let name = self.name_of(&lease.key);
+        let now = self.now();
+        let state = release.state();
+        let letter = text(state.letter());
+        // The attempt number is the record's own: a caller that never heard the answer to its reservation doesn't know it.
+        let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
+        let terms = self
+            .held_terms(lease, now)
+            .names(&[STARTS, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
+            .value("state", letter)
+            .value("refund", number(i64::from(release == Release::NotStarted)))
+            .value("expires_at", number(times.expires_at))
+            .value("purge_at", number(times.purge_at));
+        let update = "SET #state = :state, #starts = #starts - :refund, #expires_at = :expires_at, \
+                      #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail";
+        match self.update(&name, update, HELD, terms).await? {
+            Written::Done => {
+                self.waiting.wake(&name);
+                Ok(Write::Done)
+            }
+            Written::Refused(met) => self.ended(&name, lease, met, false).await,
+        }
+    }
+
+    async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
+        let name = self.name_of(key);
+        let mut met = self.get(&name, &[]).await?;
+        for _ in 0..LOOKS {
+            let Some(item) = met else { return Ok(Write::Refused) };
+            let found = item::read(item).map_err(corrupt)?;
+            let now = self.now();
+            let live =
+                matches!(found.record.state, State::Pending { .. }) && !self.until(found.lapses_at, now).is_zero();
+            if found.record.attempt != attempt || live || self.is_expired(&found, now) {
+                return Ok(Write::Refused);
+            }
+            let reopened = Record { starts: 0, state: State::Released, ..found.record.clone() };
+            let times = Times::until(found.expires_at, self.skew);
+            met = match self.replace(&found, item::write(&name, &reopened, times)).await? {
+                Written::Done => {
+                    self.waiting.wake(&name);
+                    return Ok(Write::Done);
+                }
+                Written::Refused(met) => self.met(&name, met).await?,
+            };
+        }
+        Err(changes_too_often())
+    }
+
+    /// Whether attempt `attempt` is pending.
+    async fn is_pending(&self, name: &str, attempt: u32) -> Result<bool, StoreError> {
+        let Some(item) = self.get(name, &[STATE, ATTEMPT, EXPIRES_AT]).await? else { return Ok(false) };
+        let number = |name: &str| item.get(name).and_then(integer);
+        Ok(item.get(STATE).is_some_and(|state| *state == text("P"))
+            && number(ATTEMPT) == Some(attempt.into())
+            && number(EXPIRES_AT).is_some_and(|expires_at| expires_at > self.passed(self.now())))
+    }
+
+    /// Returns once attempt `attempt` is no longer pending, or this handle has ended it.
+    async fn watch(&self, name: &str, attempt: u32) -> Result<(), StoreError> {
+        let waiter = self.waiting.join(name);
+        let mut pause = FIRST_PAUSE;
+        loop {
+            // Heard from before the look on, so that an end in between is not missed.
+            let mut woken = pin!(waiter.woken());
+            woken.as_mut().enable();
+            match self.is_pending(name, attempt).await {
+                Ok(false) => return Ok(()),
+                Ok(true) => {}
+                Err(error) if error.is_transient() => {}
+                Err(error) => return Err(error),
+            }
+            if race(woken, self.heartbeats.clock().sleep(pause)).await.is_some() {
+                return Ok(());
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+/// The condition of every write of an attempt: the pending record is its own, and retained.
+const HELD: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "dynamodb"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move {
+            let lanes = RENEWED_AT_ONCE.min(leases.len());
+            let mut lanes: Vec<_> = (0..lanes).map(|lane| Box::pin(self.renew_lane(&leases[lane..]))).collect();
+            let lanes = crate::clock::all(&mut lanes).await;
+            let mut lanes: Vec<_> = lanes.into_iter().map(IntoIterator::into_iter).collect();
+            // Every lease was asked about before one unknown answer makes the whole an error.
+            (0..leases.len()).map(|at| lanes[at % RENEWED_AT_ONCE].next().expect("one answer for each lease")).collect()
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.try_finish(lease, finish))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.try_release(lease, release))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            let name = self.name_of(key);
+            let waited = race(self.watch(&name, attempt), self.heartbeats.clock().sleep(at_most)).await;
+            waited.unwrap_or(Ok(()))
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let Some(item) = self.get(&self.name_of(key), &[]).await? else { return Ok(None) };
+            let found = item::read(item).map_err(corrupt)?;
+            let now = self.now();
+            if self.is_expired(&found, now) {
+                return Ok(None);
+            }
+            let pending = matches!(found.record.state, State::Pending { .. });
+            Ok(Some(Inspection {
+                expires_in: self.until(found.expires_at, now),
+                lapses_in: pending.then(|| self.until(found.lapses_at, now)),
+                record: found.record,
+            }))
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(self.try_reopen(key, attempt))
+    }
+}
+
+fn changes_too_often() -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at")
+}
+
+fn corrupt(error: FormatError) -> StoreError {
+    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
+}

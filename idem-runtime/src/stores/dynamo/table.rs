@@ -1,0 +1,225 @@
+//! How a store is opened, and its table.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use aws_sdk_dynamodb::Client;
+use aws_sdk_dynamodb::config::http::HttpResponse;
+use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
+use aws_sdk_dynamodb::types::{
+    AttributeDefinition, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType, TableDescription, TableStatus,
+    TimeToLiveSpecification, TimeToLiveStatus,
+};
+
+use super::answer::{self, Tries};
+use super::{DynamoStore, Shared, item};
+use crate::clock::{SystemClock, race, wall_millis};
+use crate::record::signed_millis;
+use crate::stores::waiting::Waiting;
+use crate::{Heartbeats, StoreError, StoreErrorKind};
+
+/// How long a new table may take to become usable.
+const LONGEST_CREATION: Duration = Duration::from_secs(120);
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Settings for a [`DynamoStore`].
+///
+/// ```no_run
+/// # fn open(client: aws_sdk_dynamodb::Client) {
+/// # use std::time::Duration;
+/// use idem_runtime::DynamoStore;
+/// let store = DynamoStore::options()
+///     .prefix("shop:")
+///     .max_clock_skew(Duration::from_secs(5))
+///     .open(client, "idempotency");
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct DynamoOptions {
+    prefix: String,
+    max_clock_skew: Duration,
+    call_timeout: Duration,
+    wall_clock: WallClock,
+}
+
+/// Milliseconds since 1970.
+pub(super) type WallClock = Arc<dyn Fn() -> i64 + Send + Sync>;
+
+impl Default for DynamoOptions {
+    fn default() -> Self {
+        Self {
+            prefix: String::new(),
+            max_clock_skew: Duration::from_secs(1),
+            call_timeout: Duration::from_secs(3),
+            wall_clock: Arc::new(wall_millis),
+        }
+    }
+}
+
+impl fmt::Debug for DynamoOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DynamoOptions")
+            .field("prefix", &self.prefix)
+            .field("max_clock_skew", &self.max_clock_skew)
+            .field("call_timeout", &self.call_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+impl DynamoOptions {
+    /// What every key in the table begins with; nothing where nothing is said. Applications that share a table and must
+    /// not share operations need different ones.
+    #[must_use]
+    pub fn prefix(self, prefix: impl Into<String>) -> Self {
+        Self { prefix: prefix.into(), ..self }
+    }
+
+    /// How far apart the clocks of two machines that use the table may be; 1 s where nothing is said, which machines that
+    /// follow a time server keep many times over. The same for all of them.
+    ///
+    /// DynamoDB has no clock that a condition could ask, so a record says when its lease lapses by the clock of its owner.
+    /// Others take over only once that time *and this much more* has passed by their own clocks: a lease that is not
+    /// renewed blocks its key for itself and up to twice this long. If two clocks are farther apart, an attempt can be taken
+    /// over while its lease still holds. A clock that is seen to be off DynamoDB's own by more is warned of.
+    #[must_use]
+    pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
+        Self { max_clock_skew, ..self }
+    }
+
+    /// How long one call may take, all tries of the client included; 3 s where nothing is said. Keep it well below the
+    /// shortest beat (a third of the lease). After it the write may have landed, and is repeated with the same owner token.
+    #[must_use]
+    pub fn call_timeout(self, call_timeout: Duration) -> Self {
+        Self { call_timeout, ..self }
+    }
+
+    /// Takes the time from `millis`, in milliseconds since 1970, for tests of leases, retentions and clocks that differ.
+    #[must_use]
+    pub fn wall_clock(self, millis: impl Fn() -> i64 + Send + Sync + 'static) -> Self {
+        Self { wall_clock: Arc::new(millis), ..self }
+    }
+
+    /// A store in `table`. Nothing is sent: what is wrong with table, credentials or network, the first call tells.
+    pub fn open(self, client: Client, table: impl Into<String>) -> DynamoStore {
+        let Self { prefix, max_clock_skew, call_timeout, wall_clock } = self;
+        DynamoStore(Arc::new_cyclic(|this| Shared {
+            this: this.clone(),
+            heartbeats: Heartbeats::new(Arc::new(SystemClock::default())),
+            client,
+            table: table.into(),
+            prefix,
+            skew: signed_millis(max_clock_skew),
+            call_timeout,
+            wall_clock,
+            waiting: Waiting::default(),
+            warned: AtomicBool::new(false),
+        }))
+    }
+}
+
+impl Shared {
+    /// See [`DynamoStore::create_table`].
+    pub(super) async fn create_table(&self) -> Result<(), StoreError> {
+        let creation = async {
+            self.create().await?;
+            self.await_active().await?;
+            self.enable_purge().await
+        };
+        let late = || Err(StoreError::new(StoreErrorKind::Unknown, "the table did not become usable in time"));
+        race(creation, self.heartbeats.clock().sleep(LONGEST_CREATION)).await.unwrap_or_else(late)
+    }
+
+    async fn create(&self) -> Result<(), StoreError> {
+        let key = AttributeDefinition::builder().attribute_name(item::KEY).attribute_type(ScalarAttributeType::S);
+        let hash = KeySchemaElement::builder().attribute_name(item::KEY).key_type(KeyType::Hash);
+        let request = self
+            .client
+            .create_table()
+            .table_name(&self.table)
+            .billing_mode(BillingMode::PayPerRequest)
+            .attribute_definitions(key.build().map_err(unmade)?)
+            .key_schema(hash.build().map_err(unmade)?);
+        match request.send().await {
+            Ok(_) => Ok(()),
+            // It is there, or another process is creating it now.
+            Err(error) if error.code() == Some("ResourceInUseException") => Ok(()),
+            Err(error) => Err(failed(&error)),
+        }
+    }
+
+    async fn await_active(&self) -> Result<(), StoreError> {
+        loop {
+            match self.client.describe_table().table_name(&self.table).send().await {
+                Ok(answer) => {
+                    let table = answer.table().ok_or_else(|| {
+                        StoreError::new(
+                            StoreErrorKind::Unknown,
+                            "an answer came that is not DynamoDB's: no table in it",
+                        )
+                    })?;
+                    check(table)?;
+                    if table.table_status() == Some(&TableStatus::Active) {
+                        return Ok(());
+                    }
+                }
+                // Said for a moment of a table that is being created.
+                Err(error) if error.code() == Some("ResourceNotFoundException") => {}
+                Err(error) => return Err(failed(&error)),
+            }
+            self.heartbeats.clock().sleep(PAUSE).await;
+        }
+    }
+
+    async fn enable_purge(&self) -> Result<(), StoreError> {
+        let described = self.client.describe_time_to_live().table_name(&self.table).send().await;
+        let described = described.map_err(|error| failed(&error))?;
+        if let Some(ttl) = described.time_to_live_description()
+            && matches!(ttl.time_to_live_status(), Some(TimeToLiveStatus::Enabled | TimeToLiveStatus::Enabling))
+        {
+            return match ttl.attribute_name() {
+                Some(item::PURGE_AT) => Ok(()),
+                other => {
+                    let message = format!("the TTL attribute of the table is {other:?}, not `{}`", item::PURGE_AT);
+                    Err(StoreError::new(StoreErrorKind::Misconfigured, message))
+                }
+            };
+        }
+        let ttl = TimeToLiveSpecification::builder().enabled(true).attribute_name(item::PURGE_AT);
+        let request = self.client.update_time_to_live().table_name(&self.table);
+        match request.time_to_live_specification(ttl.build().map_err(unmade)?).send().await {
+            Ok(_) => Ok(()),
+            // Another process has enabled it meanwhile.
+            Err(error) if error.message().is_some_and(|said| said.contains("already enabled")) => Ok(()),
+            Err(error) => Err(failed(&error)),
+        }
+    }
+}
+
+/// Refuses a table whose keys are others than ours.
+fn check(table: &TableDescription) -> Result<(), StoreError> {
+    let keys = table.key_schema();
+    let fits = keys.len() == 1
+        && keys[0].attribute_name() == item::KEY
+        && table
+            .attribute_definitions()
+            .iter()
+            .any(|it| it.attribute_name() == item::KEY && it.attribute_type() == &ScalarAttributeType::S);
+    if fits {
+        return Ok(());
+    }
+    let message = format!("the table needs a partition key `{}` of type S and no sort key", item::KEY);
+    Err(StoreError::new(StoreErrorKind::Misconfigured, message))
+}
+
+fn unmade(error: aws_sdk_dynamodb::error::BuildError) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, "the request can't be made").with_source(error)
+}
+
+fn failed<E>(error: &SdkError<E, HttpResponse>) -> StoreError
+where
+    E: ProvideErrorMetadata + std::error::Error + 'static,
+{
+    answer::failed(error, &Tries::default())
+}

@@ -1,0 +1,374 @@
+//! DynamoDB in tests: two emulators, and an HTTP client that counts requests and answers in the emulator's place.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use aws_sdk_dynamodb::Client;
+use aws_sdk_dynamodb::config::http::{HttpRequest, HttpResponse};
+use aws_sdk_dynamodb::config::retry::RetryConfig;
+use aws_sdk_dynamodb::config::{
+    BehaviorVersion, Config, Credentials, HttpClient, Region, RuntimeComponents, StalledStreamProtectionConfig,
+};
+use aws_sdk_dynamodb::error::{BoxError, ConnectorError};
+use aws_sdk_dynamodb::types::AttributeValue;
+use aws_smithy_runtime_api::client::http::{
+    HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+};
+use idem_runtime::conformance::Subject;
+use idem_runtime::{DynamoStore, Key};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+use crate::server::free_port;
+
+/// The table that tests use.
+pub const TABLE: &str = "idempotency";
+/// How far the clocks of one machine are apart, with some room.
+pub const SKEW: Duration = Duration::from_millis(5);
+
+/// A kind of emulator, and the environment variable that names its program; `scripts/test` sets them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// `IDEM_TEST_DYNOXIDE`.
+    Dynoxide,
+    /// `IDEM_TEST_MINISTACK`.
+    Ministack,
+}
+
+impl Kind {
+    fn program(self) -> PathBuf {
+        let variable = match self {
+            Self::Dynoxide => "IDEM_TEST_DYNOXIDE",
+            Self::Ministack => "IDEM_TEST_MINISTACK",
+        };
+        let program = std::env::var_os(variable);
+        program.unwrap_or_else(|| panic!("`{variable}` names no emulator; run ./scripts/test")).into()
+    }
+
+    /// One emulator for the whole test process, with the table in it: its endpoint.
+    pub fn shared(self) -> String {
+        static EMULATORS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
+        let mut emulators = EMULATORS.get_or_init(Mutex::default).lock().unwrap();
+        if let Some((_, endpoint)) = emulators.iter().find(|(kind, _)| *kind == self) {
+            return endpoint.clone();
+        }
+        // The emulator dies with the thread that started it, so this thread lives as long as the process.
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let emulator = Emulator::start(self);
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(emulator.create_table());
+            sender.send(emulator.endpoint()).unwrap();
+            loop {
+                std::thread::park();
+            }
+        });
+        let endpoint = receiver.recv().expect("the emulator starts");
+        emulators.push((self, endpoint.clone()));
+        endpoint
+    }
+
+    /// A store on the shared emulator, and a second handle as another process would open it.
+    #[expect(clippy::unused_async, reason = "as for every other store")]
+    pub async fn subject(self) -> Subject {
+        let endpoint = self.shared();
+        let nobody = client(&Wire::to("http://127.0.0.1:1"));
+        let raw = client(&Wire::to(&endpoint));
+        let spoil = move |key: Key| {
+            let raw = raw.clone();
+            async move {
+                let request = raw.put_item().table_name(TABLE).item("key", AttributeValue::S(key.as_str().to_owned()));
+                request.item("hello", AttributeValue::S("not a record".to_owned())).send().await.expect("puts");
+            }
+        };
+        Subject::new(open(&endpoint, TABLE))
+            .peer(open(&endpoint, TABLE))
+            .unreachable(DynamoStore::new(nobody, TABLE))
+            .spoil(spoil)
+            .largest_result(400_000)
+    }
+}
+
+/// A store for processes of one machine, whose lapsed leases are taken over a moment after their time; and for emulators of
+/// any speed.
+pub fn open(endpoint: &str, table: &str) -> DynamoStore {
+    let options = DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(15));
+    options.open(client(&Wire::to(endpoint)), table)
+}
+
+/// An emulator process; killed when dropped.
+#[derive(Debug)]
+pub struct Emulator {
+    kind: Kind,
+    port: u16,
+    folder: PathBuf,
+    child: Option<Child>,
+}
+
+impl Emulator {
+    /// A new emulator without tables, which dynoxide keeps on disk.
+    pub fn start(kind: Kind) -> Self {
+        let port = free_port();
+        let folder = std::env::temp_dir().join(format!("idem-test-dynamo-{}-{port}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder for the emulator");
+        let mut emulator = Self { kind, port, folder, child: None };
+        emulator.run();
+        emulator
+    }
+
+    /// The same, with the table.
+    pub async fn with_table(kind: Kind) -> Self {
+        let emulator = Self::start(kind);
+        emulator.create_table().await;
+        emulator
+    }
+
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Where it listens.
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    async fn create_table(&self) {
+        open(&self.endpoint(), TABLE).create_table().await.expect("creates the table");
+    }
+
+    /// Starts the process, again if it was killed, and waits until it answers.
+    pub fn run(&mut self) {
+        let program = self.kind.program();
+        // `setpriv` has the kernel kill the emulator if this process dies first.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(&program).current_dir(&self.folder);
+        match self.kind {
+            Kind::Dynoxide => {
+                command.args(["--port", &self.port.to_string(), "--db-path"]).arg(self.folder.join("dynoxide.db"))
+            }
+            Kind::Ministack => command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", self.port.to_string()),
+        };
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let child =
+            child.unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
+        self.child = Some(child);
+        for _ in 0..3000 {
+            // Whoever answers in place of an emulator that has ended is somebody else.
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+            assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
+            if std::net::TcpStream::connect(("127.0.0.1", self.port)).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("{} does not listen on port {}", program.display(), self.port);
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+}
+
+impl Drop for Emulator {
+    fn drop(&mut self) {
+        self.kill();
+        std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+/// A client that sends its requests over `wire`, each of them once.
+pub fn client(wire: &Wire) -> Client {
+    client_with(wire, RetryConfig::disabled())
+}
+
+/// A client that sends its requests over `wire`, and repeats them as `retries` says.
+pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
+    let config = Config::builder()
+        .behavior_version(BehaviorVersion::v2026_01_12())
+        .credentials_provider(Credentials::new("test", "test", None, None, "test"))
+        .region(Region::new("eu-central-1"))
+        .endpoint_url(wire.0.endpoint.clone())
+        .retry_config(retries)
+        // So that the store's own limit is the only one.
+        .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
+        .http_client(wire.clone());
+    Client::from_conf(config.build())
+}
+
+/// What becomes of a request.
+#[derive(Clone, Debug)]
+pub enum Reply {
+    /// The emulator's answer.
+    Pass,
+    /// This status and body, and the emulator never sees the request.
+    Instead(u16, String),
+    /// The emulator does it, but this status and body come back.
+    After(u16, String),
+    /// The emulator does it, and the connection breaks before the answer is there.
+    Lost,
+    /// The emulator does it, and no answer ever comes.
+    Silence,
+    /// The emulator does it once it may.
+    Once(Arc<Semaphore>),
+}
+
+impl Reply {
+    /// A refusal as DynamoDB words it; the emulator never sees the request.
+    pub fn error(status: u16, code: &str) -> Self {
+        let body = format!("{{\"__type\":\"com.amazonaws.dynamodb.v20120810#{code}\",\"message\":\"as scripted\"}}");
+        Self::Instead(status, body)
+    }
+}
+
+/// Plain HTTP to one endpoint. It counts the requests, and does with them what a script says.
+#[derive(Clone)]
+pub struct Wire(Arc<Shared>);
+
+struct Shared {
+    endpoint: String,
+    idle: Mutex<Vec<BufReader<TcpStream>>>,
+    script: Mutex<VecDeque<Reply>>,
+    seen: Mutex<Vec<String>>,
+}
+
+impl Wire {
+    /// A wire to `endpoint`, without a script.
+    pub fn to(endpoint: &str) -> Self {
+        let endpoint = endpoint.to_owned();
+        Self(Arc::new(Shared { endpoint, idle: Mutex::default(), script: Mutex::default(), seen: Mutex::default() }))
+    }
+
+    /// What becomes of the next requests; those after them pass.
+    pub fn script(&self, replies: impl IntoIterator<Item = Reply>) {
+        *self.0.script.lock().unwrap() = replies.into_iter().collect();
+    }
+
+    /// How much of the script has not been played.
+    pub fn left(&self) -> usize {
+        self.0.script.lock().unwrap().len()
+    }
+
+    /// Which operations were asked for since the last time, in order.
+    pub fn seen(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.seen.lock().unwrap())
+    }
+}
+
+impl fmt::Debug for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Wire({})", self.0.endpoint)
+    }
+}
+
+impl HttpClient for Wire {
+    fn http_connector(&self, _: &HttpConnectorSettings, _: &RuntimeComponents) -> SharedHttpConnector {
+        SharedHttpConnector::new(self.clone())
+    }
+}
+
+impl HttpConnector for Wire {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let shared = Arc::clone(&self.0);
+        HttpConnectorFuture::new(async move { shared.answer(&request).await.map_err(ConnectorError::io) })
+    }
+}
+
+impl Shared {
+    async fn answer(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
+        let target = request.headers().get("x-amz-target").unwrap_or_default();
+        self.seen.lock().unwrap().push(target.rsplit('.').next().unwrap_or_default().to_owned());
+        if target.ends_with("GetItem") {
+            let body = String::from_utf8_lossy(request.body().bytes().expect("in memory"));
+            assert!(body.contains("\"ConsistentRead\":true"), "a read that may be stale: {body}");
+        }
+        let reply = self.script.lock().unwrap().pop_front().unwrap_or(Reply::Pass);
+        let scripted =
+            |status: u16, body: String| Ok(HttpResponse::new(status.try_into().expect("a status"), body.into()));
+        match reply {
+            Reply::Pass => self.exchange(request).await,
+            Reply::Instead(status, body) => scripted(status, body),
+            Reply::After(status, body) => {
+                self.exchange(request).await?;
+                scripted(status, body)
+            }
+            Reply::Lost => {
+                self.exchange(request).await?;
+                Err(io::Error::from(io::ErrorKind::ConnectionReset).into())
+            }
+            Reply::Silence => {
+                self.exchange(request).await?;
+                std::future::pending().await
+            }
+            Reply::Once(may) => {
+                may.acquire().await?.forget();
+                self.exchange(request).await
+            }
+        }
+    }
+
+    /// One exchange with the emulator, on a connection of its own while it lasts.
+    async fn exchange(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
+        let address = self.endpoint.strip_prefix("http://").expect("plain HTTP");
+        let idle = self.idle.lock().unwrap().pop();
+        let mut stream = match idle {
+            Some(stream) => stream,
+            None => {
+                let stream = TcpStream::connect(address).await?;
+                stream.set_nodelay(true)?;
+                BufReader::new(stream)
+            }
+        };
+        let body = request.body().bytes().expect("in memory");
+        let mut bytes = format!("POST / HTTP/1.1\r\nhost: {address}\r\n");
+        for (name, value) in request.headers().iter().filter(|(name, _)| !name.eq_ignore_ascii_case("host")) {
+            bytes.extend([name, ": ", value, "\r\n"]);
+        }
+        bytes.push_str("\r\n");
+        stream.write_all(&[bytes.as_bytes(), body].concat()).await?;
+        let (status, headers, body) = read_answer(&mut stream).await?;
+        self.idle.lock().unwrap().push(stream);
+        let mut response = HttpResponse::new(status.try_into()?, body.into());
+        for (name, value) in headers {
+            response.headers_mut().append(name, value);
+        }
+        Ok(response)
+    }
+}
+
+async fn read_answer(stream: &mut BufReader<TcpStream>) -> Result<(u16, Vec<(String, String)>, Vec<u8>), BoxError> {
+    let first = line(stream).await?;
+    let status = first.split(' ').nth(1).ok_or("no status")?.parse()?;
+    let (mut headers, mut length) = (Vec::new(), 0);
+    loop {
+        let line = line(stream).await?;
+        let Some((name, value)) = line.split_once(':') else { break };
+        let (name, value) = (name.to_lowercase(), value.trim().to_owned());
+        if name == "content-length" {
+            length = value.parse()?;
+        }
+        assert_ne!(name, "transfer-encoding", "the emulators tell the length");
+        headers.push((name, value));
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await?;
+    Ok((status, headers, body))
+}
+
+async fn line(stream: &mut BufReader<TcpStream>) -> Result<String, BoxError> {
+    let mut line = String::new();
+    match stream.read_line(&mut line).await? {
+        0 => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+        _ => Ok(line.trim_end().to_owned()),
+    }
+}
