@@ -15,6 +15,14 @@ use plain::{Mistake, Plain};
 store_conformance!(memory, MemoryStore::new());
 store_conformance!(redis, Kind::Redis.subject().await);
 store_conformance!(valkey, Kind::Valkey.subject().await);
+#[cfg(feature = "wrappers")]
+store_conformance!(cached, idem_tests::wrapped::cached());
+#[cfg(feature = "wrappers")]
+store_conformance!(compressed, idem_tests::wrapped::compressed());
+#[cfg(feature = "wrappers")]
+store_conformance!(offloaded, idem_tests::wrapped::offloaded());
+#[cfg(feature = "wrappers")]
+store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// A name that the macro must leave alone.

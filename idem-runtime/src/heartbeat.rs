@@ -111,6 +111,12 @@ impl Heartbeats {
         &*self.clock
     }
 
+    /// Whether leases are renewed at all; if not, they end with something else, such as a transaction.
+    #[cfg(feature = "cached")]
+    pub(crate) fn renews(&self) -> bool {
+        self.beats
+    }
+
     #[cfg(feature = "memory")]
     pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
         Arc::clone(&self.clock)

@@ -29,6 +29,7 @@
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
 //! | keep records | [`MemoryStore`], `RedisStore` (feature `redis`) |
+//! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
 //! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
@@ -52,6 +53,9 @@
 //! | `memory` (default) | [`MemoryStore`] |
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
+//! | `cached` | `Cached`: finished records kept in this process, in front of any store |
+//! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
+//! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
@@ -98,8 +102,14 @@ pub use recorder::{
 pub use store::{
     Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
 };
+#[cfg(feature = "cached")]
+pub use stores::cached::{Cached, CachedOptions};
+#[cfg(feature = "compressed")]
+pub use stores::compressed::{Compressed, CompressedOptions};
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
+#[cfg(feature = "offloaded")]
+pub use stores::offloaded::{Offloaded, OffloadedOptions};
 #[cfg(feature = "redis")]
 pub use stores::redis::{RedisOptions, RedisStore};
 

@@ -403,7 +403,13 @@ macro_rules! forward {
     )* };
 }
 
-#[cfg(any(feature = "memory", feature = "redis"))]
+#[cfg(any(
+    feature = "memory",
+    feature = "redis",
+    feature = "cached",
+    feature = "compressed",
+    feature = "offloaded"
+))]
 pub(crate) use forward;
 
 forward! {

@@ -6,6 +6,8 @@ pub mod proxy;
 pub mod race;
 pub mod server;
 pub mod stores;
+#[cfg(feature = "wrappers")]
+pub mod wrapped;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};

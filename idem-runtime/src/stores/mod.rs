@@ -1,8 +1,18 @@
 //! One backend per file; each knows the contract and none of its siblings.
 
+#[cfg(feature = "cached")]
+pub(crate) mod cached;
+#[cfg(feature = "compressed")]
+pub(crate) mod compressed;
+#[cfg(any(feature = "compressed", feature = "offloaded"))]
+pub(crate) mod envelope;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
+#[cfg(feature = "offloaded")]
+pub(crate) mod offloaded;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
 pub(crate) mod waiting;
+#[cfg(any(feature = "cached", feature = "compressed", feature = "offloaded"))]
+pub(crate) mod wrapper;
