@@ -248,11 +248,18 @@ impl Shard {
     /// Drops one entry: one that is over, or that was not touched since the hand last came by.
     fn evict(&mut self, now: Instant) {
         while !self.ring.is_empty() {
-            self.hand %= self.ring.len();
+            if self.hand >= self.ring.len() {
+                self.hand = 0;
+            }
             let key = self.ring[self.hand].clone();
             match self.entries.get_mut(&key) {
                 Some(entry) if entry.touched && entry.ends_at > now => entry.touched = false,
-                _ => return self.remove(&key),
+                _ => {
+                    self.remove(&key);
+                    // The last one has moved here, and it is the newest.
+                    self.hand += 1;
+                    return;
+                }
             }
             self.hand += 1;
         }
