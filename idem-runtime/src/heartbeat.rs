@@ -117,7 +117,7 @@ impl Heartbeats {
         self.beats
     }
 
-    #[cfg(feature = "memory")]
+    #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
         Arc::clone(&self.clock)
     }

@@ -1,7 +1,7 @@
 //! `Cached`: what is kept, for how long, and what ends it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use idem_runtime::{
@@ -9,7 +9,7 @@ use idem_runtime::{
     OnCrash, OnStoreError, Payload, Record, Release, Reservation, Reserve, State, Store, StoreErrorKind, StoreFuture,
     Write,
 };
-use idem_tests::{Call, Fault, FaultyStore};
+use idem_tests::{Call, Fault};
 
 use super::{LEASE, POLICY, TICK, TTL, World, completed, key, payload, polled, stored};
 
@@ -590,24 +590,29 @@ async fn a_cache_without_room_is_none() {
     }
 }
 
-/// Threads that finish, replay and reopen the same keys: the bounds hold at every moment, the room is given back, and
-/// nobody is told a result that was given up before he asked.
+/// Threads that finish, replay and reopen the same keys, through two handles: the bounds hold at every moment, and nobody
+/// is told a result that was given up before he asked.
 #[test]
 fn bounds_and_answers_hold_under_concurrency() {
     const ENTRIES: usize = 40;
     const BYTES: usize = 60_000;
-    const KEYS: usize = 100;
+    const KEYS: usize = 60;
     let memory = MemoryStore::new();
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
     let store = options.around(memory.clone());
+    let peer = store.peer(memory.peer());
+    // For each key the first attempt that is not known to be given up.
+    let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..4_usize)
-            .map(|thread| {
-                let (memory, store) = (&memory, &store);
+        let floors = &floors;
+        let workers: Vec<_> = [&store, &peer, &store, &peer]
+            .into_iter()
+            .enumerate()
+            .map(|(thread, store)| {
                 scope.spawn(move || {
                     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-                    runtime.block_on(work(thread, memory, store));
+                    runtime.block_on(work(thread, store, floors))
                 })
             })
             .collect();
@@ -619,42 +624,42 @@ fn bounds_and_answers_hold_under_concurrency() {
                 std::thread::yield_now();
             }
         });
-        let results: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        let ended: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
         over.store(true, Ordering::Relaxed);
-        results.into_iter().for_each(|result| result.unwrap());
+        let reopened: usize = ended.into_iter().map(Result::unwrap).sum();
+        assert!(reopened > 1000, "something happened: {reopened}");
     });
     assert!(store.len() > ENTRIES / 2, "the room is used: {}", store.len());
+}
 
-    /// Each thread has keys of its own to decide about, and asks for those of all.
-    async fn work(thread: usize, memory: &MemoryStore, store: &Cached) {
-        let world = World::new();
-        let owner = || memory.heartbeats().new_owner();
-        let store = store.peer(FaultyStore::new(&memory.peer()));
-        for n in 0..4000_usize {
-            let own = (n * 7 + thread * 31) % KEYS / 4 * 4 + thread;
-            let name = own.to_string();
-            let request = Reserve { owner: owner(), ..world.request(&name) };
-            match store.reserve(&request).await.unwrap() {
-                Reservation::Reserved { lease, .. } => {
-                    let bytes = [lease.attempt.to_string().into_bytes(), vec![b' '; n % 3000]].concat();
-                    assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Write::Done);
-                }
-                Reservation::Finished(record) if n % 5 == 0 => {
-                    assert_eq!(store.reopen(&request.key, record.attempt).await.unwrap(), Write::Done, "the latest");
-                }
-                Reservation::Finished(record) => {
-                    let Payload::Stored { bytes, .. } = payload(&record) else { panic!("{record:?}") };
-                    assert_eq!(bytes.split(|it| *it == b' ').next(), Some(record.attempt.to_string().as_bytes()));
-                }
-                other => panic!("nobody else works on it: {other:?}"),
+/// How many operations this thread has reopened.
+async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
+    let world = World::new();
+    let mut reopened = 0;
+    for n in 0..8000_usize {
+        let at = (n * 7 + n / 11 + thread * 17) % floors.len();
+        let owner = store.heartbeats().new_owner();
+        let request = Reserve { owner, lease: LEASE * 100, ..world.request(&at.to_string()) };
+        let floor = floors[at].load(Ordering::SeqCst);
+        match store.reserve(&request).await.unwrap() {
+            Reservation::Reserved { lease, .. } => {
+                let bytes = [lease.attempt.to_string().into_bytes(), vec![b' '; n % 3000]].concat();
+                assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Write::Done);
             }
-            let others = Reserve { owner: owner(), ttl: TTL, ..world.request(&((n * 13) % KEYS).to_string()) };
-            if others.key != request.key && others.key.text().parse::<usize>().unwrap() % 4 != thread {
-                // Not reserved by somebody who does not own it: only looked at.
-                store.inspect(&others.key).await.unwrap();
+            Reservation::Finished(record) => {
+                let Payload::Stored { bytes, .. } = payload(&record) else { panic!("{record:?}") };
+                assert_eq!(bytes.split(|it| *it == b' ').next(), Some(record.attempt.to_string().as_bytes()));
+                assert!(record.attempt >= floor, "attempt {} was given up, {floor} is the next", record.attempt);
+                if n % 3 == 0 && store.reopen(&request.key, record.attempt).await.unwrap() == Write::Done {
+                    floors[at].fetch_max(record.attempt + 1, Ordering::SeqCst);
+                    reopened += 1;
+                }
             }
+            Reservation::Pending { attempt, .. } => assert!(attempt >= floor),
+            other => panic!("{other:?}"),
         }
     }
+    reopened
 }
 
 #[tokio::test]

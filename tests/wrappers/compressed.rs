@@ -205,7 +205,7 @@ async fn a_finish_may_be_repeated() {
     }
     assert_eq!(bytes_of(&kept(&world.store, "k").await), first);
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()));
-    assert_eq!(compressed(&[b'x'; 100_000]).await, first, "another process writes the same");
+    assert_eq!(compressed(&vec![b'x'; 100_000]).await, first, "another process writes the same");
 }
 
 /// A store that can't hold the result says so, compressed or not; the completion is then recorded without it.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::clock::Instant;
+use crate::clock::{Clock, Instant};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::stores::wrapper::hand_on;
@@ -75,6 +75,7 @@ impl Cached {
     /// The same cache in front of `store`, another handle to the same records, where a process has several: one per
     /// runtime, for example. With caches of their own, each would notice a `reopen` of the other only in time.
     #[must_use]
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn peer(&self, store: impl Store) -> Self {
         Self::open(store.handle(), Arc::clone(&self.0.cache))
     }
@@ -95,7 +96,8 @@ impl Cached {
     }
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache }))
+        let keeps = inner.heartbeats().renews();
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps }))
     }
 
     fn shared(&self) -> &Shared {
@@ -108,6 +110,7 @@ forward! { () Cached => shared; }
 /// Settings of a [`Cached`].
 #[derive(Clone, Copy, Debug)]
 #[must_use]
+#[expect(clippy::struct_field_names, reason = "they are called like their setters")]
 pub struct CachedOptions {
     max_entries: usize,
     max_bytes: usize,
@@ -138,6 +141,7 @@ impl CachedOptions {
     }
 
     /// Caches finished records of `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn around(self, store: impl Store) -> Cached {
         let worthwhile = (self.max_entries / LEAST_ENTRIES).min(self.max_bytes / LEAST_BYTES).clamp(1, MOST_SHARDS);
         let shards = 1 << worthwhile.ilog2();
@@ -147,7 +151,7 @@ impl CachedOptions {
             max_entries: self.max_entries / shards,
             max_bytes: self.max_bytes / shards,
             max_age: self.max_age,
-            dated_by: Arc::clone(&inner),
+            clock: inner.heartbeats().clock_handle(),
         });
         Cached::open(inner, cache)
     }
@@ -157,6 +161,8 @@ struct Shared {
     this: Weak<Shared>,
     inner: Arc<dyn Store>,
     cache: Arc<Cache>,
+    /// Whether what the store says is there to stay: what it says inside a transaction may be rolled back.
+    keeps: bool,
 }
 
 impl fmt::Debug for Shared {
@@ -171,8 +177,8 @@ struct Cache {
     max_entries: usize,
     max_bytes: usize,
     max_age: Duration,
-    /// The store whose clock dates the entries: those of two handles can't be compared.
-    dated_by: Arc<dyn Store>,
+    /// The clock of the first handle dates all entries: the times of two clocks can't be compared.
+    clock: Arc<dyn Clock>,
 }
 
 #[derive(Default)]
@@ -208,14 +214,6 @@ struct Making {
     key: Key,
     /// The first attempt that is not known to be outdated.
     from: u32,
-}
-
-/// What the cache knows of a key.
-enum Known {
-    Answer(Reservation),
-    /// It was finished when it was last looked at.
-    Finished,
-    Nothing,
 }
 
 /// An entry that is being made. Whatever shows meanwhile that the record isn't final any more keeps it from being entered.
@@ -268,34 +266,14 @@ impl Shard {
 
 impl Cache {
     fn now(&self) -> Instant {
-        self.dated_by.heartbeats().clock().now()
+        self.clock.now()
     }
 
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
         let mut hasher = KeyHasher::default();
         key.hash(&mut hasher);
         // Bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.
-        lock(&self.shards[usize::from(hasher.finish().to_le_bytes()[5]) % self.shards.len()])
-    }
-
-    /// What `request` meets here.
-    fn meet(&self, request: &Reserve) -> Known {
-        let now = self.now();
-        let mut shard = self.shard(&request.key);
-        let Some(entry) = shard.entries.get_mut(&request.key) else { return Known::Nothing };
-        if entry.ends_at <= now {
-            shard.remove(&request.key);
-            return Known::Nothing;
-        }
-        entry.touched = true;
-        match &entry.record {
-            Some(record) if entry.fresh_until > now => match record.meet(request, Duration::ZERO) {
-                Meeting::Answer(answer) => Known::Answer(answer),
-                // Nobody replaces a finished record.
-                Meeting::Replace { .. } => Known::Nothing,
-            },
-            _ => Known::Finished,
-        }
+        lock(&self.shards[usize::from(hasher.finish().to_le_bytes()[5]) & (self.shards.len() - 1)])
     }
 
     /// To be taken before the store is asked for what will be entered.
@@ -437,11 +415,6 @@ impl Drop for Forgotten<'_> {
 }
 
 impl Shared {
-    /// Whether what the store says is there to stay: what it says inside a transaction may be rolled back.
-    fn is_cacheable(&self) -> bool {
-        self.inner.heartbeats().renews()
-    }
-
     async fn reserve_in_store(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         let answer = self.inner.reserve(request).await?;
         match &answer {
@@ -475,18 +448,30 @@ impl Store for Shared {
     hand_on!();
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
-        if !self.is_cacheable() {
+        if !self.keeps {
             return self.inner.reserve(request);
         }
-        match self.cache.meet(request) {
-            Known::Answer(answer) => StoreFuture::ready(Ok(answer)),
-            Known::Finished => StoreFuture::new(self.read(request)),
-            Known::Nothing => StoreFuture::new(self.reserve_in_store(request)),
+        let now = self.cache.now();
+        let mut shard = self.cache.shard(&request.key);
+        let Some(entry) = shard.entries.get_mut(&request.key) else {
+            return StoreFuture::new(self.reserve_in_store(request));
+        };
+        if entry.ends_at <= now {
+            shard.remove(&request.key);
+            return StoreFuture::new(self.reserve_in_store(request));
         }
+        entry.touched = true;
+        if entry.fresh_until > now
+            && let Some(record) = &entry.record
+            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+        {
+            return StoreFuture::ready(Ok(answer));
+        }
+        StoreFuture::new(self.read(request))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
-        if !self.is_cacheable() {
+        if !self.keeps {
             return self.inner.finish(lease, finish);
         }
         StoreFuture::new(async move {

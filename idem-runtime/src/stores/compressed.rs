@@ -88,6 +88,7 @@ impl CompressedOptions {
     }
 
     /// Compresses what goes into `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn around(self, store: impl Store) -> Compressed {
         Compressed(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner: store.handle(), options: self }))
     }

@@ -57,7 +57,9 @@ pub(crate) fn seal(form: Form, codec: &CodecName, size: usize, rest: &[&[u8]]) -
     out.extend_from_slice(&[VERSION, form as u8, u8::try_from(name.len()).unwrap_or_default()]);
     out.extend_from_slice(name);
     out.extend_from_slice(&(size as u64).to_be_bytes());
-    rest.iter().for_each(|part| out.extend_from_slice(part));
+    for part in rest {
+        out.extend_from_slice(part);
+    }
     out.into()
 }
 

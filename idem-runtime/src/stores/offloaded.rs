@@ -30,7 +30,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// store.
 ///
 /// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished; the
-/// record keeps its path, size and SHA-256. So records stay small, and a store with a limit, such as DynamoDB, takes
+/// record keeps its path, size and SHA-256. So records stay small, and a store with a limit, such as `DynamoDB`, takes
 /// results of any size (raise `max_result_bytes` of the policy as well, which is 256 KiB unless set).
 ///
 /// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely there.
@@ -117,6 +117,7 @@ impl OffloadedOptions {
     }
 
     /// Keeps large results in `objects` and everything else in `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn around(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
         Offloaded(Arc::new_cyclic(|this| Shared {
             this: Weak::clone(this),
