@@ -14,6 +14,8 @@ use idem_runtime::{
     StoreFuture, Unavailable, Write, observe, record_values, run,
 };
 use idem_tests::FaultyStore;
+use idem_tests::race::Race;
+use idem_tests::server::{Kind, RedisServer};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 
@@ -322,4 +324,20 @@ async fn other_endings_pass_unchanged() {
             assert_eq!(store.reserve(&other).await.unwrap(), Reservation::Mismatch { attempt: 1 }, "{order}");
         }
     }
+}
+
+/// Processes that share records and objects, and are killed wherever they happen to be: between object and record too.
+#[tokio::test]
+async fn processes_race_for_the_same_keys() {
+    let server = RedisServer::start(Kind::Redis);
+    let folder = std::env::temp_dir().join(format!("idem-objects-{}-{}", std::process::id(), server.port()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let spec = format!("wrapped {} race: {}", server.url(), folder.display());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let effects = race.run(async {}).await;
+    assert!(
+        effects.repeated() <= race.kills,
+        "only a killed process may leave an effect without a record: {effects:?}"
+    );
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use idem_runtime::conformance::Subject;
 use idem_runtime::{Cached, Compressed, Key, MemoryStore, Offloaded, RedisStore};
 use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use redis::AsyncCommands;
 
@@ -59,4 +60,10 @@ pub async fn stacked() -> Subject {
         }
     };
     Subject::new(cached).peer(peer).unreachable(unreachable).spoil(spoil)
+}
+
+/// All of them around `store`, each for every result, with the objects in a folder that processes share.
+pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
+    let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder is there"));
+    Cached::new(Compressed::options().above(0).around(Offloaded::options().above(0).around(store, objects)))
 }

@@ -353,6 +353,32 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
     }
 }
 
+/// What is asked after a decision was asked for, and answered before it was made, is as old as what was asked before.
+#[tokio::test]
+async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
+    for ends in ["before", "after"] {
+        let world = World::new();
+        let store = ageless(&world);
+        world.finished(&world.memory, "k", b"1").await;
+        world.replay(&store, "k").await;
+        world.store.next(Call::Reopen, Fault::Slow(1));
+        let k = key("k");
+        let reopen = polled(store.reopen(&k, 1), 1).await;
+        if ends == "before" {
+            world.replay(&store, "k").await;
+            assert_eq!(reopen.await.unwrap(), Write::Done);
+        } else {
+            // Seen as finished again, so that the record is read.
+            world.store.next(Call::Inspect, Fault::Slow(1));
+            let request = world.request("k");
+            let read = polled(store.reserve(&request), 2).await;
+            assert_eq!(reopen.await.unwrap(), Write::Done);
+            assert!(matches!(read.await.unwrap(), Reservation::Finished(_)));
+        }
+        assert_eq!(world.reserved(&store, "k").await.attempt, 2, "{ends}: a stale entry");
+    }
+}
+
 /// An answer of an earlier time must not take a newer entry away for good, nor a newer one keep an older.
 #[tokio::test]
 async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {

@@ -26,8 +26,8 @@ const LEAST_ENTRIES: usize = 64;
 const LEAST_BYTES: usize = 1024 * 1024;
 /// What an entry takes beside its key and its result, about.
 const ENTRY_BYTES: usize = 384;
-/// How many owners of unanswered writes a shard remembers.
-const UNSURE: usize = 256;
+/// How many owners of writes a shard remembers.
+const WRITERS: usize = 256;
 /// Later than every point in time.
 const NEVER: Instant = Instant::new(Duration::MAX);
 
@@ -191,8 +191,8 @@ struct Shard {
     /// Entries that are being made while the store is asked, each with a number of its own.
     making: Vec<Making>,
     made: u64,
-    /// Owners of writes that are under way, or whose answer never came.
-    unsure: VecDeque<Owner>,
+    /// Whose results may have landed: owners of the latest writes, under way, done, or never answered.
+    writers: VecDeque<Owner>,
 }
 
 /// A key that is known to be finished.
@@ -362,20 +362,20 @@ impl Cache {
     }
 
     /// Notes a write of `owner`, and says whether it is the only one that may have landed.
-    fn begin(&self, key: &Key, owner: Owner) -> bool {
+    fn note_writer(&self, key: &Key, owner: Owner) -> bool {
         let mut shard = self.shard(key);
-        if shard.unsure.contains(&owner) {
+        if shard.writers.contains(&owner) {
             return false;
         }
-        if shard.unsure.len() == UNSURE {
-            shard.unsure.pop_front();
+        if shard.writers.len() == WRITERS {
+            shard.writers.pop_front();
         }
-        shard.unsure.push_back(owner);
+        shard.writers.push_back(owner);
         true
     }
 
-    fn end(&self, key: &Key, owner: Owner) {
-        self.shard(key).unsure.retain(|other| *other != owner);
+    fn forget_writer(&self, key: &Key, owner: Owner) {
+        self.shard(key).writers.retain(|other| *other != owner);
     }
 }
 
@@ -453,21 +453,28 @@ impl Store for Shared {
         }
         let now = self.cache.now();
         let mut shard = self.cache.shard(&request.key);
-        let Some(entry) = shard.entries.get_mut(&request.key) else {
-            return StoreFuture::new(self.reserve_in_store(request));
+        let is_finished = match shard.entries.get_mut(&request.key) {
+            None => false,
+            Some(entry) if entry.ends_at <= now => {
+                shard.remove(&request.key);
+                false
+            }
+            Some(entry) => {
+                entry.touched = true;
+                if entry.fresh_until > now
+                    && let Some(record) = &entry.record
+                    && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+                {
+                    return StoreFuture::ready(Ok(answer));
+                }
+                true
+            }
         };
-        if entry.ends_at <= now {
-            shard.remove(&request.key);
-            return StoreFuture::new(self.reserve_in_store(request));
+        drop(shard);
+        match is_finished {
+            true => StoreFuture::new(self.read(request)),
+            false => StoreFuture::new(self.reserve_in_store(request)),
         }
-        entry.touched = true;
-        if entry.fresh_until > now
-            && let Some(record) = &entry.record
-            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
-        {
-            return StoreFuture::ready(Ok(answer));
-        }
-        StoreFuture::new(self.read(request))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
@@ -477,21 +484,15 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let (key, owner) = (&lease.key, lease.owner);
             let ticket = self.cache.ticket(key);
-            // Of several writes that may have landed nobody knows which one began the retention.
-            let only = self.cache.begin(key, owner);
+            // Of several writes that may have landed nobody knows which one is recorded, and since when.
+            let only = self.cache.note_writer(key, owner);
             let written = self.inner.finish(lease, finish).await;
             match &written {
                 Ok(Write::Done) if only => {
                     self.cache.enter_written(&ticket, &Record::after(lease, finish.state()), lease.ttl);
                 }
+                Err(error) if only && !error.may_have_landed() => self.cache.forget_writer(key, owner),
                 _ => {}
-            }
-            let settled = match &written {
-                Ok(_) => true,
-                Err(error) => only && !error.may_have_landed(),
-            };
-            if settled {
-                self.cache.end(key, owner);
             }
             written
         })
