@@ -35,6 +35,14 @@ store_conformance!(sentinel_replicated, idem_tests::cluster::sentinel_subject(re
 store_conformance!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await);
 #[cfg(feature = "dynamodb")]
 store_conformance!(ministack, idem_tests::dynamo::Kind::Ministack.subject().await);
+#[cfg(feature = "wrappers")]
+store_conformance!(cached, idem_tests::wrapped::cached());
+#[cfg(feature = "wrappers")]
+store_conformance!(compressed, idem_tests::wrapped::compressed());
+#[cfg(feature = "wrappers")]
+store_conformance!(offloaded, idem_tests::wrapped::offloaded());
+#[cfg(feature = "wrappers")]
+store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// Acknowledged by the replica as well; it has time, because nothing fails here.

@@ -396,6 +396,25 @@ fn dynamo_on_real_time() {
     });
 }
 
+/// All wrappers, each for every result, and a cache so small that most of it is forgotten.
+#[cfg(feature = "wrappers")]
+#[test]
+fn wrappers_on_time_driven_by_hand() {
+    use idem_runtime::{Cached, Compressed, Offloaded};
+    use object_store::memory::InMemory;
+
+    for max_entries in [2, 1000] {
+        agrees_with_the_reference(1_000, true, async || {
+            let clock = ManualClock::seeded(1);
+            let store = MemoryStore::with_clock(clock.clone());
+            let store = Offloaded::options().above(0).around(store, Arc::new(InMemory::new()));
+            let store = Compressed::options().above(0).around(store);
+            let store = Cached::options().max_entries(max_entries).around(store);
+            (Arc::new(store) as Arc<dyn Store>, Time::ByHand(clock))
+        });
+    }
+}
+
 /// The comparison itself can fail: for this store, no time passes.
 #[test]
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]

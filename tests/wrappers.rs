@@ -1,1 +1,343 @@
-//! To come.
+//! The wrappers: what each adds to a store, and that none of it can make a body run again.
+#![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use idem_runtime::{
+    Cached, CodecName, Compressed, Disposition, Error, Fingerprint, Finish, Json, Key, Lease, ManualClock, MemoryStore,
+    Offloaded, OnCrash, OnStoreError, Operation, Outcome, Payload, Policy, Record, Reservation, Reserve, State, Store,
+    StoreFuture, Unavailable, Write, observe, record_values, run,
+};
+use idem_tests::FaultyStore;
+use idem_tests::race::Race;
+use idem_tests::server::{Kind, RedisServer};
+use object_store::ObjectStore;
+use object_store::memory::InMemory;
+
+#[path = "wrappers/cached.rs"]
+mod cached;
+#[path = "wrappers/compressed.rs"]
+mod compressed;
+#[path = "wrappers/offloaded.rs"]
+mod offloaded;
+
+const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(3600);
+const TICK: Duration = Duration::from_millis(1);
+const POLICY: Policy = Policy::new(TTL).max_result_bytes(64 * 1024 * 1024);
+
+/// A store in memory that fails on command, on a clock that tests drive.
+struct World {
+    clock: ManualClock,
+    memory: MemoryStore,
+    store: FaultyStore,
+    runs: AtomicU32,
+}
+
+impl World {
+    fn new() -> Self {
+        let clock = ManualClock::new();
+        let memory = MemoryStore::with_clock(clock.clone());
+        Self { clock, store: FaultyStore::new(&memory), memory, runs: AtomicU32::new(0) }
+    }
+
+    fn request(&self, name: &str) -> Reserve {
+        Reserve {
+            key: key(name),
+            owner: self.memory.heartbeats().new_owner(),
+            lease: LEASE,
+            ttl: TTL,
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+        }
+    }
+
+    /// The lease of a new attempt.
+    async fn reserved(&self, store: &dyn Store, name: &str) -> Lease {
+        match store.reserve(&self.request(name)).await.unwrap() {
+            Reservation::Reserved { lease, .. } => lease,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// An attempt that finishes with these bytes.
+    async fn finished(&self, store: &dyn Store, name: &str, bytes: &[u8]) -> Record {
+        let lease = self.reserved(store, name).await;
+        let finish = completed(bytes);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        Record::after(&lease, finish.state())
+    }
+
+    /// The finished record that a reservation meets.
+    async fn replay(&self, store: &dyn Store, name: &str) -> Record {
+        match store.reserve(&self.request(name)).await.unwrap() {
+            Reservation::Finished(record) => record,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A call of a handler that counts its runs and returns `result`.
+    async fn call(&self, store: &dyn Store, policy: Policy, result: &str) -> (Result<String, Error>, Outcome) {
+        let operation = Operation::new(store, Ok(key("call")), policy);
+        let body = async {
+            self.runs.fetch_add(1, Ordering::SeqCst);
+            Ok(result.to_owned())
+        };
+        observe(run(operation, record_values::<Json>(), body)).await
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs.load(Ordering::SeqCst)
+    }
+
+    /// Checks that the finished operation is reported as one without a result, whatever the policy, and runs nothing.
+    async fn has_no_result(&self, store: &dyn Store, why: &str) {
+        let runs = self.runs();
+        for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
+            let (result, outcome) = self.call(store, POLICY.on_store_error(on_store_error), "again").await;
+            let Err(Error::ResultUnavailable { reason: Unavailable::Unreadable { reason }, .. }) = &result else {
+                panic!("{why}: {result:?}")
+            };
+            assert!(reason.contains(why), "{why}: {reason}");
+            assert_eq!(outcome.disposition(), Disposition::Ack, "{why}");
+        }
+        assert_eq!(self.runs(), runs, "{why}: a finished operation ran again");
+    }
+}
+
+fn key(name: &str) -> Key {
+    Key::new("wrappers", name).unwrap()
+}
+
+fn stored(bytes: &[u8]) -> Payload {
+    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.to_vec().into() }
+}
+
+fn completed(bytes: &[u8]) -> Finish {
+    Finish::Completed(stored(bytes))
+}
+
+fn payload(record: &Record) -> &Payload {
+    match &record.state {
+        State::Completed(payload) | State::Failed(payload) => payload,
+        other => panic!("not finished: {other:?}"),
+    }
+}
+
+/// What the store at the bottom holds as a result.
+async fn kept(store: &dyn Store, name: &str) -> Payload {
+    payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
+}
+
+fn codec_of(payload: &Payload) -> &str {
+    match payload {
+        Payload::Stored { codec, .. } => codec.as_str(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn bytes_of(payload: &Payload) -> Vec<u8> {
+    match payload {
+        Payload::Stored { bytes, .. } => bytes.to_vec(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn reason_of(payload: &Payload) -> &str {
+    match payload {
+        Payload::Unreadable { reason } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
+fn noise(len: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_be_bytes()[0]
+    })
+    .take(len)
+    .collect()
+}
+
+#[allow(clippy::format_collect)] // A handful of bytes.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+}
+
+async fn poll_once<F: Future + ?Sized>(mut future: Pin<&mut F>) -> Poll<F::Output> {
+    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
+}
+
+/// Polls a call that does not end yet.
+async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, T> {
+    for _ in 0..polls {
+        assert!(poll_once(Pin::new(&mut call)).await.is_pending(), "the call should still be under way");
+    }
+    call
+}
+
+/// Each wrapper around each, and twice the same, with every result in another form.
+fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
+    let cached = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Cached::new(store)) };
+    let compressed =
+        |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Compressed::options().above(0).around(store)) };
+    let offloaded = |store: Arc<dyn Store>| -> Arc<dyn Store> {
+        Arc::new(Offloaded::options().above(0).around(store, Arc::clone(objects)))
+    };
+    let store = || store.handle();
+    vec![
+        ("cached, compressed, offloaded", cached(compressed(offloaded(store())))),
+        ("cached, offloaded, compressed", cached(offloaded(compressed(store())))),
+        ("compressed, cached, offloaded", compressed(cached(offloaded(store())))),
+        ("compressed, offloaded, cached", compressed(offloaded(cached(store())))),
+        ("offloaded, cached, compressed", offloaded(cached(compressed(store())))),
+        ("offloaded, compressed, cached", offloaded(compressed(cached(store())))),
+        ("cached twice", cached(cached(store()))),
+        ("compressed twice", compressed(compressed(store()))),
+        ("offloaded twice", offloaded(offloaded(store()))),
+    ]
+}
+
+#[tokio::test]
+async fn wrappers_compose_in_every_order() {
+    let results = [vec![], b"1".to_vec(), vec![b'x'; 100], vec![b'x'; 200_000], noise(100), noise(100_000)];
+    let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        for (i, bytes) in results.iter().enumerate() {
+            let name = format!("{i}");
+            let record = world.finished(&*store, &name, bytes).await;
+            for _ in 0..3 {
+                assert_eq!(world.replay(&*store, &name).await, record, "{order}, result {i}");
+                assert_eq!(store.inspect(&key(&name)).await.unwrap().unwrap().record, record, "{order}, result {i}");
+            }
+            // Another process, with the same wrappers and nothing in memory, reads it as well.
+            let failed = Finish::Failed(stored(bytes));
+            let lease = world.reserved(&*store, &format!("{i} failed")).await;
+            assert_eq!(store.finish(&lease, &failed).await.unwrap(), Write::Done);
+            let record = Record::after(&lease, failed.state());
+            assert_eq!(world.replay(&*store, &format!("{i} failed")).await, record, "{order}, error {i}");
+        }
+        let result = "a result of some length ".repeat(1000);
+        for _ in 0..3 {
+            assert_eq!(world.call(&*store, POLICY, &result).await.0.unwrap(), result, "{order}");
+        }
+        assert_eq!(world.runs(), 1, "{order}");
+    }
+}
+
+/// A wrapper's name is reserved for its own envelopes: what somebody else writes under it comes back as it was.
+#[tokio::test]
+async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
+    let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        for codec in ["idem:zstd", "idem:object"] {
+            for bytes in [&b""[..], b"\x01", b"\x01\x02\x04json", &noise(40), &[b'x'; 4000]] {
+                let name = format!("{codec} {}", bytes.len());
+                let lease = world.reserved(&*store, &name).await;
+                let codec = CodecName::new(codec.as_bytes()).unwrap();
+                let finish = Finish::Completed(Payload::Stored { codec, bytes: bytes.to_vec().into() });
+                assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+                let record = Record::after(&lease, finish.state());
+                for _ in 0..2 {
+                    assert_eq!(world.replay(&*store, &name).await, record, "{order}: {codec:?}");
+                }
+            }
+        }
+    }
+}
+
+/// What the next consumer is told that was deployed without the wrapper.
+#[tokio::test]
+async fn without_the_wrapper_a_result_is_of_another_codec() {
+    for name in ["idem:zstd", "idem:object"] {
+        let world = World::new();
+        let store: Arc<dyn Store> = match name {
+            "idem:zstd" => Arc::new(Compressed::options().above(10).around(world.store.clone())),
+            _ => Arc::new(Offloaded::options().above(10).around(world.store.clone(), Arc::new(InMemory::new()))),
+        };
+        let result = "x".repeat(1000);
+        world.call(&*store, POLICY, &result).await.0.unwrap();
+        for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
+            let (answer, outcome) = world.call(&world.store, POLICY.on_store_error(on_store_error), "again").await;
+            let Err(Error::ResultUnavailable { reason: Unavailable::OtherCodec { codec }, .. }) = answer else {
+                panic!("{answer:?}")
+            };
+            assert_eq!((codec.as_str(), outcome.disposition()), (name, Disposition::Ack));
+        }
+        assert_eq!(world.call(&*store, POLICY, "again").await.0.unwrap(), result);
+        assert_eq!(world.runs(), 1);
+    }
+}
+
+/// A wrapper can be added to a store with records, and taken away again as long as nothing was large.
+#[tokio::test]
+async fn small_results_are_written_as_they_are() {
+    let world = World::new();
+    let objects = Arc::new(InMemory::new());
+    let wrapped = Cached::new(Compressed::new(Offloaded::new(world.store.clone(), objects)));
+    let old = world.finished(&world.store, "old", b"[1,2,3]").await;
+    assert_eq!(world.replay(&wrapped, "old").await, old);
+    let new = world.finished(&wrapped, "new", b"[4,5,6]").await;
+    assert_eq!(world.replay(&world.store, "new").await, new);
+}
+
+#[tokio::test]
+async fn other_endings_pass_unchanged() {
+    let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        for (name, finish) in [
+            ("too large", Finish::Completed(Payload::TooLarge { bytes: 1 << 40 })),
+            ("unencodable", Finish::Failed(Payload::Unencodable)),
+        ] {
+            let lease = world.reserved(&*store, name).await;
+            assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done, "{order}");
+            assert_eq!(kept(&world.store, name).await, *payload(&Record::after(&lease, finish.state())), "{order}");
+            assert_eq!(world.replay(&*store, name).await, Record::after(&lease, finish.state()), "{order}");
+        }
+        assert_eq!(store.name(), "memory", "{order}: errors name the store itself");
+        assert!(std::ptr::eq(store.heartbeats(), world.memory.heartbeats()), "{order}");
+        let marked = Reserve { fingerprint: Some(Fingerprint::from_bytes([1; 32])), ..world.request("marked") };
+        let Reservation::Reserved { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
+        assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Write::Done);
+        let other = Reserve { fingerprint: Some(Fingerprint::from_bytes([2; 32])), ..world.request("marked") };
+        for _ in 0..3 {
+            assert_eq!(store.reserve(&other).await.unwrap(), Reservation::Mismatch { attempt: 1 }, "{order}");
+        }
+    }
+}
+
+/// Processes that share records and objects, and are killed wherever they happen to be: between object and record too.
+#[tokio::test]
+async fn processes_race_for_the_same_keys() {
+    let server = RedisServer::start(Kind::Redis);
+    let folder = std::env::temp_dir().join(format!("idem-objects-{}-{}", std::process::id(), server.port()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let spec = format!("wrapped {} race: {}", server.url(), folder.display());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let effects = race.run(async {}).await;
+    assert!(
+        effects.repeated() <= race.kills,
+        "only a killed process may leave an effect without a record: {effects:?}"
+    );
+    std::fs::remove_dir_all(&folder).unwrap();
+}

@@ -111,7 +111,13 @@ impl Heartbeats {
         &*self.clock
     }
 
-    #[cfg(feature = "memory")]
+    /// Whether leases are renewed at all; if not, they end with something else, such as a transaction.
+    #[cfg(feature = "cached")]
+    pub(crate) fn renews(&self) -> bool {
+        self.beats
+    }
+
+    #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
         Arc::clone(&self.clock)
     }

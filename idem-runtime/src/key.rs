@@ -102,6 +102,26 @@ impl Hash for Key {
     }
 }
 
+/// Takes the hash that a key has as it is, for maps of keys.
+#[cfg(any(feature = "memory", feature = "cached"))]
+#[derive(Default)]
+pub(crate) struct KeyHasher(u64);
+
+#[cfg(any(feature = "memory", feature = "cached"))]
+impl Hasher for KeyHasher {
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("a key hashes as one `u64`");
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Key({self})")

@@ -31,6 +31,7 @@
 //! | keep records | see [Stores](#stores) below |
 //! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
 //! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
+//! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
 //! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
@@ -57,6 +58,9 @@
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
+//! | `cached` | `Cached`: finished records kept in this process, in front of any store |
+//! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
+//! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
@@ -113,10 +117,16 @@ pub use recorder::{
 pub use store::{
     Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
 };
+#[cfg(feature = "cached")]
+pub use stores::cached::{Cached, CachedOptions};
+#[cfg(feature = "compressed")]
+pub use stores::compressed::{Compressed, CompressedOptions};
 #[cfg(feature = "dynamodb")]
 pub use stores::dynamo::{DynamoOptions, DynamoStore};
 #[cfg(feature = "memory")]
 pub use stores::memory::MemoryStore;
+#[cfg(feature = "offloaded")]
+pub use stores::offloaded::{Offloaded, OffloadedOptions};
 #[cfg(feature = "sqlx")]
 pub use stores::postgres::InSqlx;
 #[cfg(feature = "postgres")]

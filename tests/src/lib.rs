@@ -14,6 +14,8 @@ pub mod server;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 pub mod stores;
+#[cfg(feature = "wrappers")]
+pub mod wrapped;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -39,7 +41,7 @@ pub enum Fault {
     Hang,
 }
 
-/// The calls of the contract that change or read a record on behalf of an attempt.
+/// The calls of the contract.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[allow(missing_docs)]
 pub enum Call {
@@ -48,6 +50,8 @@ pub enum Call {
     Finish,
     Release,
     Wait,
+    Inspect,
+    Reopen,
 }
 
 /// A store that hands its calls on to another one, and fails when a test tells it to.
@@ -172,11 +176,11 @@ impl Store for FaultyStore {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.inner.inspect(key)
+        self.through(Call::Inspect, move || self.inner.inspect(key))
     }
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
-        self.inner.reopen(key, attempt)
+        self.through(Call::Reopen, move || self.inner.reopen(key, attempt))
     }
 }
 

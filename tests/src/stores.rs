@@ -11,8 +11,8 @@ use idem_runtime::{RedisOptions, RedisStore, Store};
 /// - `postgres URL SCHEMA`
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` knows
 /// - `replicated URL PREFIX`, the same with `min_replicas(1)`
-/// - `redis URL PREFIX`
 /// - `dynamo ENDPOINT TABLE`
+/// - `wrapped URL PREFIX FOLDER`: all wrappers around a Redis, with objects in a folder
 ///
 /// # Panics
 /// If it can't be opened.
@@ -32,6 +32,11 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         }
         #[cfg(feature = "dynamodb")]
         ["dynamo", endpoint, table] => Arc::new(crate::dynamo::open(endpoint, table)),
+        #[cfg(feature = "wrappers")]
+        ["wrapped", url, prefix, folder] => {
+            let store = RedisStore::options().prefix(prefix).connect(url).await.expect("the server is there");
+            Arc::new(crate::wrapped::in_folder(store, folder))
+        }
         _ => panic!("`{spec}` names no store"),
     }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, SystemClock, race};
+use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::sync::lock;
 use crate::{
@@ -120,24 +121,6 @@ struct Shard {
     /// For each slot the entry of its `listed_at`, no later than its expiry; entries of other times are out of date.
     expiries: BinaryHeap<Reverse<(Instant, Key)>>,
     waiters: HashMap<Key, Waiters>,
-}
-
-/// Takes the hash that a key has as it is.
-#[derive(Default)]
-struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("a key hashes as one `u64`");
-    }
-
-    fn write_u64(&mut self, hash: u64) {
-        self.0 = hash;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
 }
 
 /// Those who wait for one key, and how many they are.

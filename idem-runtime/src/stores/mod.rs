@@ -1,9 +1,17 @@
 //! One backend per file; each knows the contract and none of its siblings.
 
+#[cfg(feature = "cached")]
+pub(crate) mod cached;
+#[cfg(feature = "compressed")]
+pub(crate) mod compressed;
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamo;
+#[cfg(any(feature = "compressed", feature = "offloaded"))]
+pub(crate) mod envelope;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
+#[cfg(feature = "offloaded")]
+pub(crate) mod offloaded;
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
 #[cfg(feature = "redis")]
@@ -12,3 +20,5 @@ pub(crate) mod redis;
 pub(crate) mod sqlite;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
 pub(crate) mod waiting;
+#[cfg(any(feature = "cached", feature = "compressed", feature = "offloaded"))]
+pub(crate) mod wrapper;

@@ -1,0 +1,61 @@
+//! A replay through `Cached`, against what one would write by hand with a map.
+//!
+//! By hand: a `DashMap` from the same formatted key to the result as JSON, looked up and decoded. It has no fingerprint,
+//! no retention and no bound. The store behind the cache counts its calls; a replay must make none.
+
+use std::hint::black_box;
+
+use dashmap::DashMap;
+use idem_benches::{Goal, Receipt, Table, alternate, nanos_each, sized, timed_on_cpu};
+use idem_runtime::{Cached, Error, MemoryStore, idempotent};
+use idem_tests::{Call, FaultyStore};
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
+async fn ship(store: &Cached, order_id: u64) -> Result<Receipt, Error> {
+    Ok(black_box(Receipt::of(order_id)))
+}
+
+fn main() {
+    let orders: u64 = sized(10_000, 200);
+    let count = usize::try_from(orders).expect("a small number");
+    let rounds = sized(151, 2);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
+
+    let map: DashMap<String, Vec<u8>> = DashMap::new();
+    let key = |order_id: u64| format!("1/cached::ship/order:{order_id}");
+    for order_id in 0..orders {
+        map.insert(key(order_id), serde_json::to_vec(&Receipt::of(order_id)).expect("encodes"));
+    }
+    let by_hand = || {
+        let took = timed_on_cpu(|| {
+            for order_id in 0..orders {
+                let bytes = map.get(&key(order_id)).expect("is there");
+                black_box(serde_json::from_slice::<Receipt>(&bytes).expect("decodes"));
+            }
+        });
+        nanos_each(took, count)
+    };
+
+    let counted = FaultyStore::new(&MemoryStore::new());
+    let cached = Cached::new(counted.clone());
+    let ours = || {
+        let took = timed_on_cpu(|| {
+            runtime.block_on(async {
+                for order_id in 0..orders {
+                    black_box(ship(&cached, order_id).await.expect("ships"));
+                }
+            });
+        });
+        nanos_each(took, count)
+    };
+    // The first runs.
+    ours();
+    let calls =
+        || [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait].map(|call| counted.count(call));
+    let before = calls();
+    let [raw, idem] = alternate(rounds, [&mut { by_hand }, &mut { ours }]);
+    assert_eq!(calls(), before, "a replay that hits makes no call of the store");
+
+    let table = Table::new("Cached, one thread", "ns", "times its time");
+    table.line("cached replay", &raw, &idem, |ours, raw| ours / raw, Goal::AtMost(1.5));
+}

@@ -1,0 +1,234 @@
+//! Large results, compressed.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Weak};
+
+use bytes::Bytes;
+use zstd::bulk::{Compressor, Decompressor};
+use zstd::zstd_safe::get_frame_content_size;
+
+use crate::codec::CodecName;
+use crate::store::forward;
+use crate::stores::envelope::{self, Envelope, Form, unreadable};
+use crate::stores::wrapper::hand_on;
+use crate::{Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreFuture, Write};
+
+/// The codec that a record with a compressed result names.
+const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
+
+/// A store that compresses large results with zstd, around any other store.
+///
+/// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and kept so if that made it smaller. A
+/// record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a finished
+/// operation whose result is unavailable ([`Payload::Unreadable`]), never a second run. Consumers of one store all need
+/// the wrapper: one without it is told that codec `idem:zstd` wrote the result. Results that are not compressed are
+/// written as they are, so the wrapper can be added at any time.
+///
+/// - *Atomicity*, *Clock*, *Durability*: those of the store it is around.
+/// - *Limits*: those of the store, for the compressed result.
+/// - *Cost*: no call more. Some 1 ms of processor time for 1 MB written, in the task of the handler, less for one read;
+///   about 1 MB for each thread that compresses.
+///
+/// ```
+/// use idem_runtime::{Compressed, MemoryStore};
+///
+/// let store = Compressed::new(MemoryStore::new());
+/// ```
+#[derive(Clone, Debug)]
+pub struct Compressed(Arc<Shared>);
+
+impl Compressed {
+    /// Compresses what goes into `store`, with the settings of [`CompressedOptions`] as they stand.
+    pub fn new(store: impl Store) -> Self {
+        Self::options().around(store)
+    }
+
+    /// Other settings.
+    pub fn options() -> CompressedOptions {
+        CompressedOptions::default()
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+forward! { () Compressed => shared; }
+
+/// Settings of a [`Compressed`].
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+pub struct CompressedOptions {
+    level: i32,
+    above: usize,
+    max_bytes: usize,
+}
+
+impl Default for CompressedOptions {
+    fn default() -> Self {
+        Self { level: 1, above: 1024, max_bytes: 64 * 1024 * 1024 }
+    }
+}
+
+impl CompressedOptions {
+    /// The level of zstd, from 1 (the default) to 22; higher ones are smaller and slower, negative ones faster and larger.
+    pub fn level(self, level: i32) -> Self {
+        Self { level, ..self }
+    }
+
+    /// Results of more than this many bytes are compressed; 1 KiB unless set.
+    pub fn above(self, bytes: usize) -> Self {
+        Self { above: bytes, ..self }
+    }
+
+    /// No result is decompressed to more than this, whatever its record claims, and larger ones are not compressed;
+    /// 64 MiB unless set. Lowering it makes results unavailable that are larger.
+    pub fn max_bytes(self, bytes: usize) -> Self {
+        Self { max_bytes: bytes, ..self }
+    }
+
+    /// Compresses what goes into `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
+    pub fn around(self, store: impl Store) -> Compressed {
+        Compressed(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner: store.handle(), options: self }))
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    this: Weak<Shared>,
+    inner: Arc<dyn Store>,
+    options: CompressedOptions,
+}
+
+thread_local! {
+    // A fresh context costs many times what it takes to compress a small result.
+    static COMPRESSOR: RefCell<Option<(i32, Compressor<'static>)>> = const { RefCell::new(None) };
+    static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
+}
+
+/// One frame of `bytes`, the same each time; `None` if zstd fails.
+fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
+    COMPRESSOR.with_borrow_mut(|compressor| {
+        if compressor.as_ref().is_none_or(|(its, _)| *its != level) {
+            let mut new = Compressor::new(level).ok()?;
+            new.include_checksum(true).ok()?;
+            *compressor = Some((level, new));
+        }
+        let (_, compressor) = compressor.as_mut()?;
+        compressor.compress(bytes).ok()
+    })
+}
+
+/// The `size` bytes in `frame`; `None` if there are less or more, or others than were put in.
+fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
+    if get_frame_content_size(frame).ok()?? != size as u64 {
+        return None;
+    }
+    DECOMPRESSOR.with_borrow_mut(|decompressor| {
+        if decompressor.is_none() {
+            *decompressor = Some(Decompressor::new().ok()?);
+        }
+        let mut out = Vec::with_capacity(size);
+        // Never writes beyond the room it is given.
+        decompressor.as_mut()?.decompress_to_buffer(frame, &mut out).ok()?;
+        (out.len() == size).then_some(out)
+    })
+}
+
+impl Shared {
+    /// Whether `finish` may be written in another form.
+    fn concerns(&self, finish: &Finish) -> bool {
+        match envelope::finished_with(finish) {
+            Payload::Stored { codec, bytes } => *codec == CODEC || bytes.len() > self.options.above,
+            _ => false,
+        }
+    }
+
+    /// The payload in the form in which it is kept; `None` if that is the one it has.
+    fn pack(&self, payload: &Payload) -> Option<Payload> {
+        let Payload::Stored { codec, bytes } = payload else { return None };
+        let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)
+            .then(|| compress(self.options.level, bytes))
+            .flatten()
+            .filter(|frame| envelope::header_bytes(codec) + frame.len() < bytes.len());
+        let bytes = match compressed {
+            Some(frame) => envelope::seal(Form::Zstd, codec, bytes.len(), &[&frame]),
+            None if *codec == CODEC => envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]),
+            None => return None,
+        };
+        Some(Payload::Stored { codec: CODEC, bytes })
+    }
+
+    fn unpack(&self, payload: &mut Payload) {
+        if let Payload::Stored { codec: CODEC, bytes } = payload {
+            *payload = match self.open(bytes) {
+                Ok((codec, bytes)) => Payload::Stored { codec, bytes },
+                Err(reason) => unreadable(reason),
+            };
+        }
+    }
+
+    fn open(&self, bytes: &Bytes) -> Result<(CodecName, Bytes), String> {
+        const DAMAGED: &str = "its compressed form is damaged";
+        let Envelope { form, codec, size, rest } = envelope::open(bytes)?;
+        let max = self.options.max_bytes;
+        let bytes = match form {
+            form if form == Form::AsItWas as u8 => rest,
+            form if form != Form::Zstd as u8 => return Err(DAMAGED.to_owned()),
+            _ if size > max as u64 => {
+                return Err(format!("it has {size} bytes, and no more than {max} are decompressed here"));
+            }
+            // At most `max_bytes`, which is a `usize`.
+            _ => decompress(&rest, usize::try_from(size).unwrap_or(max)).ok_or(DAMAGED)?.into(),
+        };
+        match bytes.len() as u64 == size {
+            true => Ok((codec, bytes)),
+            false => Err(DAMAGED.to_owned()),
+        }
+    }
+}
+
+impl Store for Shared {
+    hand_on!();
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(async move {
+            let mut answer = self.inner.reserve(request).await?;
+            if let Reservation::Finished(record) = &mut answer
+                && let Some(payload) = envelope::payload_of(record)
+            {
+                self.unpack(payload);
+            }
+            Ok(answer)
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        if !self.concerns(finish) {
+            return self.inner.finish(lease, finish);
+        }
+        StoreFuture::new(async move {
+            match self.pack(envelope::finished_with(finish)) {
+                Some(packed) => self.inner.finish(lease, &envelope::replaced(finish, packed)).await,
+                None => self.inner.finish(lease, finish).await,
+            }
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let mut inspection = self.inner.inspect(key).await?;
+            if let Some(Inspection { record, .. }) = &mut inspection
+                && let Some(payload) = envelope::payload_of(record)
+            {
+                self.unpack(payload);
+            }
+            Ok(inspection)
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.inner.reopen(key, attempt)
+    }
+}

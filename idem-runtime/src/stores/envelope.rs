@@ -1,0 +1,111 @@
+//! Results in another form than their codec gave them: what [`Compressed`](crate::Compressed) and
+//! [`Offloaded`](crate::Offloaded) write into records in place of a result.
+//!
+//! A record with an envelope names a codec that no handler has, so that a consumer without the wrapper is told so
+//! (`Unavailable::OtherCodec`) instead of reading something else. Version 1, integers big-endian:
+//!
+//! | bytes | content |
+//! |---|---|
+//! | 0 | version: 1 |
+//! | 1 | form: 0 as it was, 1 a zstd frame, 2 in an object |
+//! | 2 | length of the codec's name |
+//! | then | the name of the codec that wrote the result |
+//! | 8 | size of the result |
+//! | rest | form 0: the result; 1: one zstd frame of it, with a checksum; 2: its SHA-256 (32 bytes), the path of the object |
+
+use bytes::Bytes;
+
+use crate::codec::CodecName;
+use crate::{Finish, Payload, Record, State};
+
+const VERSION: u8 = 1;
+
+/// What is in an envelope.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub(crate) enum Form {
+    /// The result as it was: of a codec whose name would be taken for an envelope's, such as another wrapper's.
+    AsItWas = 0,
+    #[cfg(feature = "compressed")]
+    Zstd = 1,
+    #[cfg(feature = "offloaded")]
+    Object = 2,
+}
+
+/// A result in another form.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Envelope {
+    /// What the rest is; a number that this release or this wrapper doesn't know is damage.
+    pub(crate) form: u8,
+    /// The codec that wrote the result.
+    pub(crate) codec: CodecName,
+    /// The size of the result.
+    pub(crate) size: u64,
+    pub(crate) rest: Bytes,
+}
+
+/// How many bytes an envelope has before its rest.
+pub(crate) fn header_bytes(codec: &CodecName) -> usize {
+    3 + codec.as_str().len() + 8
+}
+
+/// Writes an envelope.
+pub(crate) fn seal(form: Form, codec: &CodecName, size: usize, rest: &[&[u8]]) -> Bytes {
+    let name = codec.as_str().as_bytes();
+    let len = header_bytes(codec) + rest.iter().map(|part| part.len()).sum::<usize>();
+    let mut out = Vec::with_capacity(len);
+    out.extend_from_slice(&[VERSION, form as u8, u8::try_from(name.len()).unwrap_or_default()]);
+    out.extend_from_slice(name);
+    out.extend_from_slice(&(size as u64).to_be_bytes());
+    for part in rest {
+        out.extend_from_slice(part);
+    }
+    out.into()
+}
+
+/// Reads an envelope, or says why not.
+pub(crate) fn open(bytes: &Bytes) -> Result<Envelope, String> {
+    if let Some(later @ VERSION..) = bytes.first()
+        && *later != VERSION
+    {
+        return Err(format!("its envelope has version {later}, this release reads up to {VERSION}"));
+    }
+    read(bytes).ok_or_else(|| "its envelope is damaged".to_owned())
+}
+
+fn read(bytes: &Bytes) -> Option<Envelope> {
+    let mut rest = bytes.clone();
+    let mut take = |len: usize| (rest.len() >= len).then(|| rest.split_to(len));
+    let [VERSION, form, len] = take(3)?[..] else { return None };
+    let codec = CodecName::new(&take(usize::from(len))?)?;
+    let size = u64::from_be_bytes(take(8)?[..].try_into().ok()?);
+    Some(Envelope { form, codec, size, rest })
+}
+
+/// The payload with which an attempt finishes.
+pub(crate) fn finished_with(finish: &Finish) -> &Payload {
+    match finish {
+        Finish::Completed(payload) | Finish::Failed(payload) => payload,
+    }
+}
+
+/// `finish` with another payload.
+pub(crate) fn replaced(finish: &Finish, payload: Payload) -> Finish {
+    match finish {
+        Finish::Completed(_) => Finish::Completed(payload),
+        Finish::Failed(_) => Finish::Failed(payload),
+    }
+}
+
+/// The payload of a finished record.
+pub(crate) fn payload_of(record: &mut Record) -> Option<&mut Payload> {
+    match &mut record.state {
+        State::Completed(payload) | State::Failed(payload) => Some(payload),
+        _ => None,
+    }
+}
+
+/// The payload that takes the place of one that can't be read.
+pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> Payload {
+    Payload::Unreadable { reason: reason.into() }
+}

@@ -1,0 +1,356 @@
+//! Large results, in an object store.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{Error, ObjectStore, ObjectStoreExt, PutPayload};
+use sha2::{Digest, Sha256};
+
+use crate::clock::race;
+use crate::codec::CodecName;
+use crate::store::forward;
+use crate::stores::envelope::{self, Envelope, Form, unreadable};
+use crate::stores::wrapper::hand_on;
+use crate::{
+    Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture,
+    Write,
+};
+
+/// The codec that a record names whose result is in an object.
+const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
+const DIGEST_BYTES: usize = 32;
+/// The first pause between two tries of a call of the object store; it doubles up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// A store that keeps large results in an object store (S3, GCS, Azure, a folder, …), and their records in any other
+/// store.
+///
+/// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished; the
+/// record keeps its path, size and SHA-256. So records stay small, and a store with a limit, such as `DynamoDB`, takes
+/// results of any size (raise `max_result_bytes` of the policy as well, which is 256 KiB unless set).
+///
+/// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely there.
+/// - *Durability*: the record's is that of the store; the result is there while its object is. A result whose object is
+///   missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
+///   ([`Payload::Unreadable`], an error for the caller): the operation is finished all the same, and never runs again.
+/// - *Limits*: those of the object store for one `PUT`.
+/// - *Cost*: for a large result one `PUT` more at the first run and one `GET` more at each replay; for others nothing.
+///
+/// **If the object store fails while a result is recorded,** the upload is tried again for [`timeout`] (at most a third
+/// of the lease); then the result goes into the record itself. If the store finds it too large, the completion is
+/// recorded without its result. The effect has happened, so no failure of the object store lets it happen again.
+///
+/// **Objects are removed by the object store.** Give the prefix a lifecycle rule that removes objects some time after
+/// the longest `ttl`, never sooner: an object is as old as its record, give or take the upload. What this store removes
+/// itself is the object of an attempt that lost its lease. An attempt that dies between object and record, or whose
+/// result is given up by an operator, leaves its object to that rule.
+///
+/// Objects are called `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
+/// prefix. Consumers of one store all need the wrapper: one without it is told that codec `idem:object` wrote the
+/// result. Small results are written as they are, so the wrapper can be added at any time.
+///
+/// [`timeout`]: OffloadedOptions::timeout
+///
+/// ```
+/// use std::sync::Arc;
+/// use idem_runtime::{MemoryStore, Offloaded};
+/// use object_store::memory::InMemory;
+///
+/// let store = Offloaded::new(MemoryStore::new(), Arc::new(InMemory::new()));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Offloaded(Arc<Shared>);
+
+impl Offloaded {
+    /// Keeps large results in `objects` and everything else in `store`, with the settings of [`OffloadedOptions`] as they
+    /// stand.
+    pub fn new(store: impl Store, objects: Arc<dyn ObjectStore>) -> Self {
+        Self::options().around(store, objects)
+    }
+
+    /// Other settings.
+    pub fn options() -> OffloadedOptions {
+        OffloadedOptions::default()
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+forward! { () Offloaded => shared; }
+
+/// Settings of an [`Offloaded`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct OffloadedOptions {
+    prefix: Path,
+    above: usize,
+    timeout: Duration,
+}
+
+impl Default for OffloadedOptions {
+    fn default() -> Self {
+        Self { prefix: Path::from("idem"), above: 64 * 1024, timeout: Duration::from_secs(10) }
+    }
+}
+
+impl OffloadedOptions {
+    /// The folder in the object store; `idem` unless set. Results that are under another one are still found.
+    pub fn prefix(self, prefix: &str) -> Self {
+        Self { prefix: Path::from(prefix), ..self }
+    }
+
+    /// Results of more than this many bytes become objects; 64 KiB unless set.
+    pub fn above(self, bytes: usize) -> Self {
+        Self { above: bytes, ..self }
+    }
+
+    /// How long a call of this store waits for the object store, with all its tries; 10 s unless set. An upload takes no
+    /// more than a third of the lease.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// Keeps large results in `objects` and everything else in `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
+    pub fn around(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
+        Offloaded(Arc::new_cyclic(|this| Shared {
+            this: Weak::clone(this),
+            inner: store.handle(),
+            objects,
+            options: self,
+        }))
+    }
+}
+
+struct Shared {
+    this: Weak<Shared>,
+    inner: Arc<dyn Store>,
+    objects: Arc<dyn ObjectStore>,
+    options: OffloadedOptions,
+}
+
+/// Without the object store, whose own form may hold credentials.
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Offloaded");
+        shown.field("inner", &self.inner).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// Why an object is not to be had. The words are our own: those of an object store may quote requests.
+enum Failure {
+    /// It won't be there later either.
+    Gone(&'static str),
+    /// It may be there, but not for whoever asks like this.
+    Refused(&'static str),
+    /// The same call may succeed if it is repeated.
+    Passing(&'static str),
+}
+
+impl Failure {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Gone(reason) | Self::Refused(reason) | Self::Passing(reason) => reason,
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::NotFound { .. } => Self::Gone("its object is missing"),
+            Error::PermissionDenied { .. } => Self::Refused("the object store denies access to its object"),
+            Error::Unauthenticated { .. } => Self::Refused("the object store refuses the credentials"),
+            Error::Generic { .. } => Self::Passing("the object store failed"),
+            // A task that could not be joined comes with another feature of the object store.
+            _ => Self::Refused("the object store can't do what is asked for"),
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| char::from(DIGITS[usize::from(digit)])).collect()
+}
+
+impl Shared {
+    /// Whether `finish` may be written in another form.
+    fn concerns(&self, finish: &Finish) -> bool {
+        match envelope::finished_with(finish) {
+            Payload::Stored { codec, bytes } => *codec == CODEC || bytes.len() > self.options.above,
+            _ => false,
+        }
+    }
+
+    /// Where this attempt keeps this result. Another result of the same attempt has another place, so that a repeated
+    /// `finish` that changes nothing does not change the object either. The token is hashed: it is no part of a name.
+    fn path(&self, lease: &Lease, digest: &[u8]) -> Path {
+        let key = Sha256::digest(lease.key.as_str());
+        let attempt = Sha256::new().chain_update(lease.owner.as_bytes()).chain_update(digest).finalize();
+        self.options.prefix.clone().join(hex(&key)).join(hex(&attempt[..16]))
+    }
+
+    /// Tries a call of the object store until it succeeds, fails for good, or `limit` is over.
+    async fn try_for<T, F>(&self, limit: Duration, call: impl Fn() -> F) -> Result<T, Failure>
+    where
+        F: Future<Output = Result<T, Failure>>,
+    {
+        let clock = self.inner.heartbeats().clock();
+        let mut last = Failure::Passing("the object store does not answer");
+        let tries = async {
+            let mut pause = FIRST_PAUSE;
+            loop {
+                match call().await {
+                    Err(failure @ Failure::Passing(_)) => last = failure,
+                    ended => return ended,
+                }
+                clock.sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        };
+        race(tries, clock.sleep(limit)).await.unwrap_or(Err(last))
+    }
+
+    async fn upload(&self, lease: &Lease, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
+        // The lease of a handler that was ready at once is not renewed meanwhile.
+        let limit = self.options.timeout.min(lease.lease / 3);
+        self.try_for(limit, || async {
+            self.objects.put(path, PutPayload::from_bytes(bytes.clone())).await?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// Nobody waits for more than the attempt: what can't be removed is left to the lifecycle rule.
+    async fn remove(&self, path: &Path) {
+        let clock = self.inner.heartbeats().clock();
+        if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
+            tracing::debug!(%path, "an object that nobody needs could not be removed");
+        }
+    }
+
+    /// Writes a finish whose result is not, or not as it is, part of the record.
+    async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+        let Payload::Stored { codec, bytes } = envelope::finished_with(finish) else {
+            return self.inner.finish(lease, finish).await;
+        };
+        if bytes.len() > self.options.above {
+            let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
+            let path = self.path(lease, &digest);
+            match self.upload(lease, &path, bytes).await {
+                Ok(()) => {
+                    let rest = [&digest[..], path.as_ref().as_bytes()];
+                    let bytes = envelope::seal(Form::Object, codec, bytes.len(), &rest);
+                    let offloaded = envelope::replaced(finish, Payload::Stored { codec: CODEC, bytes });
+                    let written = self.inner.finish(lease, &offloaded).await;
+                    // Only if no write of this attempt can have landed, nor will: a record must not lose its object.
+                    match &written {
+                        Ok(Write::Refused) => self.remove(&path).await,
+                        Err(error) if error.kind() == StoreErrorKind::TooLarge => self.remove(&path).await,
+                        _ => {}
+                    }
+                    return written;
+                }
+                Err(failure) => tracing::warn!(
+                    key = %lease.key, bytes = bytes.len(),
+                    "{}; the result goes into the record itself", failure.reason()
+                ),
+            }
+        }
+        if *codec == CODEC {
+            let bytes = envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]);
+            let sealed = envelope::replaced(finish, Payload::Stored { codec: CODEC, bytes });
+            return self.inner.finish(lease, &sealed).await;
+        }
+        self.inner.finish(lease, finish).await
+    }
+
+    /// The payload that the envelope in `bytes` stands for.
+    async fn open(&self, bytes: &Bytes) -> Result<Payload, Failure> {
+        const DAMAGED: Failure = Failure::Gone("what the record says of its object is damaged");
+        let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
+            Ok(envelope) => envelope,
+            Err(reason) => return Ok(unreadable(reason)),
+        };
+        if form == Form::AsItWas as u8 && rest.len() as u64 == size {
+            return Ok(Payload::Stored { codec, bytes: rest });
+        }
+        if form != Form::Object as u8 || rest.len() < DIGEST_BYTES {
+            return Err(DAMAGED);
+        }
+        let digest = rest.split_to(DIGEST_BYTES);
+        let path = std::str::from_utf8(&rest).ok().and_then(|path| Path::parse(path).ok()).ok_or(DAMAGED)?;
+        let bytes = self
+            .try_for(self.options.timeout, || async {
+                let object = self.objects.get(&path).await?;
+                // Looked at before the object is read, so that no more is read than was written.
+                if object.meta.size != size {
+                    return Err(Failure::Gone("its object has another size"));
+                }
+                Ok(object.bytes().await?)
+            })
+            .await?;
+        match Sha256::digest(&bytes)[..] == digest[..] {
+            true => Ok(Payload::Stored { codec, bytes }),
+            false => Err(Failure::Gone("its object was altered")),
+        }
+    }
+}
+
+impl Store for Shared {
+    hand_on!();
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(async move {
+            let mut answer = self.inner.reserve(request).await?;
+            if let Reservation::Finished(record) = &mut answer
+                && let Some(payload) = envelope::payload_of(record)
+                && let Payload::Stored { codec: CODEC, bytes } = payload
+            {
+                // Never an error: under `on_store_error = run` that would run a finished operation again.
+                *payload = self.open(bytes).await.unwrap_or_else(|failure| {
+                    tracing::warn!(key = %request.key, "a result can't be read: {}", failure.reason());
+                    unreadable(failure.reason())
+                });
+            }
+            Ok(answer)
+        })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        match self.concerns(finish) {
+            true => StoreFuture::new(self.finish_offloaded(lease, finish)),
+            false => self.inner.finish(lease, finish),
+        }
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let mut inspection = self.inner.inspect(key).await?;
+            if let Some(Inspection { record, .. }) = &mut inspection
+                && let Some(payload) = envelope::payload_of(record)
+                && let Payload::Stored { codec: CODEC, bytes } = payload
+            {
+                *payload = match self.open(bytes).await {
+                    Ok(payload) => payload,
+                    Err(Failure::Gone(reason)) => unreadable(reason),
+                    Err(Failure::Refused(reason)) => {
+                        return Err(StoreError::new(StoreErrorKind::Misconfigured, reason));
+                    }
+                    Err(Failure::Passing(reason)) => return Err(StoreError::new(StoreErrorKind::Unavailable, reason)),
+                };
+            }
+            Ok(inspection)
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.inner.reopen(key, attempt)
+    }
+}

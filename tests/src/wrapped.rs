@@ -1,0 +1,69 @@
+//! Wrappers around stores, for the conformance suite.
+
+use std::sync::Arc;
+
+use idem_runtime::conformance::Subject;
+use idem_runtime::{Cached, Compressed, Key, MemoryStore, Offloaded, RedisStore};
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use redis::AsyncCommands;
+
+use crate::proxy::{Line, Proxy};
+use crate::server::{Kind, raw};
+
+/// `Cached` around a store in memory. Its peer is another handle of the same process and shares the cache, for that is
+/// what the contract is about: a cache of its own notices the `reopen` of another process in time, not at once.
+pub fn cached() -> Subject {
+    let store = MemoryStore::new();
+    let cached = Cached::new(store.clone());
+    let peer = cached.peer(store.peer());
+    Subject::new(cached).peer(peer)
+}
+
+/// `Compressed` around a store in memory, of every result that gets smaller.
+pub fn compressed() -> Subject {
+    let store = MemoryStore::new();
+    let around = |store| Compressed::options().above(0).around(store);
+    Subject::new(around(store.clone())).peer(around(store.peer()))
+}
+
+/// `Offloaded` around a store in memory, of every result that is not empty.
+pub fn offloaded() -> Subject {
+    let store = MemoryStore::new();
+    let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let around = |store| Offloaded::options().above(0).around(store, Arc::clone(&objects));
+    Subject::new(around(store.clone())).peer(around(store.peer()))
+}
+
+/// All of them around a Redis, each for every result.
+pub async fn stacked() -> Subject {
+    let url = Kind::Redis.shared();
+    let connect = async |url: &str| RedisStore::connect(url).await.expect("connects");
+    let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let around = |store: RedisStore| {
+        let offloaded = Offloaded::options().above(0).around(store, Arc::clone(&objects));
+        Compressed::options().above(0).around(offloaded)
+    };
+    let cached = Cached::new(around(connect(&url).await));
+    let peer = cached.peer(around(connect(&url).await));
+
+    let port = url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+    let cut_off = Proxy::to(port).await;
+    let unreachable = Cached::new(around(connect(&cut_off.url()).await));
+    cut_off.set(Line::Refuse);
+    let spoil = move |key: Key| {
+        let url = url.clone();
+        async move {
+            let name = format!("idem:{}", key.as_str());
+            let _: () = raw(&url).await.set(name, "not a record").await.expect("sets");
+        }
+    };
+    Subject::new(cached).peer(peer).unreachable(unreachable).spoil(spoil)
+}
+
+/// All of them around `store`, each for every result, with the objects in a folder that processes share.
+pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
+    let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder is there"));
+    Cached::new(Compressed::options().above(0).around(Offloaded::options().above(0).around(store, objects)))
+}

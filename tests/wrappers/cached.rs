@@ -1,0 +1,708 @@
+//! `Cached`: what is kept, for how long, and what ends it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use idem_runtime::{
+    Cached, CachedOptions, Error, Fingerprint, Finish, Heartbeats, InProgress, Inspection, Key, Lease, MemoryStore,
+    OnCrash, OnStoreError, Payload, Record, Release, Reservation, Reserve, State, Store, StoreErrorKind, StoreFuture,
+    Write,
+};
+use idem_tests::{Call, Fault};
+
+use super::{LEASE, POLICY, TICK, TTL, World, completed, key, payload, polled, stored};
+
+const EVERY: [Call; 7] =
+    [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Reopen];
+/// Longer than every retention here.
+const AGELESS: Duration = Duration::from_secs(1 << 30);
+
+fn calls(world: &World) -> usize {
+    EVERY.iter().map(|call| world.store.count(*call)).sum()
+}
+
+fn ageless(world: &World) -> Cached {
+    Cached::options().max_age(AGELESS).around(world.store.clone())
+}
+
+/// How many calls of the store it takes to replay `name`.
+async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> usize {
+    let before = calls(world);
+    assert_eq!(world.replay(store, name).await, *expected);
+    calls(world) - before
+}
+
+#[tokio::test]
+async fn a_replay_of_what_ran_here_costs_no_call() {
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    world.call(&store, POLICY, "first").await.0.unwrap();
+    assert_eq!(calls(&world), 2, "a first run costs what it costs without the cache");
+    for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
+        for _ in 0..5 {
+            let (replayed, outcome) = world.call(&store, POLICY.on_store_error(on_store_error), "again").await;
+            assert_eq!(replayed.unwrap(), "first");
+            assert!(outcome.replayed() && outcome.attempt() == Some(1));
+        }
+    }
+    assert_eq!((calls(&world), world.runs()), (2, 1));
+
+    // Errors that are recorded too, and results that could not be.
+    for (name, finish) in [
+        ("failed", Finish::Failed(stored(b"1"))),
+        ("too large", Finish::Completed(Payload::TooLarge { bytes: 9 })),
+        ("unencodable", Finish::Completed(Payload::Unencodable)),
+    ] {
+        let lease = world.reserved(&store, name).await;
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(costs(&world, &store, name, &Record::after(&lease, finish.state())).await, 0, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
+    let world = World::new();
+    let record = world.finished(&world.memory, "k", b"1").await;
+    let store = Cached::new(world.store.clone());
+    for expected in [1, 1, 0, 0, 0] {
+        assert_eq!(costs(&world, &store, "k", &record).await, expected);
+    }
+    assert_eq!((world.store.count(Call::Reserve), world.store.count(Call::Inspect)), (1, 1));
+}
+
+/// Whatever may still change is asked for each time.
+#[tokio::test]
+async fn only_finished_records_are_kept() {
+    let world = World::new();
+    let store = ageless(&world);
+    let asks = async |name: &str, request: Reserve, is: fn(&Reservation) -> bool| {
+        for _ in 0..3 {
+            let before = world.store.count(Call::Reserve);
+            let request = Reserve { owner: world.memory.heartbeats().new_owner(), ..request.clone() };
+            let answer = store.reserve(&request).await.unwrap();
+            assert!(is(&answer), "{name}: {answer:?}");
+            assert_eq!(world.store.count(Call::Reserve), before + 1, "{name}");
+        }
+        assert!(store.is_empty(), "{name}");
+    };
+    world.reserved(&store, "pending").await;
+    asks("pending", world.request("pending"), |it| matches!(it, Reservation::Pending { .. })).await;
+
+    let fail = Reserve { on_crash: OnCrash::Fail, ..world.request("interrupted") };
+    let Reservation::Reserved { lease, .. } = store.reserve(&fail).await.unwrap() else { panic!() };
+    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+    asks("interrupted", fail, |it| matches!(it, Reservation::Interrupted { .. })).await;
+
+    let lease = world.reserved(&store, "released").await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    let limited = Reserve { max_attempts: std::num::NonZeroU32::new(1), ..world.request("released") };
+    asks("exhausted", limited, |it| matches!(it, Reservation::Exhausted { .. })).await;
+    assert_eq!(world.reserved(&store, "released").await.attempt, 2);
+    assert!(store.is_empty());
+}
+
+#[tokio::test]
+async fn a_refused_or_failed_finish_is_not_kept() {
+    let world = World::new();
+    let store = ageless(&world);
+    let late = world.reserved(&store, "k").await;
+    world.clock.advance(LEASE);
+    let successor = world.reserved(&store, "k").await;
+    assert_eq!(store.finish(&late, &completed(b"late")).await.unwrap(), Write::Refused);
+    assert!(store.is_empty());
+    assert!(matches!(store.reserve(&world.request("k")).await.unwrap(), Reservation::Pending { attempt: 2, .. }));
+    for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Full, StoreErrorKind::TooLarge] {
+        world.store.next(Call::Finish, Fault::Before(kind));
+        store.finish(&successor, &completed(b"1")).await.unwrap_err();
+        assert!(store.is_empty());
+    }
+    // Nothing had been written, so the retention begins with the one that succeeds.
+    assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Write::Done);
+    assert_eq!(costs(&world, &store, "k", &Record::after(&successor, completed(b"1").state())).await, 0);
+}
+
+#[tokio::test]
+async fn the_fingerprint_is_checked_on_a_hit() {
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    let marked = |byte| Reserve { fingerprint: Some(Fingerprint::from_bytes([byte; 32])), ..world.request("k") };
+    let Reservation::Reserved { lease, .. } = store.reserve(&marked(1)).await.unwrap() else { panic!() };
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    let before = calls(&world);
+    let record = Record::after(&lease, completed(b"1").state());
+    for _ in 0..3 {
+        assert_eq!(store.reserve(&marked(2)).await.unwrap(), Reservation::Mismatch { attempt: 1 });
+        assert_eq!(store.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
+        assert_eq!(world.replay(&store, "k").await, record, "nothing to compare");
+        let own = Reserve { owner: lease.owner, ..marked(1) };
+        assert_eq!(store.reserve(&own).await.unwrap(), Reservation::Finished(record.clone()), "met by its own owner");
+    }
+    assert_eq!(calls(&world), before);
+
+    // And on the way into the cache.
+    let elsewhere = Cached::new(world.store.clone());
+    for _ in 0..3 {
+        assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::Mismatch { attempt: 1 });
+        assert_eq!(elsewhere.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
+    }
+}
+
+#[tokio::test]
+async fn an_entry_ends_with_the_retention_of_its_record() {
+    // Finished here.
+    let world = World::new();
+    let store = ageless(&world);
+    world.clock.advance(Duration::from_secs(5));
+    let record = world.finished(&store, "k", b"1").await;
+    world.clock.advance(TTL - TICK);
+    assert_eq!(costs(&world, &store, "k", &record).await, 0);
+    world.clock.advance(TICK);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
+
+    // Finished elsewhere, and read here when half of its retention was over.
+    let world = World::new();
+    let store = ageless(&world);
+    let record = world.finished(&world.memory, "k", b"1").await;
+    world.clock.advance(TTL / 2);
+    for expected in [1, 1, 0] {
+        assert_eq!(costs(&world, &store, "k", &record).await, expected);
+    }
+    world.clock.advance(TTL / 2 - TICK);
+    assert_eq!(costs(&world, &store, "k", &record).await, 0);
+    world.clock.advance(TICK);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
+
+    // A retention counts from the write, not from its answer, and not from an answer that comes late.
+    let world = World::new();
+    let store = ageless(&world);
+    let lease = world.reserved(&store, "k").await;
+    world.store.next(Call::Finish, Fault::Slow(1));
+    let finish = completed(b"1");
+    let mut call = polled(store.finish(&lease, &finish), 2).await;
+    world.clock.advance(TTL / 2);
+    assert_eq!((&mut call).await.unwrap(), Write::Done);
+    world.clock.advance(TTL / 2);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
+
+    let world = World::new();
+    let store = ageless(&world);
+    world.finished(&world.memory, "k", b"1").await;
+    world.replay(&store, "k").await;
+    world.store.next(Call::Inspect, Fault::Slow(1));
+    let request = world.request("k");
+    let call = polled(store.reserve(&request), 2).await;
+    world.clock.advance(TTL / 2);
+    call.await.unwrap();
+    world.clock.advance(TTL / 2);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
+}
+
+/// A repeated finish is done, but nobody knows since when.
+#[tokio::test]
+async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
+    for how in ["lost", "dropped", "at once"] {
+        let world = World::new();
+        let store = ageless(&world);
+        let lease = world.reserved(&store, "k").await;
+        let finish = completed(b"1");
+        let pending = match how {
+            "lost" => {
+                world.store.next(Call::Finish, Fault::After);
+                assert!(store.finish(&lease, &finish).await.unwrap_err().may_have_landed());
+                None
+            }
+            how => {
+                world.store.next(Call::Finish, Fault::Slow(1));
+                let call = polled(store.finish(&lease, &finish), 2).await;
+                (how == "at once").then_some(call)
+            }
+        };
+        world.clock.advance(TTL / 2);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done, "{how}");
+        drop(pending);
+        let record = Record::after(&lease, finish.state());
+        world.replay(&store, "k").await;
+        world.replay(&store, "k").await;
+        assert_eq!(costs(&world, &store, "k", &record).await, 0, "{how}: read from the store meanwhile");
+        world.clock.advance(TTL / 2);
+        assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
+    }
+
+    // Repeated after it was answered: neither prolonged nor changed.
+    let world = World::new();
+    let store = ageless(&world);
+    let lease = world.reserved(&store, "k").await;
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    world.clock.advance(TTL / 2);
+    store.finish(&lease, &completed(b"2")).await.unwrap();
+    assert_eq!(world.replay(&store, "k").await, Record::after(&lease, completed(b"1").state()));
+    world.clock.advance(TTL / 2);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
+}
+
+#[tokio::test]
+async fn a_reopen_takes_effect_at_once() {
+    let world = World::new();
+    let store = ageless(&world);
+    let peer = store.peer(world.memory.peer());
+    for reopener in [&store, &peer] {
+        let name = if std::ptr::eq(reopener, &raw const store) { "own" } else { "peer" };
+        world.finished(&store, name, b"1").await;
+        world.replay(&peer, name).await;
+        assert_eq!(reopener.reopen(&key(name), 2).await.unwrap(), Write::Refused);
+        assert_eq!(reopener.reopen(&key(name), 1).await.unwrap(), Write::Done);
+        assert_eq!(world.reserved(&store, name).await.attempt, 2, "{name}");
+        assert!(matches!(peer.reserve(&world.request(name)).await.unwrap(), Reservation::Pending { attempt: 2, .. }));
+    }
+}
+
+#[tokio::test]
+async fn a_reopen_elsewhere_is_noticed_within_the_age() {
+    const AGE: Duration = Duration::from_secs(60);
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    let record = world.finished(&store, "k", b"1").await;
+    // One call for each age.
+    for _ in 0..3 {
+        world.clock.advance(AGE - TICK);
+        assert_eq!(costs(&world, &store, "k", &record).await, 0);
+        world.clock.advance(TICK);
+        assert_eq!(costs(&world, &store, "k", &record).await, 1);
+    }
+    world.clock.advance(TICK);
+    assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Write::Done);
+    assert_eq!(costs(&world, &store, "k", &record).await, 0, "nobody told this process");
+    world.clock.advance(AGE - TICK);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 2);
+    assert!(store.is_empty());
+}
+
+/// What was read before a decision, and answered after it, must not be entered.
+#[tokio::test]
+async fn a_decision_meanwhile_leaves_no_stale_entry() {
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum Meanwhile {
+        Reopened,
+        ReopenedByPeer,
+        ReopenDropped,
+        ReopenAnswerLost,
+        Rerun,
+        RunsElsewhere,
+        InterruptedElsewhere,
+    }
+    use Meanwhile::*;
+    for entering in ["finish", "read"] {
+        for meanwhile in
+            [Reopened, ReopenedByPeer, ReopenDropped, ReopenAnswerLost, Rerun, RunsElsewhere, InterruptedElsewhere]
+        {
+            let world = World::new();
+            let store = ageless(&world);
+            let peer = store.peer(world.memory.peer());
+            let (finish, request, lease);
+            let call: std::pin::Pin<Box<dyn Future<Output = bool>>> = if entering == "finish" {
+                lease = world.reserved(&store, "k").await;
+                finish = completed(b"1");
+                world.store.next(Call::Finish, Fault::Slow(1));
+                let call = polled(store.finish(&lease, &finish), 2).await;
+                Box::pin(async { call.await.unwrap() == Write::Done })
+            } else {
+                world.finished(&world.memory, "k", b"1").await;
+                world.replay(&store, "k").await;
+                world.store.next(Call::Inspect, Fault::Slow(1));
+                request = world.request("k");
+                let call = polled(store.reserve(&request), 2).await;
+                Box::pin(async { matches!(call.await.unwrap(), Reservation::Finished(_)) })
+            };
+            let reopen_elsewhere = async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Write::Done);
+            match meanwhile {
+                Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Write::Done),
+                ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Write::Done),
+                ReopenDropped => {
+                    world.store.next(Call::Reopen, Fault::Slow(1));
+                    let key = key("k");
+                    drop(polled(store.reopen(&key, 1), 2).await);
+                }
+                ReopenAnswerLost => {
+                    world.store.next(Call::Reopen, Fault::After);
+                    store.reopen(&key("k"), 1).await.unwrap_err();
+                }
+                Rerun => {
+                    reopen_elsewhere().await;
+                    // Told of the new attempt because it is this process's own.
+                    assert_eq!(world.reserved(&peer, "k").await.attempt, 2);
+                }
+                RunsElsewhere => {
+                    reopen_elsewhere().await;
+                    world.reserved(&world.memory, "k").await;
+                    let answer = peer.reserve(&world.request("k")).await.unwrap();
+                    assert!(matches!(answer, Reservation::Pending { attempt: 2, .. }), "{answer:?}");
+                }
+                InterruptedElsewhere => {
+                    reopen_elsewhere().await;
+                    let lease = world.reserved(&world.memory, "k").await;
+                    assert_eq!(world.memory.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+                    let answer = peer.reserve(&world.request("k")).await.unwrap();
+                    assert_eq!(answer, Reservation::Interrupted { attempt: 2 });
+                }
+            }
+            assert!(call.await, "{entering}: what was asked before is answered as it was");
+            let after = store.reserve(&world.request("k")).await.unwrap();
+            assert!(!matches!(after, Reservation::Finished(_)), "{entering}, {meanwhile:?}: a stale entry");
+        }
+    }
+}
+
+/// What is asked after a decision was asked for, and answered before it was made, is as old as what was asked before.
+#[tokio::test]
+async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
+    for ends in ["before", "after"] {
+        let world = World::new();
+        let store = ageless(&world);
+        world.finished(&world.memory, "k", b"1").await;
+        world.replay(&store, "k").await;
+        world.store.next(Call::Reopen, Fault::Slow(1));
+        let k = key("k");
+        let reopen = polled(store.reopen(&k, 1), 1).await;
+        if ends == "before" {
+            world.replay(&store, "k").await;
+            assert_eq!(reopen.await.unwrap(), Write::Done);
+        } else {
+            // Seen as finished again, so that the record is read.
+            world.store.next(Call::Inspect, Fault::Slow(1));
+            let request = world.request("k");
+            let read = polled(store.reserve(&request), 2).await;
+            assert_eq!(reopen.await.unwrap(), Write::Done);
+            assert!(matches!(read.await.unwrap(), Reservation::Finished(_)));
+        }
+        assert_eq!(world.reserved(&store, "k").await.attempt, 2, "{ends}: a stale entry");
+    }
+}
+
+/// An answer of an earlier time must not take a newer entry away for good, nor a newer one keep an older.
+#[tokio::test]
+async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
+    let world = World::new();
+    let store = ageless(&world);
+    let lease = world.reserved(&store, "k").await;
+    world.store.next(Call::Reserve, Fault::Slow(1));
+    let duplicate = world.request("k");
+    let call = polled(store.reserve(&duplicate), 2).await;
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    assert!(matches!(call.await.unwrap(), Reservation::Pending { attempt: 1, .. }));
+    assert_eq!(costs(&world, &store, "k", &Record::after(&lease, completed(b"1").state())).await, 0);
+}
+
+#[tokio::test]
+async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+    let lease = world.reserved(&store, "call").await;
+    let finish = async {
+        idem_tests::settle().await;
+        assert_eq!(store.finish(&lease, &completed(b"\"first\"")).await.unwrap(), Write::Done);
+    };
+    let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
+    assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
+    // The first reservation of each, and no second one of the duplicate.
+    assert_eq!(world.store.count(Call::Reserve), 2);
+}
+
+#[tokio::test]
+async fn hits_need_no_store() {
+    let world = World::new();
+    let store = ageless(&world);
+    world.call(&store, POLICY, "first").await.0.unwrap();
+    for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unknown, StoreErrorKind::Corrupt] {
+        for call in EVERY {
+            world.store.always(call, Fault::Before(kind));
+        }
+        let (result, _) = world.call(&store, POLICY.on_store_error(OnStoreError::Run), "again").await;
+        assert_eq!(result.unwrap(), "first");
+        // What is not in the cache is no different from a store without one.
+        let answer = store.reserve(&world.request("another")).await;
+        assert_eq!(answer.unwrap_err().kind(), kind);
+    }
+    assert_eq!(world.runs(), 1);
+}
+
+/// Who may not read, or can't, still reserves.
+#[tokio::test]
+async fn a_read_that_fails_falls_back_to_the_reservation() {
+    let world = World::new();
+    let record = world.finished(&world.memory, "k", b"1").await;
+    let store = Cached::new(world.store.clone());
+    world.store.always(Call::Inspect, Fault::Before(StoreErrorKind::Misconfigured));
+    for expected in [1, 2, 2] {
+        assert_eq!(costs(&world, &store, "k", &record).await, expected);
+    }
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let error = store.reserve(&world.request("k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "never an answer that it could not get");
+    // The record is gone by the time it is read.
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    world.finished(&world.memory, "k", b"1").await;
+    world.replay(&store, "k").await;
+    world.clock.advance(TTL);
+    assert_eq!(world.reserved(&store, "k").await.attempt, 1);
+    assert!(store.is_empty());
+}
+
+/// A store in memory with a peculiarity.
+#[derive(Clone, Debug)]
+struct Peculiar {
+    memory: MemoryStore,
+    /// Those of a store inside a transaction, of which nothing is there to stay.
+    none: Option<Arc<Heartbeats>>,
+    /// Whether finished records can't be read for the time being.
+    unreadable: bool,
+}
+
+impl Peculiar {
+    fn seen(&self, record: Record) -> Record {
+        match self.unreadable && record.is_finished() {
+            true => Record { state: State::Completed(Payload::Unreadable { reason: "not now".into() }), ..record },
+            false => record,
+        }
+    }
+}
+
+impl Store for Peculiar {
+    fn name(&self) -> &'static str {
+        self.memory.name()
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.none.as_deref().unwrap_or(self.memory.heartbeats())
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(async move {
+            Ok(match self.memory.reserve(request).await? {
+                Reservation::Finished(record) => Reservation::Finished(self.seen(record)),
+                other => other,
+            })
+        })
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        self.memory.renew(leases)
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.memory.finish(lease, finish)
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.memory.release(lease, release)
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        self.memory.wait(key, attempt, at_most)
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let inspection = self.memory.inspect(key).await?;
+            Ok(inspection.map(|it| Inspection { record: self.seen(it.record), ..it }))
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.memory.reopen(key, attempt)
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_kept_of_a_transaction() {
+    let world = World::new();
+    let none = Some(Arc::new(Heartbeats::none(Arc::new(world.clock.clone()))));
+    let store = Cached::new(Peculiar { memory: world.memory.clone(), none, unreadable: false });
+    for name in ["1", "2"] {
+        let record = world.finished(&store, name, b"1").await;
+        for _ in 0..3 {
+            assert_eq!(world.replay(&store, name).await, record);
+        }
+        assert!(store.is_empty());
+    }
+    // Rolled back: what was seen inside never was.
+    assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Write::Done);
+    assert_eq!(world.reserved(&store, "1").await.attempt, 2);
+}
+
+#[tokio::test]
+async fn a_result_that_can_not_be_read_is_asked_for_again() {
+    let world = World::new();
+    world.finished(&world.memory, "k", b"1").await;
+    let readable = Cached::new(world.memory.clone());
+    let store = readable.peer(Peculiar { memory: world.memory.clone(), none: None, unreadable: true });
+    for _ in 0..3 {
+        let met = world.replay(&store, "k").await;
+        assert!(matches!(payload(&met), Payload::Unreadable { .. }), "{met:?}");
+    }
+    assert!(store.is_empty());
+    world.replay(&readable, "k").await;
+    let met = world.replay(&store, "k").await;
+    assert!(matches!(payload(&met), Payload::Unreadable { .. }), "known to be finished, and still not readable");
+    assert_eq!(*payload(&world.replay(&readable, "k").await), stored(b"1"), "later it is");
+}
+
+#[tokio::test]
+async fn what_was_asked_for_lately_stays() {
+    let world = World::new();
+    let store = Cached::options().max_entries(8).max_age(AGELESS).around(world.store.clone());
+    let hot = world.finished(&store, "hot", b"hot").await;
+    for n in 0..200 {
+        let name = n.to_string();
+        let record = world.finished(&store, &name, b"1").await;
+        if n % 20 == 0 {
+            assert_eq!(costs(&world, &store, &name, &record).await, 0, "the latest is there");
+        }
+        assert_eq!(costs(&world, &store, "hot", &hot).await, 0, "what is asked for stays");
+        assert!(store.len() <= 8);
+    }
+    assert_eq!(store.len(), 8);
+    // What was dropped is there, for the price of a call.
+    let before = calls(&world);
+    world.replay(&store, "3").await;
+    assert_eq!(calls(&world) - before, 1);
+}
+
+#[tokio::test]
+async fn the_bytes_are_bounded() {
+    const MAX: usize = 100_000;
+    let world = World::new();
+    let store = Cached::options().max_bytes(MAX).max_age(AGELESS).around(world.store.clone());
+    for n in 0..300_usize {
+        world.finished(&store, &n.to_string(), &vec![b'x'; n * 97 % 20_000]).await;
+        assert!(store.bytes() <= MAX, "{} bytes", store.bytes());
+    }
+    assert!(store.bytes() > MAX / 2, "{} bytes: the room is used", store.bytes());
+    // One that fits nowhere drives nothing out, and is replayed as without a cache.
+    let before = store.len();
+    let large = world.finished(&store, "large", &vec![b'x'; MAX]).await;
+    assert_eq!(store.len(), before);
+    for _ in 0..3 {
+        assert_eq!(costs(&world, &store, "large", &large).await, 1);
+    }
+    // A key costs as well, whatever its result.
+    let bytes = store.bytes();
+    assert!(bytes >= store.len() * 300, "{bytes} bytes for {} entries", store.len());
+}
+
+#[tokio::test]
+async fn a_cache_without_room_is_none() {
+    for options in [Cached::options().max_entries(0), Cached::options().max_bytes(0), Cached::options().max_bytes(100)]
+    {
+        let world = World::new();
+        let store = options.around(world.store.clone());
+        let record = world.finished(&store, "k", b"1").await;
+        for _ in 0..3 {
+            assert_eq!(costs(&world, &store, "k", &record).await, 1);
+        }
+        assert!(store.is_empty() && store.bytes() == 0);
+    }
+    let world = World::new();
+    let store = Cached::options().max_age(Duration::ZERO).around(world.store.clone());
+    let record = world.finished(&store, "k", b"1").await;
+    for _ in 0..3 {
+        assert_eq!(costs(&world, &store, "k", &record).await, 1, "no age is allowed");
+    }
+}
+
+/// Threads that finish, replay and reopen the same keys, through two handles: the bounds hold at every moment, and nobody
+/// is told a result that was given up before he asked.
+#[test]
+fn bounds_and_answers_hold_under_concurrency() {
+    const ENTRIES: usize = 40;
+    const BYTES: usize = 60_000;
+    const KEYS: usize = 60;
+    let memory = MemoryStore::new();
+    let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
+    let store = options.around(memory.clone());
+    let peer = store.peer(memory.peer());
+    // For each key the first attempt that is not known to be given up.
+    let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let floors = &floors;
+        let workers: Vec<_> = [&store, &peer, &store, &peer]
+            .into_iter()
+            .enumerate()
+            .map(|(thread, store)| {
+                scope.spawn(move || {
+                    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                    runtime.block_on(work(thread, store, floors))
+                })
+            })
+            .collect();
+        let (store, over) = (&store, &over);
+        scope.spawn(move || {
+            while !over.load(Ordering::Relaxed) {
+                assert!(store.len() <= ENTRIES, "{} entries", store.len());
+                assert!(store.bytes() <= BYTES, "{} bytes", store.bytes());
+                std::thread::yield_now();
+            }
+        });
+        let ended: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        over.store(true, Ordering::Relaxed);
+        let reopened: usize = ended.into_iter().map(Result::unwrap).sum();
+        assert!(reopened > 1000, "something happened: {reopened}");
+    });
+    assert!(store.len() > ENTRIES / 2, "the room is used: {}", store.len());
+}
+
+/// How many operations this thread has reopened.
+async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
+    let world = World::new();
+    let mut reopened = 0;
+    for n in 0..8000_usize {
+        let at = (n * 7 + n / 11 + thread * 17) % floors.len();
+        let owner = store.heartbeats().new_owner();
+        let request = Reserve { owner, lease: LEASE * 100, ..world.request(&at.to_string()) };
+        let floor = floors[at].load(Ordering::SeqCst);
+        match store.reserve(&request).await.unwrap() {
+            Reservation::Reserved { lease, .. } => {
+                let bytes = [lease.attempt.to_string().into_bytes(), vec![b' '; n % 3000]].concat();
+                assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Write::Done);
+            }
+            Reservation::Finished(record) => {
+                let Payload::Stored { bytes, .. } = payload(&record) else { panic!("{record:?}") };
+                assert_eq!(bytes.split(|it| *it == b' ').next(), Some(record.attempt.to_string().as_bytes()));
+                assert!(record.attempt >= floor, "attempt {} was given up, {floor} is the next", record.attempt);
+                if n % 3 == 0 && store.reopen(&request.key, record.attempt).await.unwrap() == Write::Done {
+                    floors[at].fetch_max(record.attempt + 1, Ordering::SeqCst);
+                    reopened += 1;
+                }
+            }
+            Reservation::Pending { attempt, .. } => assert!(attempt >= floor),
+            other => panic!("{other:?}"),
+        }
+    }
+    reopened
+}
+
+#[tokio::test]
+async fn a_shadow_of_nothing_stays() {
+    // An error, a call that is dropped: nothing stays that was being made.
+    let world = World::new();
+    let store = ageless(&world);
+    for n in 0..1000 {
+        let lease = world.reserved(&store, &n.to_string()).await;
+        world.store.next(Call::Finish, Fault::Hang);
+        let finish = completed(b"1");
+        drop(polled(store.finish(&lease, &finish), 1).await);
+    }
+    assert!(store.is_empty());
+    assert_eq!(store.bytes(), 0);
+    let (result, _) = world.call(&store, POLICY, "first").await;
+    assert_eq!(result.unwrap(), "first");
+    let late: Result<String, Error> = world.call(&store, POLICY, "again").await.0;
+    assert_eq!((late.unwrap().as_str(), world.runs()), ("first", 1));
+}
