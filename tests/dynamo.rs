@@ -378,8 +378,8 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
         assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
         let looks = wire.seen().iter().filter(|operation| *operation == "GetItem").count();
         // The pauses between them grow.
-        let pauses = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
-        let paused: u64 = pauses.take(looks.saturating_sub(1)).sum();
+        let growing = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
+        let paused: u64 = growing.take(looks.saturating_sub(1)).sum();
         assert!(looks > 0 && Duration::from_millis(paused) <= began.elapsed(), "{name}: {looks} looks");
     }
 }
@@ -856,6 +856,20 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     wire.script([throttled(), throttled(), throttled()]);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "refused three times: {error}");
+    // The time is over while the client pauses before its next try.
+    let wire = Wire::to(&Kind::Dynoxide.shared());
+    let patient = RetryConfig::standard()
+        .with_initial_backoff(Duration::from_secs(1000))
+        .with_max_backoff(Duration::from_secs(1000));
+    let hurried = options("doubt").call_timeout(Duration::from_millis(500)).open(client_with(&wire, patient), TABLE);
+    for (reply, kind) in
+        [(throttled(), StoreErrorKind::Unavailable), (Reply::Instead(500, String::new()), StoreErrorKind::Unknown)]
+    {
+        wire.script(vec![reply; 3]);
+        let error = hurried.reserve(&request(&store, "pause")).await.unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+    let (store, wire) = retrying("doubt");
     for refusal in [throttled(), Reply::error(400, "AccessDeniedException")] {
         wire.seen();
         let request = request(&store, &format!("{refusal:?}").replace('/', ""));
@@ -942,7 +956,7 @@ async fn nobody_there_has_written_nothing() {
 
 #[tokio::test]
 async fn processes_race_for_the_same_keys_while_the_server_restarts() {
-    let mut emulator = Emulator::with_table(Kind::Dynoxide).await;
+    let mut emulator = Emulator::durable().await;
     let spec = format!("dynamo {} {TABLE}", emulator.endpoint());
     let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
     let restarts = async {

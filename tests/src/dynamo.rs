@@ -92,13 +92,15 @@ impl Kind {
             .unreachable(DynamoStore::new(nobody, TABLE))
             .spoil(spoil)
             .largest_result(400_000)
+            // Programs without optimisation, which serve one request at a time.
+            .patience(Duration::from_secs(200))
     }
 }
 
 /// A store for processes of one machine, whose lapsed leases are taken over a moment after their time; and for emulators of
 /// any speed.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
-    let options = DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(15));
+    let options = DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(60));
     options.open(client(&Wire::to(endpoint)), table)
 }
 
@@ -108,16 +110,28 @@ pub struct Emulator {
     kind: Kind,
     port: u16,
     folder: PathBuf,
+    durable: bool,
     child: Option<Child>,
 }
 
 impl Emulator {
-    /// A new emulator without tables, which dynoxide keeps on disk.
+    /// A new emulator without tables, which keeps them in memory.
     pub fn start(kind: Kind) -> Self {
+        Self::start_with(kind, false)
+    }
+
+    /// A dynoxide that keeps its tables on disk, with the table.
+    pub async fn durable() -> Self {
+        let emulator = Self::start_with(Kind::Dynoxide, true);
+        emulator.create_table().await;
+        emulator
+    }
+
+    fn start_with(kind: Kind, durable: bool) -> Self {
         let port = free_port();
         let folder = std::env::temp_dir().join(format!("idem-test-dynamo-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder for the emulator");
-        let mut emulator = Self { kind, port, folder, child: None };
+        let mut emulator = Self { kind, port, folder, durable, child: None };
         emulator.run();
         emulator
     }
@@ -151,7 +165,11 @@ impl Emulator {
         command.args(["--pdeathsig", "KILL"]).arg(&program).current_dir(&self.folder);
         match self.kind {
             Kind::Dynoxide => {
-                command.args(["--port", &self.port.to_string(), "--db-path"]).arg(self.folder.join("dynoxide.db"))
+                command.args(["--port", &self.port.to_string()]);
+                match self.durable {
+                    true => command.arg("--db-path").arg(self.folder.join("dynoxide.db")),
+                    false => &mut command,
+                }
             }
             Kind::Ministack => command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", self.port.to_string()),
         };

@@ -36,8 +36,13 @@ struct Counts {
 
 impl Tries {
     /// Whether nothing has left this process.
-    pub(super) fn none_sent(&self) -> bool {
+    fn none_sent(&self) -> bool {
         self.0.sent.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether all that was sent has been refused, so that nothing was written.
+    pub(super) fn none_open(&self) -> bool {
+        self.open() == 0
     }
 
     /// When DynamoDB answered first, by its own clock: this second since 1970.
@@ -178,7 +183,10 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
             let kind = if refused { Unavailable } else { Unknown };
             (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
         }
-        SdkError::TimeoutError(_) => (Unknown, "DynamoDB did not answer in the time that the client allows".to_owned()),
+        SdkError::TimeoutError(_) => {
+            let kind = if tries.none_open() { Unavailable } else { Unknown };
+            (kind, "DynamoDB did not answer in the time that the client allows".to_owned())
+        }
         _ => (Unknown, "the answer can't be read".to_owned()),
     };
     StoreError::new(kind, message)
@@ -221,7 +229,7 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
     };
     // Open is a try that was answered with a status of the server's own failure; and whatever this one was refused for, an
     // earlier one may have taken effect.
-    let kind = if tries.open() > 0 { Unknown } else { kind };
+    let kind = if tries.none_open() { kind } else { Unknown };
     // Others than these may quote the request or its signature.
     let told = match code {
         "ResourceNotFoundException" | "AccessDeniedException" | "ValidationException" => format!(": {said}"),

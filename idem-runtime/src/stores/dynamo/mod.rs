@@ -228,8 +228,10 @@ impl Shared {
         let began = self.now();
         let answer = race(call, self.heartbeats.clock().sleep(self.call_timeout)).await;
         self.compare_clocks(began, tries);
-        answer.ok_or_else(|| match tries.none_sent() {
-            true => StoreError::new(StoreErrorKind::Unavailable, "the request could not be sent in time"),
+        answer.ok_or_else(|| match tries.none_open() {
+            true => {
+                StoreError::new(StoreErrorKind::Unavailable, "DynamoDB refused, or could not be asked, for too long")
+            }
             false => StoreError::new(StoreErrorKind::Unknown, "DynamoDB did not answer in time"),
         })
     }
