@@ -144,7 +144,9 @@ impl Database {
         let SqliteOptions { table, .. } = &options;
         let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
         if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
-            return Err(misconfigured(format!("`{table}` can't be the name of a table: write letters, digits and `_`")));
+            return Err(misconfigured(format!(
+                "`{table}` can't be the name of a table: write letters, digits and `_`"
+            )));
         }
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
@@ -184,9 +186,8 @@ impl Database {
         let file = FileId::of(&self.path).map_err(|error| {
             Failure::Refused(unavailable(format!("`{}` can't be looked at: {error}", self.path.display())))
         })?;
-        let mode = self.patiently(|| {
-            connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0))
-        })?;
+        let mode =
+            self.patiently(|| connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0)))?;
         if mode != "wal" {
             let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
@@ -242,8 +243,7 @@ impl Database {
         loop {
             match work() {
                 Err(error)
-                    if is_busy(&error)
-                        && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
+                    if is_busy(&error) && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
                 {
                     std::thread::park_timeout(pause);
                     pause = (pause * 2).min(LONGEST_PAUSE);
@@ -312,7 +312,7 @@ fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
     error.sqlite_error_code()
 }
 
-fn is_busy(error: &rusqlite::Error) -> bool {
+pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
@@ -357,7 +357,9 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
         // Without the lock, or without room for the frame that makes the others count, there is no commit.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
-        _ => StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}")),
+        _ => {
+            StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}"))
+        }
     }
 }
 

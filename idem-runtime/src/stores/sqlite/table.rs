@@ -12,9 +12,7 @@ use rusqlite::{Connection, Row, Statement, ToSql, params};
 
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{
-    Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write,
-};
+use crate::{Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 /// What SQLite allows in a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
 const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
@@ -115,7 +113,7 @@ pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()
     codec         TEXT,
     result_bytes  INTEGER,
     result        BLOB
-) WITHOUT ROWID;
+);
 CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);"#
     ))
 }
@@ -157,7 +155,9 @@ impl Sql {
                 lapses_at, codec, result_bytes, result FROM "{table}" WHERE key = ?1"#
             ),
             Self::Pending => {
-                format!(r#"SELECT 1 FROM "{table}" WHERE key = ?1 AND attempt = ?2 AND state = 'P' AND expires_at > ?3"#)
+                format!(
+                    r#"SELECT 1 FROM "{table}" WHERE key = ?1 AND attempt = ?2 AND state = 'P' AND expires_at > ?3"#
+                )
             }
             Self::Finish => format!(
                 r#"UPDATE "{table}" SET state = ?4, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
@@ -173,7 +173,8 @@ impl Sql {
                 lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
             Self::Due => {
-                format!(r#"SELECT key, expires_at FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at LIMIT ?2"#)
+                // Without a limit: SQLite would prepare the statement anew for each value.
+                format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
             }
             Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
             Self::Relist => {
@@ -331,7 +332,8 @@ impl<'c> Table<'c> {
     /// Counts lease and retention anew.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
         let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
-        let renewed = self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
+        let renewed =
+            self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
         Ok(if renewed == 1 { Write::Done } else { Write::Refused })
     }
 
@@ -373,8 +375,8 @@ impl<'c> Table<'c> {
     /// Looks at up to `limit` rows that are listed by now, removes those whose retention has ended, and says how many.
     /// The others are listed anew: most were renewed or finished since.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
-        let due = self.sql(Sql::Due)?.query_map(params![now, limit], |row| row.get::<_, Value>(0))?;
-        let due = due.collect::<rusqlite::Result<Vec<_>>>()?;
+        let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
+        let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;
         let mut removed = 0;
         for key in due {
             match self.sql(Sql::Delete)?.execute(params![key, now])? {
