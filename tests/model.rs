@@ -387,6 +387,16 @@ fn redis_on_real_time() {
     });
 }
 
+#[cfg(feature = "sqlite")]
+#[test]
+fn sqlite_on_real_time() {
+    let folder = idem_tests::sqlite::Folder::new();
+    agrees_with_the_reference(8, false, async || {
+        let store = idem_runtime::SqliteStore::open(folder.file()).await.expect("opens");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 /// The comparison itself can fail: for this store, no time passes.
 #[test]
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]

@@ -2,6 +2,7 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real files")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
+use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -82,11 +83,14 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
 /// 2100-01-01: in the place of every time, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
 
+/// How an attempt ends, if it does.
+type End = Option<Result<Finish, Release>>;
+
 /// Records in every state, and what makes them.
 async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let result = stored(&br#"{"a":1}"#[..]);
-    let ends: [(&str, Option<Fingerprint>, Option<Result<Finish, Release>>); 10] = [
+    let ends: [(&str, Option<Fingerprint>, End); 10] = [
         ("pending", None, None),
         ("pending-fingerprint", fingerprint, None),
         ("released", None, Some(Err(Release::Returned))),
@@ -130,7 +134,7 @@ fn dump(connection: &Connection) -> String {
     let mut schema =
         connection.prepare("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY type DESC, name").unwrap();
     for sql in schema.query_map([], |row| row.get::<_, String>(0)).unwrap() {
-        text += &format!("{};\n", sql.unwrap());
+        writeln!(text, "{};", sql.unwrap()).unwrap();
     }
     let times = format!(
         "UPDATE idem_records SET expires_at = {LATER}, listed_at = {LATER}, \
@@ -151,7 +155,7 @@ fn dump(connection: &Connection) -> String {
             other @ rusqlite::types::ValueRef::Real(_) => panic!("{other:?}"),
         };
         let values: Vec<_> = (0..columns).map(value).collect();
-        text += &format!("INSERT INTO idem_records VALUES ({});\n", values.join(", "));
+        writeln!(text, "INSERT INTO idem_records VALUES ({});", values.join(", ")).unwrap();
     }
     text
 }

@@ -3,7 +3,6 @@
 //!
 //! Arguments: store, number of keys.
 
-use std::io::Write;
 use std::time::Duration;
 
 use idem_runtime::{Error, Json, Operation, Policy, record_values, run};
@@ -19,6 +18,6 @@ async fn main() {
     for n in 0..keys.parse::<usize>().unwrap() {
         let operation = Operation::new(&*store, Ok(race::key(n)), POLICY);
         run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.unwrap();
-        writeln!(std::io::stdout(), "{n}").unwrap();
+        println!("{n}");
     }
 }

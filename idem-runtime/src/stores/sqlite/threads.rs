@@ -605,7 +605,7 @@ impl<'c> Session<'c> {
                 Ask::Inspect(_) | Ask::IsPending(..) => quietly(perform(&mut self.table, &op.ask, now).map(Some)),
                 _ => Ok(Ok(None)),
             });
-            answers.push(match answer.map_err(Trouble::Sqlite).flatten() {
+            answers.push(match answer.map_err(Trouble::Sqlite).and_then(|answer| answer) {
                 Err(Trouble::Sqlite(error)) if breaks_connection(&error) => {
                     return Err(failed_to_read(error));
                 }
