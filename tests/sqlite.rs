@@ -610,6 +610,37 @@ fn what_is_left_to_write_when_the_runtime_ends_is_written() {
 
 // Several handles and processes.
 
+/// Once most reservations are replays, the reader looks at them first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn reservations_among_replays_are_decided_once() {
+    let folder = Folder::new();
+    let (store, other) = (open(&folder.file()).await, open(&folder.file()).await);
+    let runs = Arc::new(AtomicU32::new(0));
+    assert_eq!(call(&store, "done", &runs).await.0.unwrap(), 1);
+    for n in 0..100 {
+        for _ in 0..32 {
+            assert!(call(&store, "done", &runs).await.1.replayed());
+        }
+        let name = format!("k{n}");
+        let tasks: Vec<_> = (0..8)
+            .map(|task| {
+                let store = if task == 0 { other.clone() } else { store.clone() };
+                let (name, runs) = (name.clone(), Arc::clone(&runs));
+                tokio::spawn(async move { call(&store, &name, &runs).await.1 })
+            })
+            .collect();
+        let mut executed = 0;
+        for task in tasks {
+            executed += u32::from(task.await.unwrap().executed());
+        }
+        assert_eq!(executed, 1);
+        let lease = reserved(&store, &format!("{name}-released")).await;
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(reserved(&store, &format!("{name}-released")).await.attempt, 2);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 101);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn handles_of_one_process_share_the_file() {
     let folder = Folder::new();

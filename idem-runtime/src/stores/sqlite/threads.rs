@@ -69,13 +69,14 @@ impl Ask {
         }
     }
 
-    /// The key whose waiters are to look again.
-    fn wakes(&self) -> Option<&Key> {
-        match self {
-            Self::Reserve(Reserve { key, .. })
-            | Self::Finish(Lease { key, .. }, _)
-            | Self::Release(Lease { key, .. }, _)
-            | Self::Reopen(key, _) => Some(key),
+    /// The key whose waiters are to look again after this answer.
+    fn wakes(&self, answered: &Answered) -> Option<&Key> {
+        match (self, answered) {
+            (Self::Reserve(Reserve { key, .. }), Ok(Answer::Reservation(Reservation::Reserved { .. })))
+            | (
+                Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _) | Self::Reopen(key, _),
+                Ok(Answer::Write(Write::Done)),
+            ) => Some(key),
             _ => None,
         }
     }
@@ -486,7 +487,8 @@ impl<'c> Session<'c> {
         match self.transact(batch, clean_up) {
             Ok(()) => {
                 if self.core.waiters() > 0 {
-                    batch.iter().filter_map(|op| op.ask.wakes()).for_each(|key| self.core.waiting.wake(key.as_str()));
+                    let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
+                    ended.for_each(|key| self.core.waiting.wake(key.as_str()));
                 }
                 for (op, answer) in batch.drain(..).zip(self.answers.drain(..)) {
                     op.answer(answer);
