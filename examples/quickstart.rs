@@ -1,24 +1,31 @@
 //! What does `#[idempotent]` do for a consumer whose messages are delivered more than once?
 //!
 //! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers
-//! that fail and die. `-- --without-idempotency` shows the same deliveries without the attribute; `-- --help` the rest.
+//! that fail and die. Its records are kept in a file: a second run replays everything, and a run that was killed
+//! (`kill -9`, or `-- --die-after 700`) is finished by the next one. `-- --fresh` starts over, `-- --without-idempotency`
+//! shows the same deliveries without the attribute, `-- --help` the rest.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
-use std::collections::HashSet;
-use std::convert::Infallible;
-use std::mem;
-use std::process::ExitCode;
+use std::collections::{BTreeSet, HashSet};
+use std::error::Error;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
+use std::{env, fs, io, mem, process, thread};
 
-use idem_examples::{Charges, Count, Counts, Event, Mishap, PaymentError, Queue, Receipt, counts, deliveries};
-use idem_runtime::{Disposition, MemoryStore, current, idempotent, observe};
+use idem_examples::{
+    Arguments, Charges, Count, Counts, Event, Keeps, Ledger, Mishap, PaymentError, Queue, Receipt, counts, deliveries,
+};
+use idem_runtime::{Disposition, Key, SqliteStore, Store as _, StoreError, current, idempotent, observe};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
 const WORKERS: usize = 4;
 const HANDLERS_PER_WORKER: usize = 8;
+
+type Failure = Box<dyn Error>;
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 ///
@@ -28,6 +35,7 @@ const HANDLERS_PER_WORKER: usize = 8;
     key = "order:{event.order.order_id}",
     ttl = "7d",
     store = app.store,
+    scope = "charge_customer",
     lease = "500ms",
     in_progress = wait("250ms"),
     fingerprint = event.order
@@ -73,27 +81,75 @@ async fn consume_without_idempotency(app: Arc<App>) {
 }
 
 fn main() -> ExitCode {
-    idem_examples::main("quickstart", false, |arguments, events| {
-        let queue = Queue::new(deliveries(events));
-        let world = Arc::new(World { queue, bank: Mutex::default(), counts: Mutex::default() });
-        let store = MemoryStore::with_capacity(events.len());
-        thread::scope(|workers| {
-            for _ in 0..WORKERS {
-                workers.spawn(|| while !work_until_done_or_dead(&world, &store, arguments.idempotent) {});
-            }
-        });
-        let counts = lock(&world.counts).clone();
-        let charges = mem::take(&mut lock(&world.bank).charges);
-        Ok::<_, Infallible>((counts, charges))
+    idem_examples::main("quickstart", Keeps::InFile, deliver)
+}
+
+fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges), Failure> {
+    let folder = folder(events)?;
+    let file = folder.join("records.db");
+    let mut counts = Counts::default();
+    let mut ledger = Ledger::default();
+    if arguments.fresh && folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    if arguments.idempotent {
+        println!("records: {} (`-- --fresh` starts over)\n", file.display());
+        counts.add(Count::FinishedBefore, runtime().block_on(finished_before(&file, events))?);
+        ledger = Ledger::open(&folder.join("charges.jsonl"))?;
+    }
+    let bank = Bank { ledger, asked: HashSet::new(), invented: 0, die_after: arguments.die_after };
+    let queue = Queue::new(deliveries(events));
+    let world = Arc::new(World { queue, bank: Mutex::new(bank), counts: Mutex::new(counts) });
+    thread::scope(|scope| {
+        let work = || {
+            while !work_until_done_or_dead(&world, &file, arguments.idempotent)? {}
+            Ok(())
+        };
+        let workers: Vec<_> = (0..WORKERS).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
     })
+    .map_err(|error: StoreError| Failure::from(error))?;
+    let counts = lock(&world.counts).clone();
+    let charges = mem::take(&mut lock(&world.bank).ledger).into_charges();
+    Ok((counts, charges))
+}
+
+/// Where a run with these orders keeps what it does: below `target`, or with the system's temporary files.
+fn folder(events: &[Event]) -> io::Result<PathBuf> {
+    let program = env::current_exe()?;
+    let target = program.ancestors().nth(3).filter(|_| program.parent().is_some_and(|it| it.ends_with("examples")));
+    let base = target.map_or_else(|| env::temp_dir().join("idem-quickstart"), |target| target.join("quickstart"));
+    let mut orders = DefaultHasher::new();
+    for event in events {
+        event.order.to_string().hash(&mut orders);
+    }
+    Ok(base.join(format!("{:016x}", orders.finish())))
+}
+
+/// How many orders earlier runs have finished, by the records they left.
+async fn finished_before(file: &Path, events: &[Event]) -> Result<u64, Failure> {
+    let store = SqliteStore::open(file).await?;
+    let mut finished = 0;
+    for order_id in events.iter().map(|event| &event.order.order_id).collect::<BTreeSet<_>>() {
+        // An order that has no key, being empty or too long, has not been finished.
+        let Ok(key) = Key::new("charge_customer", format!("order:{order_id}")) else { continue };
+        finished += u64::from(store.inspect(&key).await?.is_some_and(|found| found.record.is_finished()));
+    }
+    Ok(finished)
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built")
 }
 
 /// One worker, with a runtime of its own as if it were a process of its own. False if it died.
-fn work_until_done_or_dead(world: &Arc<World>, store: &MemoryStore, idempotent: bool) -> bool {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
+fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) -> Result<bool, StoreError> {
+    let runtime = runtime();
     let (die, mut death) = mpsc::channel(1);
     // A handle of its own, as another process would have: nobody else renews its leases.
-    let app = Arc::new(App { store: store.peer(), world: Arc::clone(world), die });
+    let store = runtime.block_on(SqliteStore::open(file))?;
+    let app = Arc::new(App { store, world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {
         let app = Arc::clone(&app);
         if idempotent {
@@ -109,12 +165,12 @@ fn work_until_done_or_dead(world: &Arc<World>, store: &MemoryStore, idempotent: 
         // As `kill -9` does it: no handler is dropped, so no key is released, and no lease is renewed any more.
         mem::forget(runtime);
     }
-    !died
+    Ok(!died)
 }
 
 /// What a worker has.
 struct App {
-    store: MemoryStore,
+    store: SqliteStore,
     world: Arc<World>,
     die: mpsc::Sender<()>,
 }
@@ -129,7 +185,8 @@ impl App {
             return Err(PaymentError::Unreachable);
         }
         let receipt = Receipt { payment: payment_key.clone(), amount_cents: event.order.amount_cents };
-        if !lock(&self.world.bank).charges.charge(payment_key, &event.order) {
+        let charged = lock(&self.world.bank).charge(payment_key, event);
+        if !charged.map_err(|_| PaymentError::Unreachable)? {
             self.count(Count::RepeatedCharge);
         }
         match mishap {
@@ -163,13 +220,34 @@ impl World {
     }
 }
 
-/// A payment provider.
-#[derive(Default)]
+/// A payment provider, whose books outlive this process as well.
 struct Bank {
-    charges: Charges,
-    /// The events it has heard of.
+    ledger: Ledger,
+    /// The events it has heard of in this run.
     asked: HashSet<usize>,
     invented: u64,
+    /// After how many charges this process is killed.
+    die_after: Option<u64>,
+}
+
+impl Bank {
+    fn charge(&mut self, payment_key: String, event: &Event) -> io::Result<bool> {
+        let charged = self.ledger.charge(payment_key, &event.order)?;
+        if let Some(left) = &mut self.die_after {
+            *left = left.saturating_sub(u64::from(charged));
+            if *left == 0 {
+                kill_this_process();
+            }
+        }
+        Ok(charged)
+    }
+}
+
+/// Nothing is dropped, nothing is flushed, and nobody says goodbye.
+fn kill_this_process() -> ! {
+    let _ = Command::new("kill").args(["-9", &process::id().to_string()]).status();
+    // Where there is no such program.
+    process::abort()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -13,7 +13,8 @@ use std::time::Duration;
 use std::{env, thread};
 
 use idem_examples::{
-    Charges, Count, Counts, Event, Mishap, PaymentError, Receipt, VISIBILITY_TIMEOUT, counts, deliveries, explain,
+    Charges, Count, Counts, Event, Keeps, Mishap, PaymentError, Receipt, VISIBILITY_TIMEOUT, counts, deliveries,
+    explain,
 };
 use idem_runtime::{Disposition, RedisStore, Store as _, current, idempotent, observe};
 use redis::aio::MultiplexedConnection;
@@ -92,7 +93,7 @@ fn main() -> ExitCode {
             }
         };
     }
-    idem_examples::main("redis_streams", true, |arguments, events| {
+    idem_examples::main("redis_streams", Keeps::OnServer, |arguments, events| {
         let url = arguments.url.clone().or_else(|| env::var("REDIS_URL").ok());
         let url = url.unwrap_or_else(|| "redis://127.0.0.1:6379".to_owned());
         block_on(deliver(&url, arguments.idempotent, events))

@@ -396,6 +396,16 @@ fn dynamo_on_real_time() {
     });
 }
 
+#[cfg(feature = "sqlite")]
+#[test]
+fn sqlite_on_real_time() {
+    let folder = idem_tests::sqlite::Folder::new();
+    agrees_with_the_reference(8, false, async || {
+        let store = idem_runtime::SqliteStore::open(folder.file()).await.expect("opens");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 /// All wrappers, each for every result, and a cache so small that most of it is forgotten.
 #[cfg(feature = "wrappers")]
 #[test]

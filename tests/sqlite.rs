@@ -1,1 +1,767 @@
-//! To come.
+//! `SqliteStore` on real files: what is written, what is refused, what is shared, and what breaks.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real files")]
+#![allow(clippy::format_collect, reason = "a handful of bytes")]
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
+    Policy, Record, Release, Reservation, Reserve, SqliteOptions, SqliteStore, State, Store, StoreError,
+    StoreErrorKind, Synchronous, Write, observe, record_values, run,
+};
+use idem_tests::race::{self, Race};
+use idem_tests::sqlite::{Folder, raw};
+use rusqlite::Connection;
+
+const LEASE: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(TTL).lease(LEASE);
+
+fn key(name: &str) -> Key {
+    Key::new("test", name).unwrap()
+}
+
+fn request(store: &SqliteStore, name: &str) -> Reserve {
+    Reserve {
+        key: key(name),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
+    match answer.unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn reserved(store: &SqliteStore, name: &str) -> Lease {
+    lease_of(store.reserve(&request(store, name)).await)
+}
+
+fn stored(bytes: impl Into<Bytes>) -> Payload {
+    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() }
+}
+
+fn done() -> Finish {
+    Finish::Completed(stored(&b"42"[..]))
+}
+
+/// One call of a handler that counts its runs.
+async fn call(store: &SqliteStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
+}
+
+async fn open(path: &Path) -> SqliteStore {
+    SqliteStore::open(path).await.unwrap()
+}
+
+async fn refusal(options: SqliteOptions, path: impl AsRef<Path>) -> StoreError {
+    options.open(path).await.expect_err("refused")
+}
+
+fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
+    answer.as_ref().expect_err("fails").kind()
+}
+
+// What is written.
+
+/// 2100-01-01: in the place of every time, so that rows can be compared.
+const LATER: i64 = 4_102_444_800_000;
+
+/// How an attempt ends, if it does.
+type End = Option<Result<Finish, Release>>;
+
+/// Records in every state, and what makes them.
+async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
+    let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
+    let result = stored(&br#"{"a":1}"#[..]);
+    let ends: [(&str, Option<Fingerprint>, End); 10] = [
+        ("pending", None, None),
+        ("pending-fingerprint", fingerprint, None),
+        ("released", None, Some(Err(Release::Returned))),
+        ("not-started", None, Some(Err(Release::NotStarted))),
+        ("interrupted", fingerprint, Some(Err(Release::Interrupted))),
+        ("completed", None, Some(Ok(Finish::Completed(result.clone())))),
+        ("completed-fingerprint", fingerprint, Some(Ok(Finish::Completed(result.clone())))),
+        ("failed", None, Some(Ok(Finish::Failed(result)))),
+        ("too-large", None, Some(Ok(Finish::Completed(Payload::TooLarge { bytes: 300_000 })))),
+        ("unencodable", None, Some(Ok(Finish::Completed(Payload::Unencodable)))),
+    ];
+    let mut records = Vec::new();
+    for (name, fingerprint, end) in ends {
+        let owner = Owner::from_bytes(*b"0123456789abcdef");
+        let on_crash = if name.starts_with("pending-") { OnCrash::Fail } else { OnCrash::Retry };
+        let lease = Duration::from_secs(30);
+        let request = Reserve { owner, fingerprint, on_crash, lease, ..request(store, name) };
+        let lease = lease_of(store.reserve(&request).await);
+        match &end {
+            None => {}
+            Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Write::Done),
+            Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Write::Done),
+        }
+        let mut record = Record::first(&request);
+        match end {
+            None => {}
+            Some(Ok(finish)) => record.state = finish.state(),
+            Some(Err(release)) => {
+                record.state = release.state();
+                record.starts -= u32::from(release == Release::NotStarted);
+            }
+        }
+        records.push((request.key, record));
+    }
+    records
+}
+
+/// The table as SQL, its times replaced.
+fn dump(connection: &Connection) -> String {
+    let mut text = String::new();
+    let mut schema =
+        connection.prepare("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY type DESC, name").unwrap();
+    for sql in schema.query_map([], |row| row.get::<_, String>(0)).unwrap() {
+        writeln!(text, "{};", sql.unwrap()).unwrap();
+    }
+    let times = format!(
+        "UPDATE idem_records SET expires_at = {LATER}, listed_at = {LATER}, \
+         lapses_at = iif(lapses_at IS NULL, NULL, {LATER})"
+    );
+    connection.execute_batch(&times).unwrap();
+    let mut rows = connection.prepare("SELECT * FROM idem_records ORDER BY key").unwrap();
+    let columns = rows.column_count();
+    let mut rows = rows.query([]).unwrap();
+    while let Some(row) = rows.next().unwrap() {
+        let value = |at| match row.get_ref(at).unwrap() {
+            rusqlite::types::ValueRef::Null => "NULL".to_owned(),
+            rusqlite::types::ValueRef::Integer(number) => number.to_string(),
+            rusqlite::types::ValueRef::Text(text) => format!("'{}'", str::from_utf8(text).unwrap()),
+            rusqlite::types::ValueRef::Blob(bytes) => {
+                format!("x'{}'", bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
+            }
+            other @ rusqlite::types::ValueRef::Real(_) => panic!("{other:?}"),
+        };
+        let values: Vec<_> = (0..columns).map(value).collect();
+        writeln!(text, "INSERT INTO idem_records VALUES ({});", values.join(", ")).unwrap();
+    }
+    text
+}
+
+#[tokio::test]
+async fn the_written_form_is_pinned() {
+    let golden = include_str!("golden/sqlite-v1.txt");
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let records = write_all(&store).await;
+    drop(store);
+    let written = dump(&raw(&folder.file()));
+    if std::env::var_os("IDEM_GOLDEN").is_some() {
+        fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/sqlite-v1.txt"), &written).unwrap();
+    }
+    assert_eq!(written, golden, "a released form never changes: give a new one a new version");
+
+    // And what was written once is read.
+    let folder = Folder::new();
+    raw(&folder.file()).execute_batch(golden).unwrap();
+    let store = open(&folder.file()).await;
+    for (key, record) in records {
+        let found = store.inspect(&key).await.unwrap().unwrap();
+        assert_eq!(found.record, record, "{key}");
+        assert_eq!(found.lapses_in.is_some(), matches!(record.state, State::Pending { .. }), "{key}");
+    }
+}
+
+#[tokio::test]
+async fn times_are_milliseconds_of_the_wall_clock() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let now = || i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_millis()).unwrap();
+    let millis = |duration: Duration| i64::try_from(duration.as_millis()).unwrap();
+    let times = || {
+        let sql = "SELECT lapses_at, expires_at, listed_at FROM idem_records";
+        raw(&folder.file())
+            .query_row(sql, [], |row| Ok((row.get::<_, Option<i64>>(0)?, row.get::<_, i64>(1)?, row.get::<_, i64>(2)?)))
+            .unwrap()
+    };
+    let before = now();
+    let lease = reserved(&store, "k").await;
+    let (lapses_at, expires_at, listed_at) = times();
+    let at = listed_at - millis(TTL);
+    assert!((before..=now()).contains(&at), "{before} {at}");
+    assert_eq!((lapses_at, expires_at), (Some(at + millis(LEASE)), at + millis(LEASE) + millis(TTL)));
+    let before = now();
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    let (lapses_at, expires_at, still_listed_at) = times();
+    assert_eq!((lapses_at, still_listed_at), (None, listed_at), "a completion leaves the index alone");
+    assert!((before..=now()).contains(&(expires_at - millis(TTL))), "the ttl counts from completion");
+}
+
+#[tokio::test]
+async fn expired_records_are_cleaned_up() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let raw = raw(&folder.file());
+    let rows = || raw.query_row("SELECT count(*) FROM idem_records", [], |row| row.get::<_, u32>(0)).unwrap();
+    for n in 0..100 {
+        let lease = reserved(&store, &format!("finished{n}")).await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    }
+    let alive = reserved(&store, "alive").await;
+    // Time passes: all are listed, all but one have expired.
+    raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'P', expires_at, 2)", []).unwrap();
+    assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
+    // Each reservation takes two away, so they can't pile up.
+    for n in 0..10 {
+        reserved(&store, &format!("new{n}")).await;
+    }
+    assert!((91..=92).contains(&rows()), "{} rows", rows());
+    // And a store that is not used any more is purged, in bounded steps.
+    assert!(store.purge(5).await.unwrap() <= 5);
+    while store.purge(50).await.unwrap() > 0 {}
+    assert_eq!(rows(), 11, "ten new ones, and the one that is alive");
+    assert_eq!(store.finish(&alive, &done()).await.unwrap(), Write::Done);
+}
+
+#[tokio::test]
+async fn the_table_lies_beside_the_applications_own() {
+    let folder = Folder::new();
+    let application = raw(&folder.file());
+    application.execute_batch("PRAGMA user_version = 7; CREATE TABLE orders (id INTEGER PRIMARY KEY);").unwrap();
+    let other = SqliteStore::options().table("other_2").synchronous(Synchronous::Normal);
+    let (store, other) = (open(&folder.file()).await, other.open(folder.file()).await.unwrap());
+    assert_eq!((reserved(&store, "k").await.attempt, reserved(&other, "k").await.attempt), (1, 1));
+    application.execute_batch("INSERT INTO orders VALUES (1)").unwrap();
+    let version: u32 = application.query_row("PRAGMA user_version", [], |row| row.get(0)).unwrap();
+    assert_eq!(version, 7);
+}
+
+// What is refused.
+
+#[tokio::test]
+async fn paths_and_names_that_can_not_be_used_are_refused() {
+    let folder = Folder::new();
+    let options = SqliteStore::options;
+    for path in [Path::new(""), Path::new(":memory:"), folder.path(), &folder.path().join("no/such/folder.db")] {
+        let error = refusal(options(), path).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{}: {error}", path.display());
+    }
+    for table in ["", "two words", "quote\"", "sqlite_records", "Sqlite_records", "naïve"] {
+        let error = refusal(options().table(table), folder.file()).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
+    }
+    assert!(!folder.file().exists());
+    // No URI, whatever SQLite was compiled with.
+    let store = SqliteStore::open(folder.path().join("file:x?mode=memory")).await.unwrap();
+    reserved(&store, "k").await;
+    assert!(folder.path().join("file:x?mode=memory").exists());
+}
+
+#[tokio::test]
+async fn files_of_others_are_left_alone() {
+    let folder = Folder::new();
+    let text = "not a database, and longer than the header of one: ".repeat(10);
+    fs::write(folder.file(), &text).unwrap();
+    let error = refusal(SqliteStore::options(), folder.file()).await;
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+    assert!(error.to_string().contains("not a SQLite database"), "{error}");
+    assert_eq!(fs::read_to_string(folder.file()).unwrap(), text);
+}
+
+#[tokio::test]
+async fn tables_of_others_and_of_later_releases_are_left_alone() {
+    let folder = Folder::new();
+    drop(open(&folder.file()).await);
+    let raw = raw(&folder.file());
+    raw.execute_batch("CREATE TABLE theirs (key TEXT, state TEXT); INSERT INTO theirs VALUES ('a', 'b');").unwrap();
+    raw.execute_batch("ALTER TABLE idem_records ADD COLUMN region TEXT").unwrap();
+    for (table, words) in [("theirs", "not one of this library"), ("idem_records", "does not know (region)")] {
+        let error = refusal(SqliteStore::options().table(table), folder.file()).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
+        assert!(error.to_string().contains(words), "{table}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn rows_of_others_are_left_alone() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let raw = raw(&folder.file());
+    let spoilt = [
+        ("later", "format = 2", "format 2"),
+        ("later-and-expired", "format = 2, expires_at = 1", "format 2"),
+        ("no-format", "format = 'one'", "damaged"),
+        ("state", "state = 'X'", "damaged"),
+        ("state-blob", "state = x'50'", "damaged"),
+        ("owner", "owner = x'00'", "damaged"),
+        ("owner-text", "owner = '0123456789abcdef'", "damaged"),
+        ("attempt", "attempt = 0", "damaged"),
+        ("starts", "starts = 7", "damaged"),
+        ("flag", "on_crash_fail = 2", "damaged"),
+        ("expiry", "expires_at = 'never'", "damaged"),
+        ("lapse", "lapses_at = NULL", "damaged"),
+        ("fingerprint", "fingerprint = x'00'", "damaged"),
+    ];
+    for (name, how, words) in spoilt {
+        let lease = reserved(&store, name).await;
+        raw.execute(&format!("UPDATE idem_records SET {how} WHERE key = '1/test/{name}'"), []).unwrap();
+        let row = || {
+            let sql = "SELECT format || state || hex(owner) || attempt || starts || expires_at FROM idem_records WHERE key = ?1";
+            raw.query_row(sql, [format!("1/test/{name}")], |row| row.get::<_, String>(0)).unwrap()
+        };
+        let before = row();
+        for _ in 0..2 {
+            let runs = AtomicU32::new(0);
+            let (result, _) = call(&store, name, &runs).await;
+            let Err(Error::Store { source, .. }) = result else { panic!("{name}: {result:?}") };
+            assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
+            assert!(source.to_string().contains(words), "{name}: {source}");
+            assert_eq!(runs.into_inner(), 0, "{name}");
+            assert_eq!(kind(&store.inspect(&lease.key).await), StoreErrorKind::Corrupt, "{name}");
+            assert_eq!(kind(&store.reopen(&lease.key, 1).await), StoreErrorKind::Corrupt, "{name}");
+        }
+        let stranger = Lease { owner: store.heartbeats().new_owner(), ..lease };
+        for answer in [
+            store.finish(&stranger, &done()).await,
+            store.release(&stranger, Release::Returned).await,
+            store.renew(std::slice::from_ref(&stranger)).await.map(|answers| answers[0]),
+        ] {
+            assert!(!matches!(answer, Ok(Write::Done)), "{name}: {answer:?}");
+        }
+        store.purge(1000).await.unwrap();
+        assert_eq!(row(), before, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn results_beyond_what_sqlite_holds_are_refused_before_they_are_written() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let lease = reserved(&store, "k").await;
+    let result = Bytes::from(vec![0; 1_000_000_000]);
+    let answer = store.finish(&lease, &Finish::Completed(stored(result.clone()))).await;
+    assert_eq!(kind(&answer), StoreErrorKind::TooLarge, "{answer:?}");
+    assert!(matches!(store.inspect(&lease.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
+    let without = Finish::Completed(Payload::TooLarge { bytes: 1_000_000_000 });
+    assert_eq!(store.finish(&lease, &without).await.unwrap(), Write::Done);
+}
+
+/// What another process is told that opens `path`, without the right to write where the modes forbid it.
+fn open_as_ordinary_process(path: &Path) -> String {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL"]);
+    // The superuser may write everywhere, unless it gives that up.
+    if Command::new("id").arg("-u").output().unwrap().stdout == b"0\n" {
+        command.args([
+            "--bounding-set",
+            "-dac_override,-dac_read_search",
+            "--inh-caps",
+            "-dac_override,-dac_read_search",
+        ]);
+    }
+    command.arg(env!("CARGO_BIN_EXE_recorder")).args([&format!("sqlite {}", path.display()), "1"]);
+    let output = command.output().expect("setpriv runs");
+    assert!(!output.status.success(), "the file was used");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[tokio::test]
+async fn what_is_read_only_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let folder = Folder::new();
+    reserved(&open(&folder.file()).await, "k").await;
+    let closed = || folder.path().join("records.db-wal").exists();
+    while closed() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    mode(&folder.file(), 0o444);
+    let said = open_as_ordinary_process(&folder.file());
+    assert!(said.contains("Misconfigured") && said.contains("is read-only"), "{said}");
+    mode(&folder.file(), 0o644);
+    mode(folder.path(), 0o555);
+    let said = open_as_ordinary_process(&folder.file());
+    assert!(said.contains("Misconfigured") && said.contains("folder"), "{said}");
+    let said = open_as_ordinary_process(&folder.path().join("new.db"));
+    assert!(said.contains("Misconfigured") && said.contains("folder"), "{said}");
+    mode(folder.path(), 0o755);
+}
+
+// What breaks.
+
+#[tokio::test]
+async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
+    let folder = Folder::new();
+    let options = SqliteStore::options().busy_timeout(Duration::from_millis(50));
+    let store = options.open(folder.file()).await.unwrap();
+    let runs = AtomicU32::new(0);
+    assert_eq!(call(&store, "done", &runs).await.0.unwrap(), 1);
+    let pending = reserved(&store, "pending").await;
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let new = request(&store, "new");
+    for answer in [
+        store.reserve(&new).await.map(drop),
+        store.finish(&pending, &done()).await.map(drop),
+        store.renew(std::slice::from_ref(&pending)).await.map(drop),
+        store.release(&pending, Release::Returned).await.map(drop),
+        store.reopen(&pending.key, 1).await.map(drop),
+        store.purge(1).await.map(drop),
+    ] {
+        assert_eq!(kind(&answer), StoreErrorKind::Unavailable, "{answer:?}");
+        assert!(answer.unwrap_err().to_string().contains("another process holds the lock"));
+    }
+    assert!(call(&store, "done", &runs).await.1.replayed());
+    assert!(matches!(store.reserve(&request(&store, "pending")).await, Ok(Reservation::Pending { attempt: 1, .. })));
+    assert!(store.inspect(&pending.key).await.unwrap().is_some());
+    holder.execute_batch("COMMIT").unwrap();
+    assert_eq!(store.inspect(&new.key).await.unwrap(), None, "nothing was written");
+    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
+}
+
+#[tokio::test]
+async fn a_lock_that_is_let_go_in_time_is_waited_for() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let free = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        holder.execute_batch("COMMIT").unwrap();
+    };
+    let request = request(&store, "k");
+    let (answer, ()) = tokio::join!(store.reserve(&request), free);
+    assert_eq!(lease_of(answer).attempt, 1);
+}
+
+#[tokio::test]
+async fn every_call_ends_and_says_whether_it_was_begun() {
+    let folder = Folder::new();
+    let options = SqliteStore::options().response_timeout(Duration::from_millis(100)).queue_capacity(1);
+    let store = options.busy_timeout(Duration::from_secs(600)).open(folder.file()).await.unwrap();
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let (begun, waiting, refused) = (request(&store, "begun"), request(&store, "waiting"), request(&store, "refused"));
+    let answer = store.reserve(&begun).await;
+    assert_eq!(kind(&answer), StoreErrorKind::Unknown, "it waits for the lock: {answer:?}");
+    let (waited, answer) = tokio::join!(store.reserve(&waiting), store.reserve(&refused));
+    assert_eq!(kind(&waited), StoreErrorKind::Unavailable, "nobody has taken it up: {waited:?}");
+    assert!(answer.unwrap_err().to_string().contains("too many calls"));
+    holder.execute_batch("COMMIT").unwrap();
+    store.flush().await;
+    assert_eq!(store.inspect(&waiting.key).await.unwrap(), None);
+    assert_eq!(store.inspect(&refused.key).await.unwrap(), None);
+    // It has landed meanwhile, and is recognised.
+    assert_eq!(lease_of(store.reserve(&begun).await).attempt, 1);
+}
+
+#[tokio::test]
+async fn a_full_store_writes_nothing_and_says_so() {
+    let folder = Folder::new();
+    let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
+    let runs = AtomicU32::new(0);
+    assert_eq!(call(&store, "first", &runs).await.0.unwrap(), 1);
+    let held = reserved(&store, "held").await;
+    let (large, beside) = (reserved(&store, "large").await, reserved(&store, "beside").await);
+    // What has no room fails alone, whoever is in the same transaction.
+    let too_large = Finish::Completed(stored(vec![b'x'; 300 * 1024]));
+    let (done, meanwhile) = (done(), request(&store, "meanwhile"));
+    let answers =
+        tokio::join!(store.finish(&large, &too_large), store.finish(&beside, &done), store.reserve(&meanwhile),);
+    assert_eq!(kind(&answers.0), StoreErrorKind::Full, "{answers:?}");
+    assert_eq!(answers.1.unwrap(), Write::Done);
+    lease_of(answers.2);
+    assert!(matches!(store.inspect(&large.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
+    let mut count = 0;
+    let error = loop {
+        count += 1;
+        match store.reserve(&request(&store, &format!("k{count}"))).await {
+            Ok(_) => assert!(count < 10_000, "the store never fills"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
+    assert_eq!(store.inspect(&key(&format!("k{count}"))).await.unwrap(), None);
+    for n in 1..count {
+        assert!(store.inspect(&key(&format!("k{n}"))).await.unwrap().is_some(), "{n} is forgotten early");
+    }
+    assert!(call(&store, "first", &runs).await.1.replayed());
+    // A handle without the limit goes on.
+    let roomy = open(&folder.file()).await;
+    assert_eq!(roomy.finish(&held, &done).await.unwrap(), Write::Done);
+}
+
+#[tokio::test]
+async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let runs = AtomicU32::new(0);
+    assert_eq!(call(&store, "k", &runs).await.0.unwrap(), 1);
+    let names = ["records.db", "records.db-wal", "records.db-shm"];
+    let away = folder.path().join("away");
+    fs::create_dir(&away).unwrap();
+    let move_all = |from: &Path, to: &Path| {
+        for name in names {
+            fs::rename(from.join(name), to.join(name)).ok();
+        }
+    };
+    move_all(folder.path(), &away);
+    for _ in 0..3 {
+        let (result, _) = call(&store, "k", &runs).await;
+        assert!(matches!(&result, Err(Error::Store { .. })), "{result:?}");
+        assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Unavailable);
+        assert!(!folder.file().exists(), "an empty file would be a store without records");
+    }
+    // Another file is not taken for the first one; one with a table of records is what the operator wants.
+    raw(&folder.file()).execute_batch("CREATE TABLE something (id)").unwrap();
+    for _ in 0..3 {
+        assert!(call(&store, "k", &runs).await.0.is_err());
+        assert!(store.inspect(&key("k")).await.is_err());
+    }
+    for name in names {
+        fs::remove_file(folder.path().join(name)).ok();
+    }
+    move_all(&away, folder.path());
+    let outcome = loop {
+        match call(&store, "k", &runs).await {
+            (Ok(_), outcome) => break outcome,
+            (Err(Error::Store { .. }), _) => {}
+            (Err(error), _) => panic!("{error}"),
+        }
+    };
+    assert!(outcome.replayed());
+    assert_eq!(runs.into_inner(), 1);
+}
+
+#[tokio::test]
+async fn a_table_that_was_removed_is_never_read_as_empty() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    reserved(&store, "k").await;
+    raw(&folder.file()).execute_batch("DROP TABLE idem_records").unwrap();
+    for _ in 0..3 {
+        assert_eq!(kind(&store.reserve(&request(&store, "k")).await), StoreErrorKind::Misconfigured);
+        assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Misconfigured);
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_caller_takes_nobody_with_it() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let runs = Arc::new(AtomicU32::new(0));
+    let calls: Vec<_> = (0..1000)
+        .map(|n| {
+            let (store, runs) = (store.clone(), Arc::clone(&runs));
+            tokio::spawn(async move { call(&store, &format!("k{n}"), &runs).await.0 })
+        })
+        .collect();
+    tokio::task::yield_now().await;
+    for (n, call) in calls.into_iter().enumerate() {
+        if n % 2 == 0 {
+            call.abort();
+        } else {
+            call.await.unwrap().unwrap();
+        }
+    }
+    store.flush().await;
+    for n in 0..1000 {
+        assert!(call(&store, &format!("k{n}"), &runs).await.0.is_ok(), "key {n} is free or finished");
+    }
+}
+
+#[test]
+fn what_is_left_to_write_when_the_runtime_ends_is_written() {
+    let folder = Folder::new();
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    let store = first.block_on(open(&folder.file()));
+    let handler = {
+        let store = store.clone();
+        async move {
+            let operation = Operation::new(&store, Key::new("test", "k"), POLICY);
+            run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()).await
+        }
+    };
+    first.block_on(async {
+        let running = tokio::spawn(handler);
+        while store.inspect(&key("k")).await.unwrap().is_none() {
+            tokio::task::yield_now().await;
+        }
+        assert!(!running.is_finished());
+    });
+    // Drops the handler, outside of any runtime.
+    drop(first);
+    second.block_on(store.flush());
+    assert_eq!(second.block_on(store.inspect(&key("k"))).unwrap().unwrap().record.state, State::Released);
+}
+
+// Several handles and processes.
+
+/// Once most reservations are replays, the reader looks at them first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn reservations_among_replays_are_decided_once() {
+    let folder = Folder::new();
+    let (store, other) = (open(&folder.file()).await, open(&folder.file()).await);
+    let runs = Arc::new(AtomicU32::new(0));
+    assert_eq!(call(&store, "done", &runs).await.0.unwrap(), 1);
+    for n in 0..100 {
+        for _ in 0..32 {
+            assert!(call(&store, "done", &runs).await.1.replayed());
+        }
+        let name = format!("k{n}");
+        let tasks: Vec<_> = (0..8)
+            .map(|task| {
+                let store = if task == 0 { other.clone() } else { store.clone() };
+                let (name, runs) = (name.clone(), Arc::clone(&runs));
+                tokio::spawn(async move { call(&store, &name, &runs).await.1 })
+            })
+            .collect();
+        let mut executed = 0;
+        for task in tasks {
+            executed += u32::from(task.await.unwrap().executed());
+        }
+        assert_eq!(executed, 1);
+        let lease = reserved(&store, &format!("{name}-released")).await;
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(reserved(&store, &format!("{name}-released")).await.attempt, 2);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 101);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn handles_of_one_process_share_the_file() {
+    let folder = Folder::new();
+    let policy = POLICY.in_progress(InProgress::Wait(LEASE));
+    let runs: Arc<Vec<AtomicU32>> = Arc::new((0..200).map(|_| AtomicU32::new(0)).collect());
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let store = open(&folder.file()).await;
+        for task in 0..16 {
+            let (store, runs) = (store.clone(), Arc::clone(&runs));
+            tasks.spawn(async move {
+                for n in (0..200).map(|n| (n + task * 12) % 200) {
+                    let body = async { Ok::<_, Error>(runs[n].fetch_add(1, Ordering::SeqCst)) };
+                    let operation = Operation::new(&store, Ok(key(&n.to_string())), policy);
+                    assert_eq!(run(operation, record_values::<Json>(), body).await.unwrap(), 0);
+                }
+            });
+        }
+    }
+    tasks.join_all().await;
+    assert!(runs.iter().all(|runs| runs.load(Ordering::SeqCst) == 1));
+}
+
+#[tokio::test]
+async fn a_waiter_of_another_handle_is_woken() {
+    let folder = Folder::new();
+    let (owner, waiting) = (open(&folder.file()).await, open(&folder.file()).await);
+    let lease = reserved(&owner, "k").await;
+    let runs = AtomicU32::new(0);
+    let policy = POLICY.in_progress(InProgress::Wait(LEASE));
+    let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
+    let duplicate =
+        observe(run(Operation::new(&waiting, Key::new("test", "k"), policy), record_values::<Json>(), body));
+    let finish = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done);
+    };
+    let started = std::time::Instant::now();
+    let ((result, outcome), ()) = tokio::join!(duplicate, finish);
+    assert_eq!(result.unwrap(), 42);
+    assert!(outcome.replayed() && outcome.waited());
+    assert!(started.elapsed() < LEASE / 2, "woken, not timed out");
+    assert_eq!(runs.into_inner(), 0);
+}
+
+#[tokio::test]
+async fn a_store_that_is_dropped_lets_go_of_its_file() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    reserved(&store, "k").await;
+    let handle = store.handle();
+    drop(store);
+    assert!(handle.inspect(&key("k")).await.unwrap().is_some());
+    assert!(folder.path().join("records.db-wal").exists());
+    drop(handle);
+    // The last connection takes its files away.
+    while folder.path().join("records.db-wal").exists() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// What a process was told, which was killed in the middle.
+fn recorded_before_a_kill(path: &Path, keys: usize, kill_after: usize) -> usize {
+    let mut recorder = Command::new("setpriv")
+        .args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")])
+        .args([&format!("sqlite {}", path.display()), &keys.to_string()])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(recorder.stdout.take().unwrap()).lines();
+    let mut told = 0;
+    for line in lines {
+        assert_eq!(line.unwrap(), told.to_string());
+        told += 1;
+        if told == kill_after {
+            recorder.kill().unwrap();
+        }
+    }
+    recorder.wait().unwrap();
+    told
+}
+
+#[tokio::test]
+async fn what_a_killed_process_was_told_is_recorded() {
+    const KEYS: usize = 400;
+    let folder = Folder::new();
+    let mut killed = 0;
+    for kill_after in [1, 7, 50, 200] {
+        let told = recorded_before_a_kill(&folder.file(), KEYS, kill_after);
+        assert!(told >= kill_after);
+        killed += u32::from(told < KEYS);
+        let store = open(&folder.file()).await;
+        for n in 0..told {
+            let record = store.inspect(&race::key(n)).await.unwrap().expect("recorded").record;
+            assert_eq!(record.state, State::Completed(stored(n.to_string())), "{n}");
+        }
+        // The attempt that died is taken over once its lease has lapsed, and everybody goes on.
+        while let Some(Some(lapses_in)) = store
+            .inspect(&race::key(told))
+            .await
+            .unwrap()
+            .map(|it| it.lapses_in)
+            .filter(|it| *it != Some(Duration::ZERO))
+        {
+            tokio::time::sleep(lapses_in).await;
+        }
+    }
+    assert!(killed > 0, "nobody was killed in the middle");
+    assert_eq!(recorded_before_a_kill(&folder.file(), KEYS, usize::MAX), KEYS);
+    let check: String = raw(&folder.file()).query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
+    assert_eq!(check, "ok");
+}
+
+#[tokio::test]
+async fn processes_race_for_the_same_keys() {
+    let folder = Folder::new();
+    let spec = format!("sqlite {}", folder.file().display());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let effects = race.run(async {}).await;
+    assert!(
+        effects.repeated() <= race.kills,
+        "only a killed process may leave an effect without a record: {effects:?}"
+    );
+}

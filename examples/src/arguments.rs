@@ -15,6 +15,19 @@ pub struct Arguments {
     pub idempotent: bool,
     /// The server to use, where an example needs one.
     pub url: Option<String>,
+    /// Whether to forget earlier runs, where an example remembers them.
+    pub fresh: bool,
+    /// After how many charges to be killed.
+    pub die_after: Option<u64>,
+}
+
+/// Where an example keeps its records, and so what it takes on its command line.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Keeps {
+    /// In a server: `--url`.
+    OnServer,
+    /// In a file, from run to run: `--fresh` and `--die-after`.
+    InFile,
 }
 
 /// Where order events are read from.
@@ -33,14 +46,20 @@ impl Arguments {
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn parse(args: impl IntoIterator<Item = OsString>, takes_url: bool) -> Result<Option<Self>, String> {
-        let mut arguments = Self { source: Source::Bundled, idempotent: true, url: None };
+    pub fn parse(args: impl IntoIterator<Item = OsString>, keeps: Keeps) -> Result<Option<Self>, String> {
+        let mut arguments =
+            Self { source: Source::Bundled, idempotent: true, url: None, fresh: false, die_after: None };
         let mut args = args.into_iter();
         while let Some(arg) = args.next() {
             match arg.to_str() {
                 Some("-h" | "--help") => return Ok(None),
                 Some("--without-idempotency") => arguments.idempotent = false,
-                Some("--url") if takes_url => {
+                Some("--fresh") if keeps == Keeps::InFile => arguments.fresh = true,
+                Some("--die-after") if keeps == Keeps::InFile => {
+                    let charges = args.next().and_then(|charges| charges.to_str()?.parse().ok());
+                    arguments.die_after = Some(charges.ok_or("`--die-after` needs a number behind it")?);
+                }
+                Some("--url") if keeps == Keeps::OnServer => {
                     let url = args.next().and_then(|url| url.into_string().ok());
                     arguments.url = Some(url.ok_or("`--url` needs a URL behind it")?);
                 }
@@ -85,12 +104,16 @@ impl fmt::Display for Source {
 }
 
 /// What `--help` says.
-pub(crate) fn usage(name: &str, takes_url: bool) -> String {
-    let (option, explained) = if takes_url {
-        let explained = "  --url URL              the server; by default $REDIS_URL or redis://127.0.0.1:6379\n";
-        (" [--url URL]", explained)
-    } else {
-        ("", "")
+pub(crate) fn usage(name: &str, keeps: Keeps) -> String {
+    let (option, explained) = match keeps {
+        Keeps::OnServer => {
+            (" [--url URL]", "  --url URL              the server; by default $REDIS_URL or redis://127.0.0.1:6379\n")
+        }
+        Keeps::InFile => (
+            " [--fresh] [--die-after N]",
+            "  --fresh                forget earlier runs with the same orders\n\
+             \x20 --die-after N          be killed (SIGKILL) right after N charges; run it again to see what that does\n",
+        ),
     };
     format!(
         "Delivers order events at least once, and charges every order exactly once.\n\
@@ -112,16 +135,23 @@ mod tests {
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Option<Arguments>, String> {
-        Arguments::parse(args.iter().map(OsString::from), true)
+        Arguments::parse(args.iter().map(OsString::from), Keeps::OnServer)
     }
 
     #[test]
     fn every_argument_is_read() {
-        let bundled = Arguments { source: Source::Bundled, idempotent: true, url: None };
-        assert_eq!(parse(&[]), Ok(Some(bundled)));
-        let all =
-            Arguments { source: Source::File("a.jsonl".into()), idempotent: false, url: Some("redis://x".into()) };
+        let bundled =
+            || Arguments { source: Source::Bundled, idempotent: true, url: None, fresh: false, die_after: None };
+        assert_eq!(parse(&[]), Ok(Some(bundled())));
+        let all = Arguments {
+            source: Source::File("a.jsonl".into()),
+            idempotent: false,
+            url: Some("redis://x".into()),
+            ..bundled()
+        };
         assert_eq!(parse(&["--without-idempotency", "a.jsonl", "--url", "redis://x"]), Ok(Some(all)));
+        let kept = Arguments::parse(["--fresh", "--die-after", "7"].map(OsString::from), Keeps::InFile);
+        assert_eq!(kept, Ok(Some(Arguments { fresh: true, die_after: Some(7), ..bundled() })));
         assert_eq!(parse(&["-"]).unwrap().unwrap().source, Source::Stdin);
         assert_eq!(parse(&["a.jsonl", "--help"]), Ok(None));
     }
@@ -131,8 +161,11 @@ mod tests {
         assert_eq!(parse(&["--fast"]).unwrap_err(), "unknown option `--fast`");
         assert_eq!(parse(&["a", "b"]).unwrap_err(), "one file is enough; what is `b`?");
         assert_eq!(parse(&["--url"]).unwrap_err(), "`--url` needs a URL behind it");
-        let refused = Arguments::parse(["--url".into(), "redis://x".into()], false);
+        let refused = Arguments::parse(["--url".into(), "redis://x".into()], Keeps::InFile);
         assert_eq!(refused.unwrap_err(), "unknown option `--url`");
+        assert_eq!(parse(&["--fresh"]).unwrap_err(), "unknown option `--fresh`");
+        let no_number = Arguments::parse(["--die-after".into(), "soon".into()], Keeps::InFile);
+        assert_eq!(no_number.unwrap_err(), "`--die-after` needs a number behind it");
     }
 
     #[test]

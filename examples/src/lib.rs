@@ -4,6 +4,7 @@
 
 mod arguments;
 mod generate;
+mod ledger;
 mod mishaps;
 mod orders;
 mod payment;
@@ -15,8 +16,9 @@ use std::fmt;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 
-pub use arguments::{Arguments, Source};
+pub use arguments::{Arguments, Keeps, Source};
 pub use generate::generate;
+pub use ledger::Ledger;
 pub use mishaps::{Mishap, deliveries};
 pub use orders::{Event, Malformed, Order, read};
 pub use payment::{PaymentError, Receipt};
@@ -28,20 +30,20 @@ pub use report::{Charges, Count, Counts, Report, counts};
 /// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if there was nothing to work with.
 pub fn main<E: Into<Box<dyn Error>>>(
     name: &str,
-    takes_url: bool,
+    keeps: Keeps,
     deliver: impl FnOnce(&Arguments, &[Event]) -> Result<(Counts, Charges), E>,
 ) -> ExitCode {
     let fail = |problem: &dyn fmt::Display| {
         eprintln!("{name}: {problem}");
         ExitCode::from(2)
     };
-    let arguments = match Arguments::parse(std::env::args_os().skip(1), takes_url) {
+    let arguments = match Arguments::parse(std::env::args_os().skip(1), keeps) {
         Ok(Some(arguments)) => arguments,
         Ok(None) => {
-            show(&arguments::usage(name, takes_url));
+            show(&arguments::usage(name, keeps));
             return ExitCode::SUCCESS;
         }
-        Err(problem) => return fail(&format_args!("{problem}\n\n{}", arguments::usage(name, takes_url).trim_end())),
+        Err(problem) => return fail(&format_args!("{problem}\n\n{}", arguments::usage(name, keeps).trim_end())),
     };
     let input = match arguments.source.read() {
         Ok(input) => input,

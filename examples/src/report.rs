@@ -10,6 +10,8 @@ use crate::{Event, Order};
 /// Something worth counting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Count {
+    /// An order was finished by an earlier run.
+    FinishedBefore,
     /// A message was delivered.
     Delivery,
     /// The body of the handler started.
@@ -36,7 +38,8 @@ pub enum Count {
 
 impl Count {
     /// All, in the order of the table.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
+        Self::FinishedBefore,
         Self::Delivery,
         Self::BodyRun,
         Self::Record,
@@ -58,9 +61,10 @@ impl Count {
     /// What the table calls it, and a word of explanation.
     fn label(self) -> (&'static str, &'static str) {
         match self {
+            Self::FinishedBefore => ("orders finished before", "by earlier runs, whose records were kept"),
             Self::Delivery => ("deliveries", "duplicates and redeliveries included"),
             Self::BodyRun => ("handler bodies run", ""),
-            Self::Record => ("results recorded", "at most one for each order"),
+            Self::Record => ("results recorded", "at most one for each order; who dies counts no more"),
             Self::Replay => ("replays", "answered from the record"),
             Self::Wait => ("waits", "for an attempt that was running"),
             Self::InProgress => ("rejected, in progress", "and delivered again later"),
@@ -115,6 +119,11 @@ impl Charges {
         self.0.entry(payment_key).or_insert_with(|| order.clone());
         self.0.len() > charges
     }
+
+    /// Whether there is a charge under `payment_key`.
+    pub fn contains(&self, payment_key: &str) -> bool {
+        self.0.contains_key(payment_key)
+    }
 }
 
 /// What came of an example.
@@ -166,7 +175,8 @@ impl Report {
     /// How often an order was handled to the end although that had been done and recorded: the payment provider's own
     /// idempotency must not hide it.
     fn needless(&self) -> u64 {
-        self.counts.get(Count::Record).saturating_sub(self.orders as u64)
+        let open = (self.orders as u64).saturating_sub(self.counts.get(Count::FinishedBefore));
+        self.counts.get(Count::Record).saturating_sub(open)
     }
 
     fn sentence(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -176,6 +186,13 @@ impl Report {
         if self.is_correct() {
             let [deliveries, failures, died] =
                 [Count::Delivery, Count::Failure, Count::WorkerDied].map(|count| self.counts.get(count));
+            if self.counts.get(Count::BodyRun) == 0 && self.counts.get(Count::FinishedBefore) > 0 {
+                return writeln!(
+                    f,
+                    "Nothing ran: {} got what earlier runs have recorded. Every order was charged exactly once.",
+                    several(deliveries, "delivery", "deliveries"),
+                );
+            }
             return writeln!(
                 f,
                 "Every order was charged exactly once, over {}, {} and {}.",
@@ -212,6 +229,9 @@ impl fmt::Display for Report {
         row("events in the file", number(self.events), &several(self.orders, "order", "orders"))?;
         row("malformed lines", number(self.malformed), "")?;
         for count in Count::ALL {
+            if count == Count::FinishedBefore && self.counts.get(count) == 0 {
+                continue;
+            }
             let (label, note) = count.label();
             row(label, number(self.counts.get(count)), note)?;
         }
@@ -292,6 +312,25 @@ mod tests {
         right.counts.add(Count::Record, 1);
         assert!(!right.is_correct());
         assert!(right.to_string().ends_with(", 1 finished order handled again.\n"), "{right}");
+    }
+
+    #[test]
+    fn what_earlier_runs_have_finished_is_not_finished_again() {
+        let events = [event(0, "A", 100), event(1, "B", 250)];
+        let mut again = report(&events, &[("1", &events[0]), ("2", &events[1])]);
+        again.counts.add(Count::FinishedBefore, 1);
+        again.counts.add(Count::BodyRun, 1);
+        again.counts.add(Count::Record, 1);
+        assert!(again.is_correct(), "{again}");
+        again.counts.add(Count::Record, 1);
+        assert!(!again.is_correct());
+
+        let mut replayed = report(&events, &[("1", &events[0]), ("2", &events[1])]);
+        replayed.counts.add(Count::FinishedBefore, 2);
+        replayed.counts.add(Count::Delivery, 3);
+        let text = replayed.to_string();
+        assert!(text.contains("orders finished before"), "{text}");
+        assert!(text.contains("Nothing ran: 3 deliveries got what earlier runs have recorded."), "{text}");
     }
 
     #[test]

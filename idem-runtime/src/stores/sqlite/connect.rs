@@ -65,7 +65,7 @@ impl Default for SqliteOptions {
             table: table::NAME.to_owned(),
             synchronous: Synchronous::Full,
             busy_timeout: Duration::from_secs(5),
-            response_timeout: Duration::from_secs(15),
+            response_timeout: Duration::from_secs(10),
             queue_capacity: 16_384,
             max_bytes: None,
         }
@@ -94,8 +94,8 @@ impl SqliteOptions {
         Self { busy_timeout, ..self }
     }
 
-    /// How long a call waits for its answer, whatever holds it up; 15 s where nothing is said. After it the write may
-    /// have landed, and is repeated with the same owner token.
+    /// How long a call waits for its answer, whatever holds it up; 10 s where nothing is said. After it the write may
+    /// have landed, and is repeated with the same owner token; or nobody had taken it up, and then it never lands.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
@@ -302,7 +302,7 @@ fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
     error.sqlite_error_code()
 }
 
-fn is_busy(error: &rusqlite::Error) -> bool {
+pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 

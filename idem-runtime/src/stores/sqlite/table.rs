@@ -139,7 +139,7 @@ pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()
     codec         TEXT,
     result_bytes  INTEGER,
     result        BLOB
-) WITHOUT ROWID;
+);
 CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);"#
     ))
 }
@@ -199,7 +199,8 @@ impl Sql {
                 lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
             Self::Due => {
-                format!(r#"SELECT key, expires_at FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at LIMIT ?2"#)
+                // Without a limit: SQLite would prepare the statement anew for each value.
+                format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
             }
             Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
             Self::Relist => {
@@ -400,8 +401,8 @@ impl<'c> Table<'c> {
     /// Looks at up to `limit` rows that are listed by now, removes those whose retention has ended, and says how many.
     /// The others are listed anew: most were renewed or finished since.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
-        let due = self.sql(Sql::Due)?.query_map(params![now, limit], |row| row.get::<_, Value>(0))?;
-        let due = due.collect::<rusqlite::Result<Vec<_>>>()?;
+        let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
+        let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;
         let mut removed = 0;
         for key in due {
             match self.sql(Sql::Delete)?.execute(params![key, now])? {

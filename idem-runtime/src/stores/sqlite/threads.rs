@@ -17,7 +17,9 @@ use rusqlite::Statement;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::connect::{Connected, Database, breaks_connection, failed, not_committed, not_written, unavailable};
+use super::connect::{
+    Connected, Database, breaks_connection, failed, is_busy, not_committed, not_written, unavailable,
+};
 use super::table::{Table, Trouble};
 use crate::clock::{Clock, race, wall_millis};
 use crate::stores::waiting::Waiting;
@@ -30,6 +32,11 @@ use crate::{
 const BATCH: usize = 256;
 /// Bytes of results above which a transaction takes no more.
 const BATCH_BYTES: usize = 4 * 1024 * 1024;
+/// Operations in a batch from which on the writer waits for those it has answered, how long, and for how many batches it
+/// does not if they stay away.
+const COMPANY: usize = 4;
+const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
+const LONGEST_SKIP: u32 = 64;
 /// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
 const CLEANED_UP: u32 = 2;
 /// How often the reader looks for commits of other handles while somebody waits: this, and as much more for each waiter.
@@ -62,13 +69,14 @@ impl Ask {
         }
     }
 
-    /// The key whose waiters are to look again.
-    fn wakes(&self) -> Option<&Key> {
-        match self {
-            Self::Reserve(Reserve { key, .. })
-            | Self::Finish(Lease { key, .. }, _)
-            | Self::Release(Lease { key, .. }, _)
-            | Self::Reopen(key, _) => Some(key),
+    /// The key whose waiters are to look again after this answer.
+    fn wakes(&self, answered: &Answered) -> Option<&Key> {
+        match (self, answered) {
+            (Self::Reserve(Reserve { key, .. }), Ok(Answer::Reservation(Reservation::Reserved { .. })))
+            | (
+                Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _) | Self::Reopen(key, _),
+                Ok(Answer::Write(Write::Done)),
+            ) => Some(key),
             _ => None,
         }
     }
@@ -110,7 +118,8 @@ struct Queue {
 #[derive(Default)]
 struct Gathered {
     ops: VecDeque<Op>,
-    sleeping: bool,
+    /// How many operations wake the thread; 0 while it is awake.
+    wakes_at: usize,
     closed: bool,
 }
 
@@ -125,9 +134,12 @@ impl Queue {
             return Err("too many calls wait for the file");
         }
         gathered.ops.push_back(op);
-        let sleeping = std::mem::take(&mut gathered.sleeping);
+        let wakes = gathered.wakes_at > 0 && gathered.ops.len() >= gathered.wakes_at;
+        if wakes {
+            gathered.wakes_at = 0;
+        }
         drop(gathered);
-        if sleeping {
+        if wakes {
             self.ready.notify_one();
         }
         Ok(())
@@ -141,14 +153,14 @@ impl Queue {
             if gathered.closed {
                 return false;
             }
-            gathered.sleeping = true;
+            gathered.wakes_at = 1;
             match at_most {
                 None => gathered = self.ready.wait(gathered).unwrap_or_else(PoisonError::into_inner),
                 Some(at_most) => {
                     let waited = self.ready.wait_timeout(gathered, at_most).unwrap_or_else(PoisonError::into_inner);
                     gathered = waited.0;
                     if waited.1.timed_out() {
-                        gathered.sleeping = false;
+                        gathered.wakes_at = 0;
                         break;
                     }
                 }
@@ -161,6 +173,21 @@ impl Queue {
             batch.push(op);
         }
         true
+    }
+
+    /// Waits until `answered` operations more are there, and no longer than `at_most`. Says how many came.
+    fn gather(&self, answered: usize, at_most: Duration) -> usize {
+        let mut gathered = lock(&self.gathered);
+        let before = gathered.ops.len();
+        let expected = (before + answered).min(BATCH);
+        if before >= expected || gathered.closed {
+            return answered;
+        }
+        gathered.wakes_at = expected;
+        let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
+        gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
+        gathered.wakes_at = 0;
+        gathered.ops.len() - before
     }
 
     /// Removes an operation that nobody has taken up. False if somebody has.
@@ -320,7 +347,17 @@ impl Core {
             Ok(writer) => writer,
             Err(error) => return fail(batch, &not_written(&error)),
         };
-        while writer.write(batch, true) && self.writes.take(batch, None) {}
+        let mut company = Company::default();
+        loop {
+            let answered = batch.len();
+            if !writer.write(batch, true) {
+                return;
+            }
+            company.wait(&self.writes, answered);
+            if !self.writes.take(batch, None) {
+                return;
+            }
+        }
     }
 
     /// The reader.
@@ -357,6 +394,38 @@ impl Core {
         match self.waiters() {
             0 => None,
             waiters => Some(POLL + POLL_FOR_EACH.saturating_mul(u32::try_from(waiters).unwrap_or(u32::MAX))),
+        }
+    }
+}
+
+/// Waits for those who were just answered: most come back at once, one by one, with the next step of theirs, and a commit
+/// that does not wait for them is made for a few. Whoever comes alone meets nobody who waits.
+struct Company {
+    /// How many batches are not waited for, because those who were answered did not come back.
+    skip: u32,
+    next_skip: u32,
+}
+
+impl Default for Company {
+    fn default() -> Self {
+        Self { skip: 0, next_skip: 1 }
+    }
+}
+
+impl Company {
+    fn wait(&mut self, queue: &Queue, answered: usize) {
+        if answered < COMPANY {
+            return;
+        }
+        if self.skip > 0 {
+            self.skip -= 1;
+            return;
+        }
+        if queue.gather(answered, WAIT_FOR_COMPANY) >= answered / 4 {
+            self.next_skip = 1;
+        } else {
+            self.skip = self.next_skip;
+            self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
         }
     }
 }
@@ -418,7 +487,8 @@ impl<'c> Session<'c> {
         match self.transact(batch, clean_up) {
             Ok(()) => {
                 if self.core.waiters() > 0 {
-                    batch.iter().filter_map(|op| op.ask.wakes()).for_each(|key| self.core.waiting.wake(key.as_str()));
+                    let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
+                    ended.for_each(|key| self.core.waiting.wake(key.as_str()));
                 }
                 for (op, answer) in batch.drain(..).zip(self.answers.drain(..)) {
                     op.answer(answer);
@@ -440,15 +510,40 @@ impl<'c> Session<'c> {
         }
     }
 
-    fn transact(&mut self, batch: &[Op], clean_up: bool) -> Result<(), Failure> {
+    /// Gets the lock. Replays need none and are answered at once if it takes a while. False if nothing is left to do.
+    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<bool, Failure> {
         let Core { database, .. } = self.core;
-        let connection = &self.connected.connection;
         database.check_file(self.connected).map_err(|error| Failure { error, broken: true, alone: false })?;
-        let begun = database.patiently(|| self.begin.execute([]));
-        begun.map_err(|error| Failure::nothing_written(&error, false))?;
+        let mut begun = self.begin.execute([]);
+        if begun.as_ref().is_err_and(is_busy) {
+            let now = wall_millis();
+            let mut rest = Vec::with_capacity(batch.len());
+            for op in batch.drain(..) {
+                match &op.ask {
+                    Ask::Reserve(request) => match self.table.answer(request, now) {
+                        Ok(Some(answer)) => op.answer(Ok(Answer::Reservation(answer))),
+                        _ => rest.push(op),
+                    },
+                    _ => rest.push(op),
+                }
+            }
+            *batch = rest;
+            if batch.is_empty() {
+                return Ok(false);
+            }
+            begun = database.patiently(|| self.begin.execute([]));
+        }
+        begun.map(|_| true).map_err(|error| Failure::nothing_written(&error, false))
+    }
+
+    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool) -> Result<(), Failure> {
+        if !self.begin(batch)? {
+            return Ok(());
+        }
+        let connection = &self.connected.connection;
         let now = wall_millis();
         let mut reservations = 0;
-        for op in batch {
+        for op in &*batch {
             let answer = match perform(&mut self.table, &op.ask, now) {
                 // A full disk and the like roll the whole transaction back.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
@@ -512,7 +607,7 @@ impl<'c> Session<'c> {
                 Ask::Inspect(_) | Ask::IsPending(..) => quietly(perform(&mut self.table, &op.ask, now).map(Some)),
                 _ => Ok(Ok(None)),
             });
-            answers.push(match answer.map_err(Trouble::Sqlite).flatten() {
+            answers.push(match answer.map_err(Trouble::Sqlite).and_then(|answer| answer) {
                 Err(Trouble::Sqlite(error)) if breaks_connection(&error) => {
                     return Err(failed_to_read(error));
                 }

@@ -1,0 +1,89 @@
+//! The books of a payment provider, in a file.
+
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Charges, Order};
+
+/// Charges that outlive the process, one a line.
+#[derive(Default, Debug)]
+pub struct Ledger {
+    charges: Charges,
+    file: Option<File>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line {
+    payment_key: String,
+    order: Order,
+}
+
+impl Ledger {
+    /// The ledger in the file at `path`, made if it is not there. A ledger without a file is its [`Default`].
+    ///
+    /// # Errors
+    /// What the system said, or that the file is something else.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let mut file = File::options().read(true).append(true).create(true).open(path)?;
+        let mut text = String::new();
+        file.read_to_string(&mut text)?;
+        // Whoever was killed while writing a line has not made that charge.
+        let whole = text.rfind('\n').map_or(0, |at| at + 1);
+        file.set_len(whole as u64)?;
+        file.seek(io::SeekFrom::End(0))?;
+        let mut charges = Charges::default();
+        for line in text[..whole].lines() {
+            let Line { payment_key, order } = serde_json::from_str(line)?;
+            charges.charge(payment_key, &order);
+        }
+        Ok(Self { charges, file: Some(file) })
+    }
+
+    /// Charges the customer of `order`, unless that was done under `payment_key` before.
+    ///
+    /// # Errors
+    /// What the system said; there is no charge then.
+    pub fn charge(&mut self, payment_key: String, order: &Order) -> io::Result<bool> {
+        if self.charges.contains(&payment_key) {
+            return Ok(false);
+        }
+        if let Some(file) = &mut self.file {
+            let line = Line { payment_key: payment_key.clone(), order: order.clone() };
+            file.write_all(format!("{}\n", serde_json::to_string(&line)?).as_bytes())?;
+        }
+        Ok(self.charges.charge(payment_key, order))
+    }
+
+    /// All charges there are.
+    pub fn into_charges(self) -> Charges {
+        self.charges
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn charges_outlive_the_process() {
+        let path = std::env::temp_dir().join(format!("idem-ledger-{}", std::process::id()));
+        let order =
+            |id: &str| Order { order_id: id.into(), customer: "Ada".into(), amount_cents: 5, currency: "EUR".into() };
+        let mut ledger = Ledger::open(&path).unwrap();
+        assert!(ledger.charge("1".into(), &order("A")).unwrap());
+        assert!(!ledger.charge("1".into(), &order("A")).unwrap());
+        // Killed in the middle of a line.
+        fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"payment").unwrap();
+        let mut ledger = Ledger::open(&path).unwrap();
+        assert!(!ledger.charge("1".into(), &order("A")).unwrap());
+        assert!(ledger.charge("2".into(), &order("B")).unwrap());
+        let mut ledger = Ledger::open(&path).unwrap();
+        assert!(!ledger.charge("2".into(), &order("B")).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);
+        fs::remove_file(path).unwrap();
+    }
+}

@@ -1,0 +1,23 @@
+//! Runs an operation for one key after the other, and prints the key each time it was told that the result is recorded;
+//! tests kill it.
+//!
+//! Arguments: store, number of keys.
+
+use std::time::Duration;
+
+use idem_runtime::{Error, Json, Operation, Policy, record_values, run};
+use idem_tests::{race, stores};
+
+const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(Duration::from_millis(500));
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [spec, keys] = &args[..] else { panic!("store, number of keys") };
+    let store = stores::open(spec).await;
+    for n in 0..keys.parse::<usize>().unwrap() {
+        let operation = Operation::new(&*store, Ok(race::key(n)), POLICY);
+        run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.unwrap();
+        println!("{n}");
+    }
+}
