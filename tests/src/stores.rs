@@ -1,6 +1,8 @@
 //! Opens stores by a line of text, so that processes that race can be told theirs.
 
 use std::sync::Arc;
+#[cfg(feature = "postgres")]
+use std::time::Duration;
 
 use idem_runtime::{RedisStore, Store};
 
@@ -20,7 +22,13 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         #[cfg(feature = "postgres")]
         ["postgres", url, schema] => {
             let options = idem_runtime::PostgresStore::options().schema(schema);
-            Arc::new(options.connect(url).await.expect("the server is there"))
+            // Whoever starts while the server restarts tries again.
+            loop {
+                match options.clone().connect(url).await {
+                    Err(error) if error.is_transient() => tokio::time::sleep(Duration::from_millis(20)).await,
+                    opened => break Arc::new(opened.expect("the server is there")),
+                }
+            }
         }
         _ => panic!("`{spec}` names no store"),
     }

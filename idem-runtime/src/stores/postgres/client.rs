@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -69,6 +70,7 @@ impl Failure {
     fn refused(error: &DbError) -> Self {
         use StoreErrorKind::{Corrupt, Full, Misconfigured, Unavailable, Unknown};
         let code = error.code();
+        let pooled = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
         let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
         let (kind, advice) = match code.code() {
             "42P01" | "3F000" | "42703" | "42883" => {
@@ -78,9 +80,8 @@ impl Failure {
             "28000" | "28P01" => (Misconfigured, "the login is refused"),
             "3D000" => (Misconfigured, "there is no such database"),
             "25006" => (Unavailable, read_only),
-            "26000" | "42P05" => {
-                (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`")
-            }
+            "26000" | "42P05" => (Unavailable, pooled),
+            "08P01" if error.message().contains("startup parameter") => (Misconfigured, pooled),
             "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
             "40003" => (Unknown, "the connection broke before the answer came"),
             "53100" | "53200" => (Full, "it has no room"),
@@ -200,11 +201,14 @@ impl Database {
         effect: Effect,
     ) -> Result<Vec<Row>, Failure> {
         let client = self.client().await?;
+        // Whether more was said than how the statement reads.
+        let sent = AtomicBool::new(!self.sessions);
         let answer = {
             let exchange = async {
                 if self.sessions {
                     let prepared = client.prepare_typed_cached(&statement.text, statement.types).await;
                     let prepared = prepared.map_err(|error| Failure::broken(&error).of(Effect::Reads))?;
+                    sent.store(true, Ordering::Relaxed);
                     client.query(&prepared, params).await.map_err(|error| Failure::broken(&error).of(effect))
                 } else {
                     let typed: Vec<_> =
@@ -213,7 +217,10 @@ impl Database {
                     answer.map_err(|error| Failure::broken(&error).of(effect))
                 }
             };
-            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| Err(timed_out().of(effect)))
+            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
+                let effect = if sent.load(Ordering::Relaxed) { effect } else { Effect::Reads };
+                Err(timed_out().of(effect))
+            })
         };
         if matches!(&answer, Err(failure) if failure.gives_up) {
             drop(Object::take(client));
