@@ -387,6 +387,17 @@ fn redis_on_real_time() {
     });
 }
 
+#[cfg(feature = "postgres")]
+#[test]
+fn postgres_on_real_time() {
+    let (url, schema) = idem_tests::postgres::shared_schema();
+    agrees_with_the_reference(8, false, async || {
+        let options = idem_runtime::PostgresStore::options().schema(&schema).ensure_schema();
+        let store = options.connect(&url).await.expect("connects");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 /// The comparison itself can fail: for this store, no time passes.
 #[test]
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]

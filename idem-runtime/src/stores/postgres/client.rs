@@ -249,7 +249,10 @@ impl Database {
                 Some(Ok(client)) => client,
                 Some(Err(PoolError::Backend(error))) => return Err(Failure::not_connected(&error)),
                 Some(Err(error @ PoolError::NoRuntimeSpecified)) => {
-                    return Err(Failure::new(StoreErrorKind::Misconfigured, format!("the pool can't be used: {error}")));
+                    return Err(Failure::new(
+                        StoreErrorKind::Misconfigured,
+                        format!("the pool can't be used: {error}"),
+                    ));
                 }
                 Some(Err(PoolError::Timeout(_))) | None => {
                     return Err(Failure::not_sent("no connection was free, or could be made, in time"));

@@ -10,7 +10,7 @@ mod options;
 mod sql;
 mod wake;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -37,7 +37,7 @@ use crate::{
 const LOOKS: usize = 1_000;
 /// How many leases one statement renews: a bound on how long it keeps their rows from those that finish.
 const RENEWED_AT_ONCE: usize = 500;
-/// How many reservations in a row, of 256, have to be replays for the next to look before it reserves.
+/// How many of the last 256 reservations, about, have to be replays for the next to look before it reserves.
 const MOSTLY: u32 = 128;
 
 /// A store in a PostgreSQL server, 12 or newer.
@@ -376,7 +376,9 @@ impl Work for Ends {
 
     fn bytes(end: &End) -> usize {
         let result = match &end.record.state {
-            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => bytes.len(),
+            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => {
+                bytes.len()
+            }
             _ => 0,
         };
         end.key.as_str().len() + result + 80
@@ -559,11 +561,21 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
             let sorted: Vec<&Lease> = order.iter().map(|i| &leases[*i]).collect();
-            let mut calls: Vec<_> =
-                sorted.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
-            let mut renewed = std::collections::HashSet::with_capacity(leases.len());
-            for some in all(&mut calls).await {
-                renewed.extend(some?);
+            // Two at a time keep the server busy, and leave connections to those that start and finish.
+            let chunks: Vec<_> = sorted.chunks(RENEWED_AT_ONCE).collect();
+            let mut halves = [0, 1].map(|half| {
+                let chunks = chunks.iter().skip(half).step_by(2);
+                Box::pin(async move {
+                    let mut renewed = Vec::new();
+                    for some in chunks {
+                        renewed.extend(self.renew_some(some).await?);
+                    }
+                    Ok::<_, Failure>(renewed)
+                })
+            });
+            let mut renewed = HashSet::with_capacity(leases.len());
+            for half in all(&mut halves).await {
+                renewed.extend(half?);
             }
             Ok(leases
                 .iter()
@@ -596,11 +608,8 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let mark = async {
                 let sql = &self.server.sql;
-                let (statement, effect) = if self.wakeups.listens() {
-                    (&sql.mark, Effect::Writes)
-                } else {
-                    (&sql.is_pending, Effect::Reads)
-                };
+                let (statement, effect) =
+                    if self.wakeups.listens() { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
                 let rows = self.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
                 Ok(rows.first().and_then(|row| row.try_get(0).ok()).unwrap_or(false))
             };

@@ -239,7 +239,8 @@ impl Server {
             let (there, comment): (bool, Option<&str>) = (row.try_get(6)?, row.try_get(7)?);
             Ok((version, number, encoding, standby, read_only, durable, there, comment))
         };
-        let (version, number, encoding, standby, read_only, durable, there, comment) = read().map_err(|_| unusable())?;
+        let (version, number, encoding, standby, read_only, durable, there, comment) =
+            read().map_err(|_| unusable())?;
         if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
             let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
             return Err(misconfigured(format!("the server is {name}; PostgreSQL 12 or newer is needed")));

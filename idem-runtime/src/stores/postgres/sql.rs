@@ -108,14 +108,8 @@ const KEY_AT: usize = 15;
 
 /// What a reservation sets.
 const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
-const RESERVE_MANY: [Type; 6] = [
-    Type::TEXT_ARRAY,
-    Type::BYTEA_ARRAY,
-    Type::BYTEA_ARRAY,
-    Type::BOOL_ARRAY,
-    Type::INT8_ARRAY,
-    Type::INT8_ARRAY,
-];
+const RESERVE_MANY: [Type; 6] =
+    [Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::BYTEA_ARRAY, Type::BOOL_ARRAY, Type::INT8_ARRAY, Type::INT8_ARRAY];
 /// What the end of an attempt sets.
 const END: [Type; 8] =
     [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8];
