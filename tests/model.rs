@@ -396,6 +396,17 @@ fn dynamo_on_real_time() {
     });
 }
 
+#[cfg(feature = "postgres")]
+#[test]
+fn postgres_on_real_time() {
+    let (url, schema) = idem_tests::postgres::shared_schema();
+    agrees_with_the_reference(8, false, async || {
+        let options = idem_runtime::PostgresStore::options().schema(&schema).ensure_schema();
+        let store = options.connect(&url).await.expect("connects");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 #[cfg(feature = "sqlite")]
 #[test]
 fn sqlite_on_real_time() {

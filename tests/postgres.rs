@@ -1,1 +1,859 @@
-//! To come.
+//! `PostgresStore` against real servers: what is written, what it costs, what is refused, and what breaks.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+#![allow(clippy::format_collect, reason = "a handful of lines")]
+
+use std::future::poll_fn;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use futures::future::join_all;
+use idem_runtime::{
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
+    Policy, PostgresOptions, PostgresStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind,
+    Write, current, observe, record_values, run,
+};
+use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::race::Race;
+use tokio_postgres::{AsyncMessage, Client, NoTls};
+
+const LEASE: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(TTL).lease(LEASE);
+const SCHEMA: &str = include_str!("../idem-runtime/src/stores/postgres/schema.sql");
+
+fn request(store: &PostgresStore, name: &str) -> Reserve {
+    Reserve {
+        key: Key::new("test", name).unwrap(),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+async fn reserved(store: &PostgresStore, name: &str) -> Lease {
+    wins(store, &request(store, name)).await
+}
+
+async fn wins(store: &PostgresStore, request: &Reserve) -> Lease {
+    match store.reserve(request).await.unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn done() -> Finish {
+    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
+}
+
+/// One call of a handler that counts its runs.
+async fn call(store: &PostgresStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
+}
+
+fn options() -> PostgresOptions {
+    PostgresStore::options().ensure_schema()
+}
+
+async fn connect(url: &str) -> PostgresStore {
+    options().connect(url).await.unwrap()
+}
+
+/// A store on the shared server in a schema of its own; the raw client; the name of the table.
+async fn open() -> (PostgresStore, Client, String) {
+    let (url, schema) = shared_schema();
+    let store = options().schema(&schema).connect(&url).await.unwrap();
+    (store, raw(&url).await, format!("{}.records", quoted(&schema)))
+}
+
+async fn number(raw: &Client, query: &str) -> i64 {
+    raw.query_one(query, &[]).await.unwrap().get(0)
+}
+
+/// Waits until `query` gives true.
+async fn until(raw: &Client, query: &str) {
+    while !raw.query_one(query, &[]).await.unwrap().get::<_, bool>(0) {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+fn kind<T: std::fmt::Debug>(answer: Result<T, StoreError>) -> StoreErrorKind {
+    answer.expect_err("fails").kind()
+}
+
+// The table.
+
+#[tokio::test]
+async fn the_file_makes_the_same_table() {
+    assert_eq!(PostgresStore::schema_sql("idem"), SCHEMA);
+    let server = PostgresServer::start();
+    let (by_file, by_store) = (server.database("by_file").await, server.database("by_store").await);
+    raw(&by_file).await.batch_execute(SCHEMA).await.unwrap();
+    raw(&by_file).await.batch_execute(SCHEMA).await.expect("may be run again");
+    connect(&by_store).await;
+    let dump = |database| {
+        let text = server.ask("pg_dump", &["--schema-only", database]);
+        // Newer ones begin and end with a random word.
+        text.lines().filter(|line| !line.starts_with('\\')).map(|line| format!("{line}\n")).collect::<String>()
+    };
+    assert!(dump("by_file").contains("CREATE TABLE idem.records"));
+    assert_eq!(dump("by_file"), dump("by_store"));
+    let store = PostgresStore::connect(&by_file).await.expect("what is there need not be made");
+    reserved(&store, "k").await;
+}
+
+#[tokio::test]
+async fn many_may_make_the_table_at_once() {
+    let url = shared_schema().0;
+    for round in 0..4 {
+        let schema = format!("made at once {round}");
+        let stores = join_all((0..16).map(|_| options().schema(&schema).pool_size(1).connect(&url))).await;
+        for store in stores {
+            store.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn schemas_keep_applications_apart() {
+    let ((a, ..), (b, ..)) = (open().await, open().await);
+    assert_eq!((reserved(&a, "k").await.attempt, reserved(&b, "k").await.attempt), (1, 1));
+    for schema in ["", "with\0nul", &"x".repeat(59)] {
+        let refused = options().schema(schema).connect(&shared_schema().0).await;
+        assert_eq!(kind(refused), StoreErrorKind::Misconfigured);
+    }
+    options().schema("x".repeat(58)).connect(&shared_schema().0).await.expect("the longest name");
+}
+
+#[tokio::test]
+async fn a_table_that_is_missing_or_of_others_is_refused() {
+    let (url, schema) = shared_schema();
+    let plain = PostgresStore::options().schema(&schema);
+    let error = plain.clone().connect(&url).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
+    assert!(error.to_string().contains("ensure_schema"), "{error}");
+    let store = options().schema(&schema).connect(&url).await.unwrap();
+    let raw = raw(&url).await;
+    for comment in ["'idem 2'", "'idem 10'", "'orders'", "NULL"] {
+        raw.batch_execute(&format!("COMMENT ON TABLE {}.records IS {comment}", quoted(&schema))).await.unwrap();
+        for options in [plain.clone(), options().schema(&schema)] {
+            let error = options.connect(&url).await.unwrap_err();
+            assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
+            assert!(error.to_string().contains("left alone"), "{error}");
+        }
+    }
+    let noted = format!("COMMENT ON TABLE {}.records IS 'idem 1, ask Ida'", quoted(&schema));
+    raw.batch_execute(&noted).await.unwrap();
+    plain.connect(&url).await.expect("what follows the version is the administrator's");
+    // Gone while the store is open.
+    raw.batch_execute(&format!("DROP SCHEMA {} CASCADE", quoted(&schema))).await.unwrap();
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+}
+
+#[tokio::test]
+async fn the_written_form_is_pinned() {
+    let (store, raw, table) = open().await;
+    let fixed = |name: &str, fingerprint: Option<u8>, on_crash| Reserve {
+        owner: Owner::from_bytes(*b"0123456789abcdef"),
+        fingerprint: fingerprint.map(|byte| Fingerprint::from_bytes([byte; 32])),
+        on_crash,
+        ..request(&store, name)
+    };
+    let stored = Payload::Stored { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    let finishes = [
+        ("completed", Some(0x5a), Finish::Completed(stored.clone())),
+        ("failed", None, Finish::Failed(stored)),
+        ("too-large", None, Finish::Completed(Payload::TooLarge { bytes: 300_000 })),
+        ("unencodable", None, Finish::Completed(Payload::Unencodable)),
+    ];
+    for (name, fingerprint, finish) in finishes {
+        let lease = wins(&store, &fixed(name, fingerprint, OnCrash::Fail)).await;
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+    }
+    for (name, release) in
+        [("released", Release::Returned), ("not-started", Release::NotStarted), ("interrupted", Release::Interrupted)]
+    {
+        let lease = wins(&store, &fixed(name, None, OnCrash::Retry)).await;
+        assert_eq!(store.release(&lease, release).await.unwrap(), Write::Done);
+    }
+    wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
+    wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
+    let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    let again = fixed("second-attempt", None, OnCrash::Retry);
+    wins(&store, &Reserve { owner: Owner::from_bytes(*b"fedcba9876543210"), ..again }).await;
+
+    let rows = format!(
+        "SELECT (to_jsonb(r) - '{{expires_at,lapses_at,listed_at}}'::text[] \
+         || jsonb_build_object('retained', extract(epoch FROM expires_at - lapses_at)::int))::text \
+         FROM {table} AS r ORDER BY key"
+    );
+    let rows = raw.query(&rows, &[]).await.unwrap();
+    let written: String = rows.iter().map(|row| format!("{}\n", row.get::<_, &str>(0))).collect();
+    let golden = include_str!("golden/postgres-v1.txt");
+    assert_eq!(written, golden, "a released format never changes: give a new one a new version");
+
+    // What was written is read the same in another table.
+    let (reader, raw, table) = open().await;
+    for line in golden.lines() {
+        let times = "'{\"expires_at\": \"9999-01-01\", \"lapses_at\": \"9998-01-01\", \"listed_at\": \"9999-01-01\"}'";
+        let row = format!("jsonb_populate_record(NULL::{table}, $1::text::jsonb || {times})");
+        raw.execute(&format!("INSERT INTO {table} SELECT * FROM {row}"), &[&line]).await.unwrap();
+        let name = line.split("test/").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+        let key = Key::new("test", name).unwrap();
+        let (read, wrote) = (reader.inspect(&key).await.unwrap(), store.inspect(&key).await.unwrap());
+        assert_eq!(read.unwrap().record, wrote.unwrap().record, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn rows_of_others_are_left_alone() {
+    let (url, schema) = shared_schema();
+    let store = options().schema(&schema).connect(&url).await.unwrap();
+    let raw = raw(&url).await;
+    let table = format!("{}.records", quoted(&schema));
+    write_nonsense(&url, &schema, "1/test/later").await;
+    for (name, change) in [
+        ("state", "state = 'X'"),
+        ("owner", "owner = 'short'"),
+        ("attempt", "attempt = 4294967296"),
+        ("starts", "starts = 2"),
+        ("lease", "lease_ms = NULL"),
+        ("ttl", "ttl_ms = -1"),
+        ("result", "result = 'x'"),
+    ] {
+        reserved(&store, name).await;
+        raw.batch_execute(&format!("UPDATE {table} SET {change} WHERE key = '1/test/{name}'")).await.unwrap();
+    }
+    let text = async || -> String {
+        let rows = format!("SELECT string_agg(r::text, ',' ORDER BY key) FROM {table} AS r");
+        raw.query_one(&rows, &[]).await.unwrap().get(0)
+    };
+    let before = text().await;
+    for name in ["later", "state", "owner", "attempt", "starts", "lease", "ttl", "result"] {
+        let error = store.reserve(&request(&store, name)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{name}: {error}");
+        assert_eq!(kind(store.inspect(&Key::new("test", name).unwrap()).await), StoreErrorKind::Corrupt, "{name}");
+    }
+    assert_eq!(text().await, before);
+    // The same goes for rows that have expired.
+    raw.batch_execute(&format!("UPDATE {table} SET expires_at = now(), listed_at = now() WHERE format = 99"))
+        .await
+        .unwrap();
+    let before = text().await;
+    assert_eq!(kind(store.reserve(&request(&store, "later")).await), StoreErrorKind::Corrupt);
+    assert_eq!(store.purge(100).await.unwrap(), 0, "what a later version wrote is not purged by this one");
+    assert_eq!(text().await, before);
+}
+
+// What it costs.
+
+/// How many statements the server was asked to do since the last call.
+struct Counter<'a> {
+    server: &'a PostgresServer,
+    seen: usize,
+}
+
+impl Counter<'_> {
+    fn new(server: &PostgresServer) -> Counter<'_> {
+        let mut counter = Counter { server, seen: 0 };
+        counter.count();
+        counter
+    }
+
+    fn count(&mut self) -> usize {
+        let log = self.server.log();
+        let all = log.lines().filter(|line| line.contains("LOG:  execute ") && line.contains(".records")).count();
+        let new = all - self.seen;
+        self.seen = all;
+        new
+    }
+}
+
+#[tokio::test]
+async fn a_first_run_is_two_statements_and_everything_else_one() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let (owner, other) = (connect(&server.url()).await, connect(&server.url()).await);
+    let runs = AtomicU32::new(0);
+    let mut counter = Counter::new(&server);
+    for n in 0..5 {
+        call(&owner, &format!("k{n}"), &runs).await.0.unwrap();
+        assert_eq!(counter.count(), 2, "a first run");
+    }
+    for n in 0..20 {
+        assert!(call(&other, &format!("k{}", n % 5), &runs).await.1.replayed());
+        assert_eq!(counter.count(), 1, "a replay");
+    }
+    let busy = reserved(&owner, "busy").await;
+    counter.count();
+    for store in [&owner, &other] {
+        assert!(matches!(call(store, "busy", &runs).await.0, Err(Error::InProgress { .. })));
+        assert_eq!(counter.count(), 1, "in progress");
+    }
+    assert_eq!(owner.renew(std::slice::from_ref(&busy)).await.unwrap(), [Write::Done]);
+    assert_eq!(counter.count(), 1, "a beat");
+    assert_eq!(owner.release(&busy, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(counter.count(), 1, "a release");
+}
+
+#[tokio::test]
+async fn operations_of_many_tasks_leave_together() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = connect(&server.url()).await;
+    let runs = AtomicU32::new(0);
+    let mut counter = Counter::new(&server);
+    let names: Vec<_> = (0..500).map(|n| format!("k{n}")).collect();
+    for calls in join_all(names.iter().map(|name| call(&store, name, &runs))).await {
+        calls.0.unwrap();
+    }
+    let first = counter.count();
+    assert!(first < 100, "500 first runs in {first} statements");
+    for calls in join_all(names.iter().map(|name| call(&store, name, &runs))).await {
+        assert!(calls.1.replayed());
+    }
+    let replays = counter.count();
+    assert!(replays < 50, "500 replays in {replays} statements");
+    let leases = join_all((0..10_000).map(|n| {
+        let store = store.clone();
+        async move { reserved(&store, &format!("lease{n}")).await }
+    }))
+    .await;
+    counter.count();
+    assert!(store.renew(&leases).await.unwrap().iter().all(|answer| *answer == Write::Done));
+    assert_eq!(counter.count(), 20, "500 leases a statement");
+}
+
+#[tokio::test]
+async fn a_replay_locks_and_writes_nothing() {
+    let server = PostgresServer::start_with(&["autovacuum=off"]);
+    let (store, raw) = (connect(&server.url()).await, server.raw().await);
+    let runs = AtomicU32::new(0);
+    let names: Vec<_> = (0..50).map(|n| format!("k{n}")).collect();
+    for name in &names {
+        call(&store, name, &runs).await.0.unwrap();
+    }
+    // Those that look first, those that would insert, and many at once. The first read may tidy a page up.
+    let other = connect(&server.url()).await;
+    number(&raw, "SELECT count(*) FROM idem.records").await;
+    let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
+    let before = number(&raw, written).await;
+    for store in [&store, &other] {
+        for name in &names {
+            assert!(call(store, name, &runs).await.1.replayed());
+        }
+        assert!(join_all(names.iter().map(|name| call(store, name, &runs))).await.iter().all(|it| it.1.replayed()));
+    }
+    assert_eq!(number(&raw, written).await, before, "no log was written, and no transaction had a number");
+    assert_eq!(number(&raw, "SELECT count(*) FROM idem.records WHERE xmax::text <> '0'").await, 0, "no row is locked");
+}
+
+#[tokio::test]
+async fn no_transaction_is_open_while_a_handler_runs() {
+    let server = PostgresServer::start();
+    let (store, raw) = (connect(&server.url()).await, server.raw().await);
+    let body = async {
+        current().unwrap().confirm_lease().await?;
+        let open = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'idem' AND xact_start IS NOT NULL";
+        assert_eq!(number(&raw, open).await, 0);
+        let idle = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'idem' AND state = 'idle'";
+        assert!(number(&raw, idle).await > 0, "the connections are there");
+        let locks = "SELECT count(*) FROM pg_locks WHERE relation = 'idem.records'::regclass";
+        assert_eq!(number(&raw, locks).await, 0);
+        Ok::<_, Error>(1)
+    };
+    run(Operation::new(&store, Key::new("test", "k"), POLICY), record_values::<Json>(), body).await.unwrap();
+}
+
+#[tokio::test]
+async fn completions_change_no_index() {
+    let server = PostgresServer::start_with(&["fsync=off", "autovacuum=off"]);
+    let store = connect(&server.url()).await;
+    for round in 0..20 {
+        let runs = AtomicU32::new(0);
+        let names: Vec<_> = (0..100).map(|n| format!("k{round}:{n}")).collect();
+        for calls in join_all(names.iter().map(|name| call(&store, name, &runs))).await {
+            calls.0.unwrap();
+        }
+    }
+    // The sessions count when they end.
+    drop(store);
+    let raw = server.raw().await;
+    let stats = "FROM pg_stat_user_tables WHERE relname = 'records'";
+    until(&raw, &format!("SELECT n_tup_upd >= 2000 {stats}")).await;
+    let hot = number(&raw, &format!("SELECT n_tup_hot_upd * 1000 / n_tup_upd {stats}")).await;
+    assert!(hot >= 950, "{hot} of 1000 updates left the indexes as they were");
+}
+
+#[tokio::test]
+async fn a_purge_deletes_what_has_expired_and_nothing_else() {
+    let (store, raw, table) = open().await;
+    let short = Duration::from_millis(1);
+    for n in 0..10 {
+        let expired = wins(&store, &Reserve { ttl: short, ..request(&store, &format!("expired{n}")) }).await;
+        assert_eq!(store.finish(&expired, &done()).await.unwrap(), Write::Done);
+        // Listed early, as they might have finished at once.
+        wins(&store, &Reserve { ttl: short, ..request(&store, &format!("pending{n}")) }).await;
+        let kept = reserved(&store, &format!("kept{n}")).await;
+        assert_eq!(store.finish(&kept, &done()).await.unwrap(), Write::Done);
+    }
+    until(&raw, &format!("SELECT bool_and(expires_at < now()) FROM {table} WHERE key LIKE '%expired%'")).await;
+    let key = Key::new("test", "expired0").unwrap();
+    assert!(store.inspect(&key).await.unwrap().is_none(), "expired counts as absent, purged or not");
+    let mut deleted = Vec::new();
+    for _ in 0..4 {
+        deleted.push(store.purge(5).await.unwrap());
+    }
+    assert!(deleted.iter().all(|count| *count <= 5), "{deleted:?}");
+    assert_eq!(deleted.iter().sum::<u64>(), 10);
+    assert_eq!(store.purge(5).await.unwrap(), 0);
+    assert_eq!(number(&raw, &format!("SELECT count(*) FROM {table}")).await, 20);
+    let listed = format!("SELECT count(*) FROM {table} WHERE listed_at <= now() OR listed_at > expires_at");
+    assert_eq!(number(&raw, &listed).await, 0, "what is kept is listed for when it expires");
+}
+
+#[tokio::test]
+async fn a_purge_waits_for_nobody() {
+    let (store, raw, table) = open().await;
+    for name in ["a", "b"] {
+        let lease = wins(&store, &Reserve { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    }
+    until(&raw, &format!("SELECT bool_and(expires_at < now()) FROM {table}")).await;
+    raw.batch_execute(&format!("BEGIN; SELECT 1 FROM {table} WHERE key = '1/test/a' FOR UPDATE")).await.unwrap();
+    assert_eq!(store.purge(10).await.unwrap(), 1);
+    raw.batch_execute("COMMIT").await.unwrap();
+    assert_eq!(store.purge(10).await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn the_purger_works_as_long_as_its_store_lives() {
+    let (url, schema) = shared_schema();
+    let store = options().schema(&schema).connect(&url).await.unwrap();
+    let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
+    let purging = options().schema(&schema).purge_every(Duration::from_millis(20)).connect(&url).await.unwrap();
+    let expiring = async |name: &str| {
+        let lease = wins(&store, &Reserve { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    };
+    expiring("a").await;
+    until(&raw, &format!("SELECT count(*) = 0 FROM {table}")).await;
+    drop(purging);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    expiring("b").await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(number(&raw, &format!("SELECT count(*) FROM {table}")).await, 1);
+}
+
+// What is refused.
+
+#[tokio::test]
+async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
+    let (store, ..) = open().await;
+    let lease = reserved(&store, "k").await;
+    // Zeroes that nobody looks at take no memory.
+    let bytes = vec![0; 1_000_000_001].into();
+    let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes });
+    assert_eq!(kind(store.finish(&lease, &large).await), StoreErrorKind::TooLarge);
+    assert!(matches!(store.inspect(&lease.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
+}
+
+#[tokio::test]
+async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
+    let server = PostgresServer::start();
+    let raw = server.raw().await;
+    raw.batch_execute("CREATE ROLE ida LOGIN PASSWORD 'secret'; CREATE ROLE guest LOGIN").await.unwrap();
+    raw.batch_execute("CREATE DATABASE ida OWNER ida").await.unwrap();
+    let hba = "host all ida 127.0.0.1/32 scram-sha-256\nhost all postgres 127.0.0.1/32 trust\n";
+    server.file("data/pg_hba.conf", hba.as_bytes());
+    raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until(&raw, "SELECT count(*) = 2 FROM pg_hba_file_rules").await;
+    let at = format!("127.0.0.1:{}", server.port());
+    let store = connect(&format!("postgres://ida:secret@{at}/ida")).await;
+    assert!(!format!("{store:?} {:?}", store.handle()).contains("secret"));
+    for url in [
+        format!("postgres://ida:topsecret@{at}/ida"),
+        format!("postgres://ida@{at}/ida"),
+        format!("postgres://ida:topsecret@{at}:x/ida"),
+        format!("postgres://ida:topsecret@{at}/ida?sslmode=maybe"),
+        format!("postgres://postgres:topsecret@{at}/nowhere"),
+        format!("postgres://postgres:topsecret@{at}/postgres?sslmode=require"),
+        "topsecret".to_owned(),
+        "password=topsecret port=x".to_owned(),
+    ] {
+        let error = options().connect(&url).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{url}: {error}");
+        let shown = format!("{error} {error:?}");
+        assert!(!shown.contains("topsecret"), "{shown}");
+    }
+    // A login that may connect, and no more.
+    connect(&server.database("others").await).await;
+    server.file("data/pg_hba.conf", format!("{hba}host all guest 127.0.0.1/32 trust\n").as_bytes());
+    raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until(&raw, "SELECT count(*) = 3 FROM pg_hba_file_rules").await;
+    let refused = PostgresStore::connect(&format!("postgres://guest@{at}/others")).await;
+    assert_eq!(kind(refused), StoreErrorKind::Misconfigured);
+}
+
+#[tokio::test]
+async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
+    let server = PostgresServer::start();
+    let (store, raw) = (connect(&server.url()).await, server.raw().await);
+    reserved(&store, "before").await;
+    let read_only = async |value: &str| {
+        raw.batch_execute(&format!("ALTER SYSTEM SET default_transaction_read_only = {value}")).await.unwrap();
+        raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+        until(&raw, &format!("SELECT current_setting('default_transaction_read_only') = '{value}'")).await;
+    };
+    read_only("on").await;
+    // The sessions that are there hear of it one by one.
+    let error = loop {
+        match store.reserve(&request(&store, "during")).await {
+            Err(error) => break error,
+            Ok(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    };
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("read-only"), "{error}");
+    assert_eq!(kind(options().connect(&server.url()).await), StoreErrorKind::Misconfigured);
+    read_only("off").await;
+    loop {
+        match store.reserve(&request(&store, "after")).await {
+            Ok(Reservation::Reserved { .. }) => break,
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => assert!(error.is_transient(), "{error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn one_operation_that_is_not_accepted_fails_no_other() {
+    let (store, raw, table) = open().await;
+    let schema = table.trim_end_matches(".records");
+    raw.batch_execute(&format!(
+        "CREATE FUNCTION {schema}.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+         IF NEW.key LIKE '%bad%' THEN RAISE 'not this one'; END IF; RETURN NEW; END $$; \
+         CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {schema}.refuse()"
+    ))
+    .await
+    .unwrap();
+    let runs = AtomicU32::new(0);
+    let names: Vec<_> = (0..64).map(|n| if n == 40 { "bad".to_owned() } else { format!("k{n}") }).collect();
+    let calls = join_all(names.iter().map(|name| call(&store, name, &runs))).await;
+    for (name, (result, _)) in names.iter().zip(calls) {
+        assert_eq!(result.is_ok(), name != "bad", "{name}: {result:?}");
+    }
+    assert_eq!(runs.into_inner(), 63);
+}
+
+/// A server that speaks TLS, with a certificate that nobody but this test trusts.
+#[test]
+fn tls_checks_the_certificate() {
+    let mut server = PostgresServer::start();
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", "-", "-out", "-"])
+        .output()
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let both = server.file("data/both.pem", &made.stdout);
+    let args = ["ssl=on", "ssl_cert_file=both.pem", "ssl_key_file=both.pem"];
+    server.kill();
+    server.set(&args);
+    server.run();
+    tokio::runtime::Runtime::new().unwrap().block_on(async { drop(connect(&server.url()).await) });
+    let race = |mode: &str, trusted: bool| {
+        let url = format!("postgres://postgres@localhost:{}/postgres?sslmode={mode}", server.port());
+        let effects = server.folder().join("effects");
+        std::fs::write(&effects, "").unwrap();
+        let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
+        racer.arg(format!("postgres {url} idem")).arg(effects).args(["3", "0"]);
+        // In a process of its own, as the trusted certificates are read from its environment.
+        if trusted {
+            racer.env("SSL_CERT_FILE", &both);
+        }
+        racer.output().unwrap()
+    };
+    let refused = race("require", false);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("ertificate") && said.contains("Misconfigured"), "{said}");
+    for mode in ["require", "verify-full"] {
+        let trusting = race(mode, true);
+        assert!(trusting.status.success(), "{}", String::from_utf8_lossy(&trusting.stderr));
+    }
+}
+
+// What breaks.
+
+#[tokio::test]
+async fn a_write_whose_answer_got_lost_is_recognised() {
+    for line in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests] {
+        let (url, schema) = shared_schema();
+        let proxy = Proxy::to(shared().0).await;
+        let options = options().schema(&schema).response_timeout(Duration::from_millis(500));
+        let store = options.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
+        // So that statements are prepared already on the one connection there is.
+        let warmed = AtomicU32::new(0);
+        let warm = async || {
+            let name = format!("warm{}", warmed.fetch_add(1, Ordering::Relaxed));
+            let lease = wins(&store, &request(&store, &name)).await;
+            assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+            lease.key
+        };
+        let key = warm().await;
+        let lands = line != Line::LoseRequests;
+        let direct = PostgresStore::options().schema(&schema).connect(&url).await.unwrap();
+        // A connection may have been hurt that was not used; whoever meets it hears of it and repeats.
+        let heals = async || {
+            proxy.set(Line::Pass);
+            while store.inspect(&key).await.is_err() {}
+            warm().await;
+        };
+
+        let asked = request(&store, "k");
+        proxy.set(line);
+        assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unknown, "{line:?}");
+        assert_eq!(direct.inspect(&asked.key).await.unwrap().is_some(), lands, "{line:?}");
+        heals().await;
+        let lease = wins(&store, &asked).await;
+        assert_eq!(lease.attempt, 1, "the repeated reservation is recognised");
+
+        proxy.set(line);
+        assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unknown, "{line:?}");
+        assert_eq!(direct.inspect(&asked.key).await.unwrap().unwrap().record.is_finished(), lands, "{line:?}");
+        heals().await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "{line:?}");
+
+        proxy.set(line);
+        assert_eq!(kind(store.inspect(&asked.key).await), StoreErrorKind::Unavailable, "a read can't land");
+        proxy.set(Line::Pass);
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_ends_every_call() {
+    let (url, schema) = shared_schema();
+    let proxy = Proxy::to(shared().0).await;
+    let options = options().schema(&schema).response_timeout(Duration::from_millis(300));
+    let store = options.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
+    let runs = AtomicU32::new(0);
+    call(&store, "warm", &runs).await.0.unwrap();
+    proxy.set(Line::LoseRequests);
+    let calls = join_all((0..100).map(|n| {
+        let store = &store;
+        async move { store.reserve(&request(store, &format!("k{n}"))).await }
+    }))
+    .await;
+    assert!(calls.iter().all(|call| call.as_ref().is_err_and(StoreError::is_transient)), "{calls:?}");
+    proxy.set(Line::Pass);
+    // The connections that were used are gone; new ones are made.
+    reserved(&store, "after").await;
+}
+
+#[tokio::test]
+async fn sessions_that_are_ended_are_made_anew() {
+    let server = PostgresServer::start();
+    let (store, raw) = (connect(&server.url()).await, server.raw().await);
+    let runs = AtomicU32::new(0);
+    for round in 0..10 {
+        let ends = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'idem'";
+        let names: Vec<_> = (0..20).map(|n| format!("k{round}:{n}")).collect();
+        let calls = join_all(names.iter().map(async |name| {
+            // The engine repeats what may be repeated; a call that still fails is delivered again.
+            while call(&store, name, &runs).await.0.is_err() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }));
+        let ended = async {
+            for _ in 0..3 {
+                number(&raw, ends).await;
+            }
+        };
+        tokio::join!(calls, ended);
+    }
+    assert_eq!(runs.into_inner(), 200, "every body ran once");
+}
+
+#[tokio::test]
+async fn operations_go_on_while_the_pooler_restarts() {
+    let server = PostgresServer::start();
+    let mut pooler = PgBouncer::start(server.port());
+    let options = options().behind_pgbouncer().response_timeout(Duration::from_secs(1));
+    let store = options.connect(&pooler.url()).await.unwrap();
+    let (runs, done, over) = (AtomicU32::new(0), AtomicU32::new(0), AtomicBool::new(false));
+    let work = join_all((0..8).map(async |task| {
+        let mut n = 0;
+        while !over.load(Ordering::Relaxed) {
+            while call(&store, &format!("k{task}:{n}"), &runs).await.0.is_err() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            n += 1;
+            done.fetch_add(1, Ordering::Relaxed);
+        }
+    }));
+    let restarts = async {
+        for restart in 1..=4 {
+            while done.load(Ordering::Relaxed) < 20 * restart {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            pooler.kill();
+            pooler.run();
+        }
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(work, restarts);
+    assert_eq!(runs.into_inner(), done.into_inner(), "every body ran once");
+}
+
+#[tokio::test]
+async fn a_pooler_without_its_option_is_named() {
+    let server = PostgresServer::start();
+    connect(&server.url()).await;
+    let pooler = PgBouncer::start(server.port());
+    // It refuses settings of a session as soon as somebody connects.
+    let error = PostgresStore::connect(&pooler.url()).await.unwrap_err();
+    assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
+}
+
+// Several connections and processes.
+
+/// Calls a handler that waits for `lease` to end, and ends it once the waiter has been seen by `is_waiting`.
+async fn waits(store: &PostgresStore, owner: &PostgresStore, lease: &Lease, is_waiting: impl Future<Output = ()>) {
+    let policy = POLICY.in_progress(InProgress::Wait(LEASE));
+    let operation = Operation::new(store, Ok::<_, idem_runtime::KeyError>(lease.key.clone()), policy);
+    let body = async { panic!("only replays") };
+    let duplicate = observe(run::<u32, Error, _, _>(operation, record_values::<Json>(), body));
+    let finish = async {
+        is_waiting.await;
+        assert_eq!(owner.finish(lease, &done()).await.unwrap(), Write::Done);
+    };
+    let ((result, outcome), ()) = tokio::join!(duplicate, finish);
+    assert_eq!(result.unwrap(), 42);
+    assert!(outcome.replayed());
+}
+
+#[tokio::test]
+async fn a_waiter_of_another_process_is_woken() {
+    let (url, schema) = shared_schema();
+    let own = options().schema(&schema);
+    let owner = own.clone().connect(&url).await.unwrap();
+    let raw = raw(&url).await;
+    let marked = format!("SELECT bool_or(waited) FROM {}.records WHERE state = 'P'", quoted(&schema));
+    let waiter = own.clone().connect(&url).await.unwrap();
+    for n in 0..3 {
+        let lease = reserved(&owner, &format!("k{n}")).await;
+        waits(&waiter, &owner, &lease, until(&raw, &marked)).await;
+    }
+    // Without a connection that listens, a waiter asks.
+    let (direct, pooler) = shared();
+    let through = own.clone().behind_pgbouncer();
+    let through = through.connect(&url.replace(&direct.to_string(), &pooler.to_string())).await.unwrap();
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let pool = deadpool_postgres::Pool::builder(deadpool_postgres::Manager::new(config, NoTls)).build().unwrap();
+    for (n, waiter) in [through, own.with_pool(pool).await.unwrap()].iter().enumerate() {
+        let lease = reserved(&owner, &format!("polled{n}")).await;
+        waits(waiter, &owner, &lease, tokio::time::sleep(Duration::from_millis(100))).await;
+    }
+}
+
+#[tokio::test]
+async fn a_waiter_hears_of_the_end_although_its_connection_broke() {
+    let server = PostgresServer::start();
+    let (owner, waiter) = (connect(&server.url()).await, connect(&server.url()).await);
+    let raw = server.raw().await;
+    let lease = reserved(&owner, "k").await;
+    let breaks = async {
+        until(&raw, "SELECT bool_or(waited) FROM idem.records").await;
+        let listening = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%'";
+        assert_eq!(number(&raw, &format!("SELECT count(pg_terminate_backend(pid)) {listening}")).await, 1);
+        until(&raw, &format!("SELECT count(*) = 1 {listening} AND state = 'idle'")).await;
+    };
+    waits(&waiter, &owner, &lease, breaks).await;
+}
+
+#[tokio::test]
+async fn an_end_that_nobody_waits_for_notifies_nobody() {
+    let (url, schema) = shared_schema();
+    let store = options().schema(&schema).connect(&url).await.unwrap();
+    let (client, mut connection) = tokio_postgres::connect(&url, NoTls).await.unwrap();
+    let (sender, mut heard) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
+            if let AsyncMessage::Notification(notification) = message {
+                sender.send(notification.payload().to_owned()).ok();
+            }
+        }
+    });
+    client.batch_execute(&format!("LISTEN {}", quoted(&format!("idem:{schema}")))).await.unwrap();
+    let runs = AtomicU32::new(0);
+    for n in 0..10 {
+        call(&store, &format!("k{n}"), &runs).await.0.unwrap();
+    }
+    let lease = reserved(&store, "waited").await;
+    store.wait(&lease.key, 1, Duration::from_millis(1)).await.unwrap();
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(heard.recv().await.as_deref(), Some("1/test/waited"));
+}
+
+#[tokio::test]
+async fn the_users_own_pool_can_be_used() {
+    let (url, schema) = shared_schema();
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let pool = deadpool_postgres::Pool::builder(deadpool_postgres::Manager::new(config, NoTls)).build().unwrap();
+    let store = options().schema(&schema).with_pool(pool.clone()).await.unwrap();
+    let runs = AtomicU32::new(0);
+    for calls in join_all((0..50).map(|_| call(&store, "k", &runs))).await {
+        assert!(matches!(calls.0, Ok(1) | Err(Error::InProgress { .. })), "{:?}", calls.0);
+    }
+    assert_eq!(call(&store, "k", &runs).await.0.unwrap(), 1);
+    pool.get().await.unwrap().batch_execute("SELECT 1").await.expect("still usable");
+    pool.close();
+    assert_eq!(kind(store.reserve(&request(&store, "closed")).await), StoreErrorKind::Unavailable);
+}
+
+#[tokio::test]
+async fn processes_race_for_the_same_keys() {
+    let server = PostgresServer::start();
+    connect(&server.url()).await;
+    let spec = format!("postgres {} idem", server.url());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let effects = race.run(async {}).await;
+    assert!(
+        effects.repeated() <= race.kills,
+        "only a killed process may leave an effect without a record: {effects:?}"
+    );
+}
+
+#[tokio::test]
+async fn processes_race_while_the_server_restarts() {
+    let mut server = PostgresServer::start();
+    connect(&server.url()).await;
+    let spec = format!("postgres {} idem", server.url());
+    let race = Race::new(env!("CARGO_BIN_EXE_racer"), &spec);
+    let restarts = Arc::new(AtomicU32::new(0));
+    let restarting = async {
+        for _ in 0..3 {
+            let raw = server.raw().await;
+            let recorded = number(&raw, "SELECT count(*) FROM idem.records WHERE state = 'C'").await;
+            server.kill();
+            server.run();
+            if recorded < 1000 {
+                restarts.fetch_add(1, Ordering::Relaxed);
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let effects = race.run(restarting).await;
+    let restarts = restarts.load(Ordering::Relaxed) as usize;
+    assert!(restarts > 0, "the race was over before the first restart");
+    // While the server is away, an effect of each process may stay without a record until its lease has lapsed.
+    let bound = race.kills + restarts * (race.racers + 1);
+    assert!(effects.repeated() <= bound, "{} repeated: {effects:?}", effects.repeated());
+}

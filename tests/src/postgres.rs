@@ -82,8 +82,8 @@ impl PostgresServer {
             .output()
             .unwrap_or_else(|error| panic!("initdb can't be started: {error}; run ./scripts/test"));
         assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
-        let args = settings.iter().flat_map(|setting| ["-c".to_owned(), (*setting).to_owned()]).collect();
-        let mut server = Self { port, folder, args, child: None };
+        let mut server = Self { port, folder, args: Vec::new(), child: None };
+        server.set(settings);
         server.run();
         server
     }
@@ -103,6 +103,12 @@ impl PostgresServer {
         url(self.port)
     }
 
+    /// A new database, and where it is.
+    pub async fn database(&self, name: &str) -> String {
+        self.raw().await.batch_execute(&format!("CREATE DATABASE {name}")).await.expect("a new database");
+        self.url().rsplit_once('/').map(|(server, _)| format!("{server}/{name}")).expect("a URL")
+    }
+
     /// A file for the server to read, for example a key.
     pub fn file(&self, name: &str, content: &[u8]) -> PathBuf {
         use std::os::unix::fs::PermissionsExt;
@@ -111,6 +117,11 @@ impl PostgresServer {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).expect("ours");
         give(&path);
         path
+    }
+
+    /// More settings for the next start.
+    pub fn set(&mut self, settings: &[&str]) {
+        self.args.extend(settings.iter().flat_map(|setting| ["-c".to_owned(), (*setting).to_owned()]));
     }
 
     /// Starts the process, again if it was killed, and waits until it answers.
@@ -162,14 +173,6 @@ impl PostgresServer {
             Command::new("kill").args([signal, &pid]).status().expect("kill runs");
             child.wait().expect("was running");
         }
-    }
-
-    /// Stops or continues the server and all its processes.
-    pub fn signal(&self, signal: &str) {
-        let pid = self.child.as_ref().expect("running").id().to_string();
-        let children = Command::new("pgrep").args(["-P", &pid]).output().expect("pgrep runs");
-        let children = String::from_utf8_lossy(&children.stdout).into_owned();
-        Command::new("kill").arg(signal).arg(&pid).args(children.split_whitespace()).status().expect("kill runs");
     }
 
     /// A connection of the raw client.

@@ -28,7 +28,13 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
         #[cfg(feature = "postgres")]
         ["postgres", url, schema] => {
             let options = idem_runtime::PostgresStore::options().schema(schema);
-            Arc::new(options.connect(url).await.expect("the server is there"))
+            // Whoever starts while the server restarts tries again.
+            loop {
+                match options.clone().connect(url).await {
+                    Err(error) if error.is_transient() => tokio::time::sleep(Duration::from_millis(20)).await,
+                    opened => break Arc::new(opened.expect("the server is there")),
+                }
+            }
         }
         #[cfg(feature = "dynamodb")]
         ["dynamo", endpoint, table] => Arc::new(crate::dynamo::open(endpoint, table)),

@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -17,6 +18,9 @@ use crate::{StoreError, StoreErrorKind};
 
 /// How often another connection is tried when the pool's turns out to be broken.
 const CONNECTIONS: usize = 64;
+
+/// What to do about a pooler that was not expected.
+const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
 /// What a statement does if it lands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,7 +72,11 @@ impl Failure {
     /// The server refused. What it says of values (its `DETAIL`) is left out: it may quote a result or an owner token.
     fn refused(error: &DbError) -> Self {
         let code = error.code();
-        let (kind, advice) = meaning(code.code());
+        let (kind, advice) = match code.code() {
+            // Only a pooler says so.
+            "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
+            code => meaning(code),
+        };
         let message = format!("the server refused: {advice} ({}: {})", code.code(), error.message());
         let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
         let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
@@ -122,7 +130,7 @@ pub(super) fn meaning(code: &str) -> (StoreErrorKind, &'static str) {
         "28000" | "28P01" => (Misconfigured, "the login is refused"),
         "3D000" => (Misconfigured, "there is no such database"),
         "25006" => (Unavailable, read_only),
-        "26000" | "42P05" => (Unavailable, "a pooler stands between; see `PostgresOptions::behind_pgbouncer`"),
+        "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
         "40003" => (Unknown, "the connection broke before the answer came"),
         "53100" | "53200" => (Full, "it has no room"),
@@ -204,11 +212,14 @@ impl Database {
         effect: Effect,
     ) -> Result<Vec<Row>, Failure> {
         let client = self.client().await?;
+        // Whether more was said than how the statement reads.
+        let sent = AtomicBool::new(!self.sessions);
         let answer = {
             let exchange = async {
                 if self.sessions {
                     let prepared = client.prepare_typed_cached(&statement.text, statement.types).await;
                     let prepared = prepared.map_err(|error| Failure::broken(&error).of(Effect::Reads))?;
+                    sent.store(true, Ordering::Relaxed);
                     client.query(&prepared, params).await.map_err(|error| Failure::broken(&error).of(effect))
                 } else {
                     let typed: Vec<_> =
@@ -217,7 +228,10 @@ impl Database {
                     answer.map_err(|error| Failure::broken(&error).of(effect))
                 }
             };
-            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| Err(timed_out().of(effect)))
+            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
+                let effect = if sent.load(Ordering::Relaxed) { effect } else { Effect::Reads };
+                Err(timed_out().of(effect))
+            })
         };
         if matches!(&answer, Err(failure) if failure.gives_up) {
             drop(Object::take(client));

@@ -58,6 +58,8 @@ struct Shared<W: Work> {
     runtime: Handle,
     /// Whether a lone operation is in flight, driven by its caller.
     lone: AtomicBool,
+    /// Whether the latest batch was more than one operation: then others are about to follow.
+    is_busy: AtomicBool,
     /// Lanes running; written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
     queue: Mutex<VecDeque<Waiting<W>>>,
@@ -78,6 +80,7 @@ impl<W: Work> Lanes<W> {
             work,
             runtime: Handle::current(),
             lone: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
             queue: Mutex::default(),
         }))
@@ -98,6 +101,7 @@ impl<W: Work> Shared<W> {
     fn enter(&self) -> Option<Lone<'_>> {
         // A caller outside any runtime has neither timers nor sockets; a lane has.
         let alone = self.lanes.load(Ordering::Relaxed) == 0
+            && !self.is_busy.load(Ordering::Relaxed)
             && Handle::try_current().is_ok()
             && !self.lone.swap(true, Ordering::Relaxed);
         alone.then(|| Lone(&self.lone))
@@ -193,17 +197,15 @@ struct Lane<W: Work> {
 impl<W: Work> Lane<W> {
     async fn run(mut self) {
         loop {
+            // Whoever was woken by the same answer runs first, so that what they ask is in one batch.
+            tokio::task::yield_now().await;
             let batch = self.shared.next();
-            let operations = batch.len();
-            if operations == 0 {
+            if batch.is_empty() {
                 self.running = false;
                 return;
             }
+            self.shared.is_busy.store(batch.len() > 1, Ordering::Relaxed);
             self.shared.send(batch).await;
-            // The callers that were just woken run first, so that what they ask next is in the next batch.
-            if operations > 1 {
-                tokio::task::yield_now().await;
-            }
         }
     }
 }

@@ -13,7 +13,7 @@ mod wake;
 mod with_sqlx;
 mod within;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -43,7 +43,7 @@ use crate::{
 const LOOKS: usize = 1_000;
 /// How many leases one statement renews: a bound on how long it keeps their rows from those that finish.
 const RENEWED_AT_ONCE: usize = 500;
-/// How many reservations in a row, of 256, have to be replays for the next to look before it reserves.
+/// How many of the last 256 reservations, about, have to be replays for the next to look before it reserves.
 const MOSTLY: u32 = 128;
 
 /// A store in a PostgreSQL server, 12 or newer.
@@ -622,11 +622,21 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
             let sorted: Vec<&Lease> = order.iter().map(|i| &leases[*i]).collect();
-            let mut calls: Vec<_> =
-                sorted.chunks(RENEWED_AT_ONCE).map(|some| Box::pin(self.renew_some(some))).collect();
-            let mut renewed = std::collections::HashSet::with_capacity(leases.len());
-            for some in all(&mut calls).await {
-                renewed.extend(some?);
+            // Two at a time keep the server busy, and leave connections to those that start and finish.
+            let chunks: Vec<_> = sorted.chunks(RENEWED_AT_ONCE).collect();
+            let mut halves = [0, 1].map(|half| {
+                let chunks = chunks.iter().skip(half).step_by(2);
+                Box::pin(async move {
+                    let mut renewed = Vec::new();
+                    for some in chunks {
+                        renewed.extend(self.renew_some(some).await?);
+                    }
+                    Ok::<_, Failure>(renewed)
+                })
+            });
+            let mut renewed = HashSet::with_capacity(leases.len());
+            for half in all(&mut halves).await {
+                renewed.extend(half?);
             }
             Ok(leases
                 .iter()

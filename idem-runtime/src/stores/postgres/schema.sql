@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS "idem".records (
     fingerprint   bytea,
     codec         text,
     result        bytea
-) WITH (fillfactor = 70);
+) WITH (fillfactor = 30);
 
 CREATE INDEX IF NOT EXISTS records_listed_at ON "idem".records (listed_at);
 

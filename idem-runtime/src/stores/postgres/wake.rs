@@ -150,16 +150,16 @@ where
             }
         }
     };
-    let begin = sql::listen(channel);
-    let (mut carry, mut begin) = (pin!(carry), pin!(client.batch_execute(&begin)));
-    let mut begun = false;
+    let text = sql::listen(channel);
+    let (mut carry, mut listened) = (pin!(carry), pin!(client.batch_execute(&text)));
+    let mut is_live = false;
     // The connection moves only while it is polled, so the statement needs both.
     poll_fn(|cx| {
-        if !begun && let Poll::Ready(done) = begin.as_mut().poll(cx) {
+        if !is_live && let Poll::Ready(done) = listened.as_mut().poll(cx) {
             if done.is_err() {
                 return Poll::Ready(());
             }
-            begun = true;
+            is_live = true;
             live.send_replace(true);
         }
         carry.as_mut().poll(cx)

@@ -1,0 +1,277 @@
+//! `PostgresStore` against the same SQL by hand, on a server that loses nothing (`fsync` and `synchronous_commit` on).
+//!
+//! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns and
+//!   indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. Prepared, one by one, each task
+//!   on a connection of its own.
+//! - *Replay*, by hand: a prepared `SELECT` by primary key of the very result that the library replays; nothing is decoded.
+//!   Each task on a connection of its own.
+//!
+//! The library has its default pool of 6 connections, whatever the number of tasks. Server and client share the machine.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use idem_benches::{Goal, Receipt, Samples, Table, alternate, is_wanted, sized, thousands_per_second, timed};
+use idem_runtime::{Error, Key, Lease, OnCrash, PostgresStore, Reservation, Reserve, Store, Write, idempotent};
+use idem_tests::postgres::{PostgresServer, raw};
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+use tokio_postgres::{Client, Statement};
+
+const LEASE_MS: i64 = 30_000;
+const TTL_MS: i64 = 7 * 86_400_000;
+const RESERVE: &str = "\
+    INSERT INTO hand.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
+    expires_at, listed_at) VALUES ($1, $2, 1, 'P', 1, 1, false, $3::int8, $4::int8, now() + $3 * interval '1 ms', \
+    now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') ON CONFLICT (key) DO NOTHING";
+const COMPLETE: &str = "\
+    UPDATE hand.records SET state = 'C', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
+    expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'P'";
+const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
+
+/// Orders that nobody has shipped yet.
+static NEXT: LazyLock<AtomicU64> = LazyLock::new(|| AtomicU64::new(1_000_000));
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
+async fn ship(store: &PostgresStore, order_id: u64) -> Result<Receipt, Error> {
+    Ok(Receipt::of(order_id))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Work {
+    FirstRun,
+    Replay,
+}
+
+/// How many orders there are to replay.
+const SHIPPED: u64 = 1000;
+
+impl Work {
+    fn name(self) -> &'static str {
+        match self {
+            Self::FirstRun => "first run",
+            Self::Replay => "replay",
+        }
+    }
+
+    fn goal(self, tasks: u64) -> Goal {
+        match (self, tasks) {
+            (Self::FirstRun, 1) => Goal::AtLeast(0.9),
+            (Self::FirstRun, 64) => Goal::AtLeast(4.0),
+            (Self::Replay, 1) => Goal::AtLeast(0.85),
+            (Self::Replay, 64) => Goal::AtLeast(1.3),
+            _ => Goal::None,
+        }
+    }
+
+    fn order(self, call: u64) -> u64 {
+        match self {
+            Self::FirstRun => NEXT.fetch_add(1, Ordering::Relaxed),
+            Self::Replay => call % SHIPPED,
+        }
+    }
+}
+
+/// The protocol by hand, on one connection.
+struct ByHand {
+    client: Client,
+    reserve: Statement,
+    complete: Statement,
+    replay: Statement,
+}
+
+impl ByHand {
+    async fn connect(server: &PostgresServer) -> Self {
+        let client = raw(&server.url()).await;
+        let prepare = async |text| client.prepare(text).await.expect("prepares");
+        let (reserve, complete, replay) = (prepare(RESERVE).await, prepare(COMPLETE).await, prepare(REPLAY).await);
+        Self { client, reserve, complete, replay }
+    }
+
+    async fn call(&self, work: Work, order_id: u64) {
+        let key = format!("1/bench::ship/order:{order_id}");
+        if work == Work::Replay {
+            let rows = self.client.query(&self.replay, &[&key]).await.expect("answers");
+            assert_eq!(rows.len(), 1);
+            return;
+        }
+        let owner = format!("{order_id:016}");
+        let owner = owner.as_bytes();
+        let made = self.client.execute(&self.reserve, &[&key, &owner, &LEASE_MS, &TTL_MS]).await;
+        assert_eq!(made.expect("answers"), 1, "reserved by somebody else");
+        let json = serde_json::to_vec(&Receipt::of(order_id)).expect("encodes");
+        let done = self.client.execute(&self.complete, &[&key, &owner, &json, &TTL_MS]).await;
+        assert_eq!(done.expect("answers"), 1, "taken over by somebody else");
+    }
+}
+
+struct Bench {
+    server: PostgresServer,
+    runtime: Runtime,
+    store: PostgresStore,
+    by_hand: Vec<Arc<ByHand>>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let server = PostgresServer::start();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.expect("a runtime can be built");
+        let (store, by_hand) = runtime.block_on(async {
+            let hand = PostgresStore::schema_sql("hand");
+            server.raw().await.batch_execute(&hand).await.expect("makes the table");
+            let store = PostgresStore::options().ensure_schema().connect(&server.url()).await.expect("connects");
+            for order_id in 0..SHIPPED {
+                ship(&store, order_id).await.expect("ships");
+            }
+            let mut by_hand = Vec::new();
+            for _ in 0..256 {
+                by_hand.push(Arc::new(ByHand::connect(&server).await));
+            }
+            (store, by_hand)
+        });
+        Self { server, runtime, store, by_hand }
+    }
+
+    /// Thousands of calls a second that `tasks` tasks make, each one after the other, `count` in all.
+    fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
+        let calls = async {
+            let mut running = JoinSet::new();
+            for task in 0..tasks {
+                let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
+                let store = self.store.clone();
+                running.spawn(async move {
+                    for call in (task..count).step_by(usize::try_from(tasks).expect("few")) {
+                        let order_id = work.order(call);
+                        match &hand {
+                            Some(hand) => hand.call(work, order_id).await,
+                            None => drop(ship(&store, order_id).await.expect("ships")),
+                        }
+                    }
+                });
+            }
+            running.join_all().await;
+        };
+        let took = timed(|| self.runtime.block_on(calls));
+        thousands_per_second(took, usize::try_from(count).expect("few"))
+    }
+
+    fn number(&self, query: &str) -> f64 {
+        self.runtime.block_on(async {
+            let query = format!("SELECT ({query})::float8");
+            self.server.raw().await.query_one(&query, &[]).await.expect("answers").get(0)
+        })
+    }
+
+    /// Bytes of log, and of table and indexes, for each first run.
+    fn bytes(&self, count: u64) -> (f64, f64) {
+        let empty = "TRUNCATE idem.records; VACUUM idem.records; CHECKPOINT";
+        for statement in empty.split("; ") {
+            let done = self.runtime.block_on(async { self.server.raw().await.batch_execute(statement).await });
+            done.expect("empties the table");
+        }
+        let position = "pg_current_wal_insert_lsn() - '0/0'";
+        let before = self.number(position);
+        // The first change of a page after a checkpoint logs the whole page; that is the checkpoint's cost.
+        self.measure(false, Work::FirstRun, 64, count);
+        #[allow(clippy::cast_precision_loss)] // Far below 2^52.
+        let count = count as f64;
+        let log = (self.number(position) - before) / count;
+        (log, self.number("pg_total_relation_size('idem.records')") / count)
+    }
+
+    /// Milliseconds of one beat of `count` leases, as often as `rounds`.
+    fn beats(&self, count: u64, rounds: usize) -> Samples {
+        let leases: Vec<Lease> = self.runtime.block_on(async {
+            let mut running = JoinSet::new();
+            for n in 0..count {
+                let store = self.store.clone();
+                running.spawn(async move { hold(&store, n).await });
+            }
+            running.join_all().await
+        });
+        let beat = || {
+            let renewed = self.runtime.block_on(self.store.renew(&leases)).expect("answers");
+            assert!(renewed.iter().all(|write| *write == Write::Done));
+        };
+        let beats: Vec<f64> = (0..rounds).map(|_| timed(beat).as_secs_f64() * 1e3).collect();
+        beats.into()
+    }
+}
+
+/// Reserves an order for longer than the bench takes.
+async fn hold(store: &PostgresStore, order_id: u64) -> Lease {
+    let request = Reserve {
+        key: Key::new("bench::hold", format!("order:{order_id}")).expect("a valid key"),
+        owner: store.heartbeats().new_owner(),
+        lease: Duration::from_secs(3600),
+        ttl: Duration::from_secs(7 * 86_400),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    };
+    match store.reserve(&request).await {
+        Ok(Reservation::Reserved { lease, .. }) => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn main() {
+    let bench = Bench::new();
+    let table = Table::new("PostgreSQL", "thousand a second", "times its throughput");
+    for work in [Work::FirstRun, Work::Replay] {
+        // A lone task is fast or slow for a while, as the system places it and the server; many short rounds see both.
+        for (tasks, count, rounds) in [(1, 300, 41), (16, 6000, 11), (64, 12_000, 11), (256, 20_000, 11)] {
+            let name = format!("{}, {tasks} {}", work.name(), if tasks == 1 { "task" } else { "tasks" });
+            if !is_wanted(&name) {
+                continue;
+            }
+            let (count, rounds) = (sized(count, count / 10), sized(rounds, 1));
+            let [by_hand, idem] = alternate(
+                rounds,
+                [&mut || bench.measure(true, work, tasks, count), &mut || bench.measure(false, work, tasks, count)],
+            );
+            table.line(&name, &by_hand, &idem, |idem, raw| idem / raw, work.goal(tasks));
+        }
+    }
+    if is_wanted("beat") {
+        let beats = bench.beats(sized(10_000, 1000), sized(15, 3));
+        table.value("one beat of 10 000 leases, ms", &beats, beats.median(), Goal::AtMost(1000.0));
+    }
+    if is_wanted("bytes") {
+        let (log, space) = bench.bytes(sized(100_000, 5000));
+        table.value("bytes of log a first run, 64 tasks", &vec![log].into(), log, Goal::None);
+        table.value("bytes of table and indexes a record", &vec![space].into(), space, Goal::None);
+        // Sessions count when they end.
+        let Bench { server, runtime, store, by_hand } = bench;
+        drop(store);
+        let hot = runtime.block_on(async {
+            let raw = server.raw().await;
+            let stats = "SELECT (n_tup_hot_upd::float8 / n_tup_upd)::float8, n_tup_upd >= n_tup_ins \
+                         FROM pg_stat_user_tables WHERE schemaname = 'idem'";
+            raw.batch_execute("SELECT pg_stat_reset()").await.expect("resets");
+            let store = PostgresStore::connect(&server.url()).await.expect("connects");
+            let mut running = JoinSet::new();
+            for task in 0..64 {
+                let store = store.clone();
+                running.spawn(async move {
+                    for n in 0..sized(500, 50) {
+                        ship(&store, 1_000_000_000 + task * 1000 + n).await.expect("ships");
+                    }
+                });
+            }
+            running.join_all().await;
+            drop(store);
+            loop {
+                let row = raw.query_one(stats, &[]).await.expect("answers");
+                if let (Ok(hot), Ok(true)) = (row.try_get::<_, f64>(0), row.try_get(1)) {
+                    break hot;
+                }
+                tokio::task::yield_now().await;
+            }
+        });
+        table.value("completions that change no index, 64 tasks", &vec![hot].into(), hot, Goal::AtLeast(0.95));
+        drop(by_hand);
+    }
+}
