@@ -11,7 +11,7 @@ use idem_runtime::{
     RedisOptions, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
     record_values, run,
 };
-use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, replicas_online, until, wait_until};
+use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
@@ -668,11 +668,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
 #[tokio::test]
 async fn what_is_found_is_not_taken_for_confirmed() {
     for kind in [Kind::Redis, Kind::Valkey] {
-        let primary = RedisServer::start(kind);
-        let of = format!("127.0.0.1 {}", primary.port());
-        let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
-        let replica = RedisServer::start_with(kind, &args);
-        wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+        let (primary, replica) = pair(kind);
         let connect = async || replicated().connect(&primary.url()).await.unwrap();
         let unconfirmed = |error: StoreError| {
             assert_eq!(error.kind(), StoreErrorKind::Unknown, "{kind:?}: {error}");
@@ -721,11 +717,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
 
 #[tokio::test]
 async fn operations_share_one_wait() {
-    let primary = RedisServer::start(Kind::Redis);
-    let of = format!("127.0.0.1 {}", primary.port());
-    let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
-    let _replica = RedisServer::start_with(Kind::Redis, &args);
-    wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+    let (primary, _replica) = pair(Kind::Redis);
     let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
     let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();
     let runs = AtomicUsize::new(0);
