@@ -814,3 +814,41 @@ async fn clusters_and_sentinels_have_logins() {
         assert!(!format!("{error:?}").contains("wrong"), "{error:?}");
     }
 }
+
+/// A node that speaks TLS to its clients, and names itself as its certificate does.
+#[test]
+fn clusters_speak_tls() {
+    let folder = std::env::temp_dir().join(format!("idem-test-cluster-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let made = std::process::Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
+        .output()
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let (tls, bus) = (free_port().to_string(), free_port().to_string());
+    let (cert, key) = (path("cert.pem"), path("key.pem"));
+    let files = ["--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &cert];
+    // Only with `tls-cluster` a node tells its clients the port for TLS.
+    let encrypted = ["--tls-port", &tls, "--tls-auth-clients", "no", "--tls-cluster", "yes"];
+    let named = ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
+    let of_a_cluster = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", &bus];
+    let server = RedisServer::start_with(Kind::Redis, &[&files[..], &encrypted, &named, &of_a_cluster].concat());
+    ask::<Value>(server.port(), "CLUSTER ADDSLOTSRANGE 0 16383").unwrap();
+    wait_until("the cluster is up", || field(server.port(), "CLUSTER INFO", "cluster_state").as_deref() == Some("ok"));
+    let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
+    std::fs::write(&effects, "").unwrap();
+    // A racer goes on until it gets through.
+    let racer = std::process::Command::new("timeout")
+        .args(["60", env!("CARGO_BIN_EXE_racer")])
+        .args([&spec, &effects, "3", "0"])
+        // In a process of its own, as the trusted certificates are read from its environment.
+        .env("SSL_CERT_FILE", path("cert.pem"))
+        .output()
+        .unwrap();
+    assert!(racer.status.success(), "{}", String::from_utf8_lossy(&racer.stderr));
+    assert_eq!(ask::<usize>(server.port(), "DBSIZE"), Ok(3));
+    std::fs::remove_dir_all(folder).ok();
+}
