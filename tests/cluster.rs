@@ -11,7 +11,7 @@ use idem_runtime::{
     RedisOptions, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
     record_values, run,
 };
-use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, replicas_online, until, wait_until};
+use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
@@ -668,11 +668,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
 #[tokio::test]
 async fn what_is_found_is_not_taken_for_confirmed() {
     for kind in [Kind::Redis, Kind::Valkey] {
-        let primary = RedisServer::start(kind);
-        let of = format!("127.0.0.1 {}", primary.port());
-        let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
-        let replica = RedisServer::start_with(kind, &args);
-        wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+        let (primary, replica) = pair(kind);
         let connect = async || replicated().connect(&primary.url()).await.unwrap();
         let unconfirmed = |error: StoreError| {
             assert_eq!(error.kind(), StoreErrorKind::Unknown, "{kind:?}: {error}");
@@ -721,11 +717,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
 
 #[tokio::test]
 async fn operations_share_one_wait() {
-    let primary = RedisServer::start(Kind::Redis);
-    let of = format!("127.0.0.1 {}", primary.port());
-    let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
-    let _replica = RedisServer::start_with(Kind::Redis, &args);
-    wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+    let (primary, _replica) = pair(Kind::Redis);
     let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
     let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();
     let runs = AtomicUsize::new(0);
@@ -821,4 +813,42 @@ async fn clusters_and_sentinels_have_logins() {
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{url}: {error}");
         assert!(!format!("{error:?}").contains("wrong"), "{error:?}");
     }
+}
+
+/// A node that speaks TLS to its clients, and names itself as its certificate does.
+#[test]
+fn clusters_speak_tls() {
+    let folder = std::env::temp_dir().join(format!("idem-test-cluster-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let made = std::process::Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
+        .output()
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let (tls, bus) = (free_port().to_string(), free_port().to_string());
+    let (cert, key) = (path("cert.pem"), path("key.pem"));
+    let files = ["--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &cert];
+    // Only with `tls-cluster` a node tells its clients the port for TLS.
+    let encrypted = ["--tls-port", &tls, "--tls-auth-clients", "no", "--tls-cluster", "yes"];
+    let named = ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
+    let of_a_cluster = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", &bus];
+    let server = RedisServer::start_with(Kind::Redis, &[&files[..], &encrypted, &named, &of_a_cluster].concat());
+    ask::<Value>(server.port(), "CLUSTER ADDSLOTSRANGE 0 16383").unwrap();
+    wait_until("the cluster is up", || field(server.port(), "CLUSTER INFO", "cluster_state").as_deref() == Some("ok"));
+    let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
+    std::fs::write(&effects, "").unwrap();
+    // A racer goes on until it gets through.
+    let racer = std::process::Command::new("timeout")
+        .args(["60", env!("CARGO_BIN_EXE_racer")])
+        .args([&spec, &effects, "3", "0"])
+        // In a process of its own, as the trusted certificates are read from its environment.
+        .env("SSL_CERT_FILE", path("cert.pem"))
+        .output()
+        .unwrap();
+    assert!(racer.status.success(), "{}", String::from_utf8_lossy(&racer.stderr));
+    assert_eq!(ask::<usize>(server.port(), "DBSIZE"), Ok(3));
+    std::fs::remove_dir_all(folder).ok();
 }

@@ -221,6 +221,16 @@ fn slots(port: u16) -> Option<Vec<(i64, i64, u16)>> {
     Some(ranges)
 }
 
+/// A primary and its replica, which is up to date.
+pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
+    let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
+    let primary = RedisServer::start_with(kind, &args);
+    let of = format!("127.0.0.1 {}", primary.port());
+    let replica = RedisServer::start_with(kind, &[&args[..], &["--replicaof", &of]].concat());
+    wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+    (primary, replica)
+}
+
 /// A primary, its replica, and three sentinels that watch over them.
 #[derive(Debug)]
 pub struct Watched {
@@ -236,11 +246,7 @@ pub const NAME: &str = "mymaster";
 impl Watched {
     /// A primary that does not answer for `down_after` milliseconds is replaced.
     pub fn start(down_after: u32) -> Self {
-        let primary = RedisServer::start(Kind::Redis);
-        let of = format!("127.0.0.1 {}", primary.port());
-        let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0", "--replicaof", &of];
-        let replica = RedisServer::start_with(Kind::Redis, &args);
-        wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+        let (primary, replica) = pair(Kind::Redis);
         let sentinels = (0..3).map(|_| Sentinel::start(primary.port(), down_after)).collect();
         let watched = Self { servers: vec![primary, replica], sentinels };
         watched.wait_ready();

@@ -19,9 +19,12 @@ use idem_runtime::{RedisOptions, RedisStore, Store};
 pub async fn open(spec: &str) -> Arc<dyn Store> {
     let words: Vec<&str> = spec.split(' ').collect();
     match words[..] {
-        ["redis", url, prefix] => redis(RedisStore::options().prefix(prefix), url).await,
+        ["redis", url, prefix] => {
+            Arc::new(RedisStore::options().prefix(prefix).connect(url).await.expect("the server is there"))
+        }
         ["replicated", url, prefix] => {
-            redis(RedisStore::options().prefix(prefix).min_replicas(1, Duration::from_secs(1)), url).await
+            let options = RedisStore::options().prefix(prefix).min_replicas(1, Duration::from_secs(1));
+            Arc::new(patiently(options, url).await)
         }
         #[cfg(feature = "sqlite")]
         ["sqlite", path] => Arc::new(idem_runtime::SqliteStore::open(path).await.expect("the file can be opened")),
@@ -48,12 +51,11 @@ pub async fn open(spec: &str) -> Arc<dyn Store> {
 }
 
 /// A process may start while a failover is under way, and has a minute then.
-async fn redis(options: RedisOptions, url: &str) -> Arc<dyn Store> {
+async fn patiently(options: RedisOptions, url: &str) -> RedisStore {
     for _ in 0..600 {
         match options.clone().connect(url).await {
-            Ok(store) => return Arc::new(store),
             Err(error) if error.is_transient() => tokio::time::sleep(Duration::from_millis(100)).await,
-            Err(error) => panic!("{error}"),
+            connected => return connected.expect("the server is there"),
         }
     }
     panic!("no server at `{url}`");

@@ -173,17 +173,17 @@ impl RedisOptions {
             cluster.meet(node).map_err(|error| not_connected(&error))?;
         }
         cluster.ask().await;
-        let primaries = cluster.primaries();
-        if primaries.is_empty() {
-            return Err(StoreError::new(StoreErrorKind::Unavailable, "the cluster is down or not set up"));
-        }
-        for primary in primaries {
+        let mut usable =
+            Err(StoreError::new(StoreErrorKind::Unavailable, "the cluster is down, or nobody serves its slots"));
+        for primary in cluster.primaries() {
             match prepare(primary.connection(), true).await {
-                // One that is away now is met like one that goes away later.
                 Err(error) if error.kind() == StoreErrorKind::Misconfigured => return Err(error),
-                _ => {}
+                // One that is away now is met like one that goes away later; all of them are a mistake in their addresses.
+                Err(error) => usable = usable.or(Err(error)),
+                Ok(_) => usable = Ok(()),
             }
         }
+        usable?;
         cluster.keep_asking();
         let wakeups = Wakeups::new(Source::Cluster(Arc::clone(&cluster)));
         Ok(self.open(Route::Cluster(cluster), terms, wakeups))
