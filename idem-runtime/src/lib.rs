@@ -28,7 +28,8 @@
 //! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
-//! | keep records | see [Stores](#stores) below |
+//! | keep records | [`MemoryStore`], and behind features `SqliteStore`, `RedisStore`, `PostgresStore`, `DynamoStore` |
+//! | record inside of a transaction of yours | `PostgresStore::within`, `SqliteStore::within` |
 //! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
 //! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
 //! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
@@ -55,12 +56,16 @@
 //! | `memory` (default) | [`MemoryStore`] |
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
+//! | `redis-cluster` | `redis-cluster://` URLs |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
-//! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
+//! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
+//! | `postgres-tls` | `sslmode=require` in its URLs: rustls, with the certificates that the system trusts |
+//! | `sqlx` | `PostgresStore::within_sqlx`: records inside of a transaction of `sqlx` 0.8 |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
 //! | `cached` | `Cached`: finished records kept in this process, in front of any store |
 //! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
 //! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
+//! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
