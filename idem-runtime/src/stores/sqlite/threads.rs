@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use rusqlite::Statement;
@@ -197,6 +197,10 @@ impl Queue {
         at.and_then(|at| gathered.ops.remove(at)).is_some()
     }
 
+    fn is_closed(&self) -> bool {
+        lock(&self.gathered).closed
+    }
+
     fn close(&self) {
         lock(&self.gathered).closed = true;
         self.ready.notify_all();
@@ -235,23 +239,22 @@ pub(super) async fn start(database: Database) -> Result<Arc<Core>, StoreError> {
             replays: AtomicUsize::new(0),
         });
         let reading = Arc::clone(&core);
-        if let Err(error) = spawn("idem-sqlite-read", move || reading.read(reader)) {
-            return drop(reply.send(Err(error)));
-        }
+        let reading = match spawn("idem-sqlite-read", move || reading.read(reader)) {
+            Ok(reading) => reading,
+            Err(error) => return drop(reply.send(Err(error))),
+        };
         if reply.send(Ok(Arc::clone(&core))).is_err() {
             // Nobody waits for the store any more.
             core.close();
         }
-        core.write(writer);
+        core.write(writer, reading);
     })?;
     opened.await.unwrap_or_else(|_| Err(unavailable("the thread of the store has ended".to_owned())))
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreError> {
-    match thread::Builder::new().name(name.to_owned()).spawn(work) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(unavailable(format!("no thread can be started: {error}"))),
-    }
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, StoreError> {
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
+    spawned.map_err(|error| unavailable(format!("no thread can be started: {error}")))
 }
 
 /// Ends the queue of a thread that ends, so that nobody waits for it.
@@ -329,13 +332,22 @@ impl Core {
     }
 
     /// The writer.
-    fn write(&self, connected: Connected) {
+    fn write(&self, connected: Connected, reading: JoinHandle<()>) {
         let _ending = Ending(&self.writes);
-        let mut connected = Some(connected);
+        let (mut connected, mut reading) = (Some(connected), Some(reading));
         let mut batch = Vec::with_capacity(BATCH);
         while self.writes.take(&mut batch, None) {
             match connected.take().map_or_else(|| self.database.reconnect(), Ok) {
-                Ok(connected) => self.write_to(&connected, &mut batch),
+                Ok(connected) => {
+                    self.write_to(&connected, &mut batch);
+                    // The last connection to be closed tidies the file up. If the reader's were closed at the same
+                    // moment, each would take the other's for one that stays.
+                    if self.writes.is_closed()
+                        && let Some(reading) = reading.take()
+                    {
+                        let _ = reading.join();
+                    }
+                }
                 Err(error) => fail(&mut batch, &error),
             }
         }
