@@ -218,9 +218,13 @@ struct Found {
 }
 
 impl Found {
-    /// What is left of the lease; zero unless pending.
-    fn lapses_in(&self, now: i64) -> Duration {
-        self.lapses_at.map_or(Duration::ZERO, |at| until(at, now))
+    /// What is left of the lease, `None` unless pending; never more than all of it, as a look-up may have read the clock
+    /// a moment before the row was written.
+    fn lapses_in(&self, now: i64) -> Option<Duration> {
+        match self.record.state {
+            State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
+            _ => None,
+        }
     }
 }
 
@@ -277,7 +281,7 @@ impl<'c> Table<'c> {
 
     fn meet(&mut self, request: &Reserve, now: i64) -> Result<Option<Meeting>, Trouble> {
         let found = self.find(&request.key, now)?;
-        Ok(found.map(|found| found.record.meet(request, found.lapses_in(now))))
+        Ok(found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default())))
     }
 
     /// Writes a pending record. False if there is a row already, when inserting.
@@ -366,7 +370,9 @@ impl<'c> Table<'c> {
     /// An operator's decision.
     pub(crate) fn reopen(&mut self, key: &Key, attempt: u32, now: i64) -> Result<Write, Trouble> {
         let found = self.find(key, now)?;
-        match found.filter(|found| found.record.attempt == attempt && found.lapses_in(now).is_zero()) {
+        match found
+            .filter(|found| found.record.attempt == attempt && found.lapses_in(now).is_none_or(|left| left.is_zero()))
+        {
             Some(_) => {
                 self.sql(Sql::Reopen)?.execute([key.as_str()])?;
                 Ok(Write::Done)
@@ -379,7 +385,7 @@ impl<'c> Table<'c> {
     pub(crate) fn inspect(&mut self, key: &Key, now: i64) -> Result<Option<Inspection>, Trouble> {
         Ok(self.find(key, now)?.map(|found| Inspection {
             expires_in: until(found.expires_at, now),
-            lapses_in: found.lapses_at.map(|at| until(at, now)),
+            lapses_in: found.lapses_in(now),
             record: found.record,
         }))
     }

@@ -1,7 +1,8 @@
 //! The two threads of a store handle, which do all work on the file: no task of the runtime ever waits for a disk.
 //!
 //! - The *writer* takes everything that waits and makes one transaction of it: one lock, one commit, one wait for the
-//!   disk. A call that comes alone is not delayed.
+//!   disk. Before a commit that waits for the disk it gives those it has just answered a moment to come back; a call that
+//!   comes alone is not delayed.
 //! - The *reader* answers what changes nothing, on a connection of its own, so that it waits for no lock and no disk: in
 //!   WAL mode it sees what is committed. Reservations go through it while most turn out to be replays; what has to be
 //!   written is handed on to the writer, which decides anew.
@@ -17,6 +18,7 @@ use rusqlite::Statement;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
+use super::Synchronous;
 use super::connect::{
     Connected, Database, breaks_connection, failed, is_busy, not_committed, not_written, unavailable,
 };
@@ -365,7 +367,10 @@ impl Core {
             if !writer.write(batch, true) {
                 return;
             }
-            company.wait(&self.writes, answered);
+            // Where a commit waits for no disk, it is cheap, and the tasks had better work meanwhile.
+            if self.database.options.synchronous == Synchronous::Full {
+                company.wait(&self.writes, answered);
+            }
             if !self.writes.take(batch, None) {
                 return;
             }
