@@ -418,7 +418,8 @@ impl<'a> Parts<'a> {
                     parts.codec = Some(codec.as_str());
                     parts.result = Some(bytes.clone());
                 }
-                Payload::TooLarge { bytes } => parts.result_bytes = Some(i64::try_from(*bytes).unwrap_or(i64::MAX)),
+                // The same 64 bits, so that every size is kept.
+                Payload::TooLarge { bytes } => parts.result_bytes = Some(bytes.cast_signed()),
                 Payload::Unencodable | Payload::Unreadable { .. } => {}
             },
             State::Released | State::Interrupted => {}
@@ -445,8 +446,7 @@ impl<'a> Parts<'a> {
         let payload = match (self.codec, self.result, self.result_bytes) {
             (Some(codec), Some(bytes), None) => Payload::Stored { codec: CodecName::new(codec.as_bytes())?, bytes },
             // The largest stands for everything that is larger.
-            (None, None, Some(i64::MAX)) => Payload::TooLarge { bytes: u64::MAX },
-            (None, None, Some(bytes)) => Payload::TooLarge { bytes: u64::try_from(bytes).ok()? },
+            (None, None, Some(bytes)) => Payload::TooLarge { bytes: bytes.cast_unsigned() },
             (None, None, None) => Payload::Unencodable,
             _ => return None,
         };

@@ -229,7 +229,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 impl Server {
     /// Whether the table is there. Everything else that is not as it has to be is an error.
     async fn check(&self, schema: &str) -> Result<Option<()>, StoreError> {
-        let rows = self.rows(&self.sql.check, &[&Statements::table(schema)], Effect::Reads).await?;
+        let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server does not answer as PostgreSQL does".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
         let read = || -> Result<_, tokio_postgres::Error> {

@@ -109,7 +109,7 @@ pub(super) struct Statements {
     pub(super) purge: Statement,
     /// The lock timeout of this session.
     pub(super) lock_timeout: Statement,
-    /// The name of the table: what the server is, and what the table is.
+    /// The name of the schema: what the server is, and what the table is.
     pub(super) check: Statement,
 }
 
@@ -251,10 +251,15 @@ impl Statements {
              WHERE r.key = due.key AND r.expires_at > now() RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept)"
         );
+        // By joins, under one snapshot: `to_regclass` sees what was committed since, and its comment would be missing.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
-                     to_regclass($1) IS NOT NULL, obj_description(to_regclass($1), 'pg_class')";
+                     c.oid IS NOT NULL, d.description FROM (VALUES (1)) AS one \
+                     LEFT JOIN (pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n \
+                     ON n.oid = c.relnamespace AND n.nspname = $1 AND c.relname = 'records') ON true \
+                     LEFT JOIN pg_catalog.pg_description AS d \
+                     ON d.objoid = c.oid AND d.classoid = 'pg_catalog.pg_class'::regclass AND d.objsubid = 0";
         let statement = |text: String, types: &'static [Type]| Statement { text, types };
         let by_attempt: &[Type] = &[Type::TEXT, Type::INT8];
         Self {
@@ -274,11 +279,6 @@ impl Statements {
             lock_timeout: statement("SELECT current_setting('lock_timeout')".to_owned(), &[]),
             check: statement(check.to_owned(), &[Type::TEXT]),
         }
-    }
-
-    /// The name of the table as a parameter of [`check`](Self::check).
-    pub(super) fn table(schema: &str) -> String {
-        format!("{}.records", quoted(schema))
     }
 }
 
