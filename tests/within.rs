@@ -235,11 +235,12 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let other = second.transaction().await.unwrap();
         other.batch_execute("SET LOCAL lock_timeout = '7s'").await.unwrap();
         let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
+        let waiter: i32 = other.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
         let mut waiting = Box::pin(bank.pay(&other, name, policy));
         // Until the server says that it waits.
         let observer = bank.client().await;
-        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted";
-        while observer.query_one(waits, &[]).await.unwrap().get::<_, i64>(0) == 0 {
+        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND pid = $1";
+        while observer.query_one(waits, &[&waiter]).await.unwrap().get::<_, i64>(0) == 0 {
             assert!(poll_once(waiting.as_mut()).await.is_pending());
             tokio::time::sleep(Duration::from_millis(2)).await;
         }

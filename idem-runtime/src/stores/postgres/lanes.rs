@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use super::client::{Database, Failure};
 use crate::StoreErrorKind;
@@ -31,6 +31,9 @@ pub(super) trait Work: Send + Sync + 'static {
     const LANES: usize;
 
     fn database(&self) -> &Database;
+
+    /// What a batch holds while it is in flight, if only one at a time is to be.
+    fn turn(&self) -> Option<&Semaphore>;
 
     /// About how many bytes it sends.
     fn bytes(operation: &Self::Operation) -> usize;
@@ -197,6 +200,11 @@ struct Lane<W: Work> {
 impl<W: Work> Lane<W> {
     async fn run(mut self) {
         loop {
+            let _turn = match self.shared.work.turn() {
+                // It is never closed.
+                Some(turn) => turn.acquire().await.ok(),
+                None => None,
+            };
             // Whoever was woken by the same answer runs first, so that what they ask is in one batch.
             tokio::task::yield_now().await;
             let batch = self.shared.next();

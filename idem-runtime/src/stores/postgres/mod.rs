@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 use tokio_postgres::types::ToSql;
 
@@ -216,6 +217,9 @@ impl Drop for Shared {
 struct Server {
     database: Database,
     sql: Statements,
+    /// Held by the batch of first runs, or of their ends, that is in flight. Taking turns, each gathers what all tasks
+    /// want, and their commits are half as many.
+    turn: Semaphore,
 }
 
 impl Server {
@@ -332,6 +336,11 @@ impl Work for Reserves {
         &self.server.database
     }
 
+    fn turn(&self) -> Option<&Semaphore> {
+        // Replays write nothing, and keep the client busy rather than the disk.
+        (!self.expects_replays()).then_some(&self.server.turn)
+    }
+
     fn bytes(request: &Reserve) -> usize {
         request.key.as_str().len() + 80
     }
@@ -429,10 +438,14 @@ impl Work for Ends {
     /// Whether it ended a pending record.
     type Answer = bool;
 
-    const LANES: usize = 2;
+    const LANES: usize = 1;
 
     fn database(&self) -> &Database {
         &self.0.database
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
     }
 
     fn bytes(end: &End) -> usize {

@@ -3,7 +3,9 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use deadpool::managed::QueueMode;
 use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime};
+use tokio::sync::Semaphore;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 use tokio_postgres::{Config, NoTls};
 
@@ -124,7 +126,12 @@ impl PostgresOptions {
             #[cfg(feature = "postgres-tls")]
             Tls::On(tls) => Manager::from_config(config.clone(), tls.clone(), manager),
         };
-        let pool = Pool::builder(manager).max_size(self.pool_size).runtime(Runtime::Tokio1).build();
+        let pool = Pool::builder(manager)
+            .max_size(self.pool_size)
+            // The latest one: a lone task then talks to one backend, which is awake.
+            .queue_mode(QueueMode::Lifo)
+            .runtime(Runtime::Tokio1)
+            .build();
         let pool = pool.map_err(|error| misconfigured(format!("the pool can't be made: {error}")))?;
         let listener = (!self.behind_pgbouncer).then_some(Listener { config, tls });
         self.open(pool, listener).await
@@ -156,10 +163,12 @@ impl PostgresOptions {
         // A pooler refuses settings of a session.
         if !self.behind_pgbouncer {
             let timeout = self.response_timeout.as_millis().clamp(1, 2_147_483_647);
-            // One way to every row, by its key: also right after the table was empty, and always in the same order.
+            // One way to every row, by its key: also right after the table was empty, and always in the same order. So
+            // there is nothing to plan anew for each call.
             let ours = format!(
                 "-c statement_timeout={timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
-                 -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off"
+                 -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
+                 -c plan_cache_mode=force_generic_plan"
             );
             let theirs = config.get_options().unwrap_or_default().to_owned();
             config.options(format!("{ours} {theirs}").trim_end());
@@ -173,7 +182,7 @@ impl PostgresOptions {
         }
         let clock = Arc::new(SystemClock::default());
         let database = Database::new(pool, clock.clone(), self.response_timeout, !self.behind_pgbouncer);
-        let server = Arc::new(Server { database, sql: Statements::new(&self.schema) });
+        let server = Arc::new(Server { database, sql: Statements::new(&self.schema), turn: Semaphore::new(1) });
         if server.check(&self.schema).await?.is_none() {
             if !self.ensure_schema {
                 return Err(misconfigured(format!(
