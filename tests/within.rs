@@ -309,6 +309,32 @@ async fn what_the_store_has_recorded_is_replayed_in_a_transaction_and_the_other_
 }
 
 #[tokio::test]
+async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    bank.pay(&tx, "0", POLICY).await.0.unwrap();
+    // The store itself can't see that record, and waits for it; what is asked in the same moment must not.
+    let mut calls = tokio::task::JoinSet::new();
+    for n in 0..64 {
+        let store = bank.store.clone();
+        calls.spawn(async move {
+            let operation = idem_runtime::Operation::new(&store, Ok(key(&n.to_string())), POLICY);
+            (n, idem_runtime::run(operation, record_values::<Json>(), async { Ok::<u32, Error>(7) }).await)
+        });
+    }
+    for (n, result) in calls.join_all().await {
+        match result {
+            Ok(7) if n > 0 => {}
+            Err(Error::Store { source, .. }) if n == 0 => assert_eq!(source.kind(), StoreErrorKind::Unavailable),
+            other => panic!("{n}: {other:?}"),
+        }
+    }
+    tx.commit().await.unwrap();
+    assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
+}
+
+#[tokio::test]
 async fn fingerprints_are_compared_in_a_transaction() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;

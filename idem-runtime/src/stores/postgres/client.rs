@@ -81,8 +81,10 @@ impl Failure {
         let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
         let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
         Self {
-            blames_one: kind == StoreErrorKind::Misconfigured
-                && matches!(&code.code()[..2], "22" | "23" | "44" | "54" | "P0"),
+            blames_one: (kind == StoreErrorKind::Misconfigured
+                && matches!(&code.code()[..2], "22" | "23" | "44" | "54" | "P0"))
+                // One key that a transaction of somebody's holds.
+                || *code == SqlState::LOCK_NOT_AVAILABLE,
             is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
             gives_up: is_fatal || stale || kind == StoreErrorKind::Unknown,
             ..Self::new(kind, message)

@@ -18,6 +18,9 @@ use crate::{Heartbeats, StoreError, StoreErrorKind, SystemClock};
 
 /// The oldest server whose statements are the ones used here.
 const OLDEST: i64 = 120_000;
+/// How long a statement waits for one key, which only a transaction of the user's holds for longer than a commit takes. All
+/// others that are in the statement wait with it.
+const LOCK_TIMEOUT_MS: u32 = 1000;
 /// Rows that the background purge looks at in one statement.
 const PURGED_AT_ONCE: u32 = 500;
 
@@ -166,7 +169,7 @@ impl PostgresOptions {
             // One way to every row, by its key: also right after the table was empty, and always in the same order. So
             // there is nothing to plan anew for each call.
             let ours = format!(
-                "-c statement_timeout={timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
+                "-c statement_timeout={timeout} -c lock_timeout={LOCK_TIMEOUT_MS} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
                  -c plan_cache_mode=force_generic_plan"
             );
