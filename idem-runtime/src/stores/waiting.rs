@@ -36,7 +36,7 @@ impl Waiting {
     }
 
     /// Wakes everybody: a wake-up may have got lost.
-    #[cfg(any(feature = "redis", feature = "postgres"))]
+    #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
     pub(crate) fn wake_all(&self) {
         lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
     }
