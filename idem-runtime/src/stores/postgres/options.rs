@@ -249,9 +249,10 @@ impl Server {
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);
             let (read_only, durable): (bool, bool) = (row.try_get(4)?, row.try_get(5)?);
             let (there, comment): (bool, Option<&str>) = (row.try_get(6)?, row.try_get(7)?);
-            Ok((version, number, encoding, standby, read_only, durable, there, comment))
+            let allowed = row.try_get::<_, Option<bool>>(8)?.unwrap_or(true);
+            Ok((version, number, encoding, standby, read_only, durable, there, comment, allowed))
         };
-        let (version, number, encoding, standby, read_only, durable, there, comment) =
+        let (version, number, encoding, standby, read_only, durable, there, comment, allowed) =
             read().map_err(|_| unusable())?;
         if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
             let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
@@ -277,6 +278,12 @@ impl Server {
                 "the table `records` in the schema `{schema}` is not `{}`, as its comment would say; it is another \
                  version's or somebody else's, and is left alone",
                 sql::TABLE_VERSION
+            )));
+        }
+        if !allowed {
+            return Err(misconfigured(format!(
+                "the login may not use the table `records` in the schema `{schema}`: it needs USAGE of the schema, and \
+                 SELECT, INSERT and UPDATE of the table (DELETE as well, to purge)"
             )));
         }
         Ok(there.then_some(()))
