@@ -26,13 +26,13 @@ use tokio_postgres::types::ToSql;
 use self::client::{Database, Effect, Failure, Hidden};
 use self::lanes::{Lanes, Work};
 pub use self::options::PostgresOptions;
-use self::sql::{Found, Met, Statement, Statements};
+use self::sql::{Ask, Found, Met, Statement, Statements, corrupt};
 use self::wake::Wakeups;
 #[cfg(feature = "sqlx")]
 pub use self::with_sqlx::InSqlx;
 pub use self::within::InPostgres;
 use crate::clock::all;
-use crate::record::{Parts, format};
+use crate::record::Parts;
 use crate::store::forward;
 use crate::{
     Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State,
@@ -223,6 +223,16 @@ struct Server {
 }
 
 impl Server {
+    /// Whether the statement changed a row.
+    async fn changes(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<bool, Failure> {
+        Ok(!self.rows(statement, params, Effect::Writes).await?.is_empty())
+    }
+}
+
+impl Ask for Server {
+    type Row = tokio_postgres::Row;
+    type Error = Failure;
+
     async fn rows(
         &self,
         statement: &Statement,
@@ -230,20 +240,6 @@ impl Server {
         effect: Effect,
     ) -> Result<Vec<tokio_postgres::Row>, Failure> {
         self.database.query(statement, params, effect).await
-    }
-
-    /// Whether the statement changed a row.
-    async fn changes(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<bool, Failure> {
-        Ok(!self.rows(statement, params, Effect::Writes).await?.is_empty())
-    }
-
-    /// The record that is there, expired or not.
-    async fn look(&self, key: &str) -> Result<Option<Found>, StoreError> {
-        match self.rows(&self.sql.look, &[&key], Effect::Reads).await?.first().map(sql::met) {
-            Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
-            Some(Met::Made | Met::Unseen) => Err(corrupt(format::FormatError::Damaged)),
-            None => Ok(None),
-        }
     }
 }
 
@@ -403,7 +399,6 @@ struct Ends(Arc<Server>);
 /// The end of one attempt.
 struct End {
     key: Key,
-    owner: Owner,
     record: Record,
     refund: i64,
     ttl: Duration,
@@ -413,8 +408,8 @@ impl Ends {
     async fn distinct(&self, ends: &[&End]) -> Result<Vec<bool>, Failure> {
         let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
         let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
-        let owners: Vec<&[u8]> = ends.iter().map(|it| &it.owner.as_bytes()[..]).collect();
         let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
+        let owners: Vec<&[u8]> = parts.iter().map(|it| it.owner).collect();
         let states: Vec<&str> = parts.iter().map(|it| it.state).collect();
         let refunds: Vec<i64> = ends.iter().map(|it| it.refund).collect();
         let codecs: Vec<Option<&str>> = parts.iter().map(|it| it.codec).collect();
@@ -449,28 +444,12 @@ impl Work for Ends {
     }
 
     fn bytes(end: &End) -> usize {
-        let result = match &end.record.state {
-            State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => {
-                bytes.len()
-            }
-            _ => 0,
-        };
-        end.key.as_str().len() + result + 80
+        end.key.as_str().len() + end.record.state.payload().map_or(0, Payload::stored_bytes) + 80
     }
 
     async fn one(&self, end: &End) -> Result<bool, Failure> {
-        let parts = Parts::of(&end.record);
-        let params: [&(dyn ToSql + Sync); 8] = [
-            &end.key.as_str(),
-            &Hidden(&end.owner.as_bytes()[..]),
-            &parts.state,
-            &end.refund,
-            &parts.codec,
-            &Hidden(parts.result.as_deref()),
-            &parts.result_bytes,
-            &sql::millis(end.ttl),
-        ];
-        self.0.changes(&self.0.sql.end, &params).await
+        let sql = &self.0.sql;
+        sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
     }
 
     async fn many(&self, ends: &[End]) -> Result<Vec<bool>, Failure> {
@@ -512,51 +491,34 @@ impl Shared {
                     Meeting::Replace { with, takeover } => (with, takeover),
                 }
             };
-            if self.replace(request, &found, &with).await? {
+            if self.server.sql.replace_met(&*self.server, request, &found, &with).await? {
                 return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
             }
         }
         Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
     }
 
-    /// Replaces the record that was met, if it still is the one that was met.
-    async fn replace(&self, request: &Reserve, met: &Found, with: &Record) -> Result<bool, Failure> {
-        let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 12] = [
-            &request.key.as_str(),
-            &Hidden(parts.owner),
-            &Hidden(parts.fingerprint),
-            &parts.on_crash_fail,
-            &sql::millis(request.lease),
-            &sql::millis(request.ttl),
-            &parts.attempt,
-            &parts.starts,
-            &Hidden(seen.owner),
-            &seen.attempt,
-            &seen.state,
-            &met.is_expired(),
-        ];
-        self.server.changes(&self.server.sql.replace, &params).await
+    /// What is recorded for `key`, unless it has expired.
+    async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
+        let found = self.server.sql.look_at(&*self.server, key.as_str()).await?;
+        Ok(found.filter(|found| !found.is_expired()))
     }
 
     /// Compare-and-set on the owner token: a pending record becomes `state`; one that is there already is recognised.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
-        let finishes = matches!(state, State::Completed(_) | State::Failed(_));
         let record = Record::after(lease, state);
         for _ in 0..LOOKS {
-            let end =
-                End { key: lease.key.clone(), owner: lease.owner, record: record.clone(), refund, ttl: lease.ttl };
+            let end = End { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
             if self.ends.call(end).await? {
                 return Ok(Write::Done);
             }
-            let found = self.server.look(lease.key.as_str()).await?;
-            let Some(found) = found.filter(|found| !found.is_expired() && found.record.owner == lease.owner) else {
-                return Ok(Write::Refused);
-            };
-            // The record is this attempt's own. A finished one is done; a released one is not finished any more. A pending
-            // one was made after it was found missing.
-            if !matches!(found.record.state, State::Pending { .. }) {
-                return Ok(if found.record.is_finished() == finishes { Write::Done } else { Write::Refused });
+            let found = self.look(&lease.key).await?.map(|found| found.record);
+            // A pending one of this owner was made after it was found missing.
+            match found.filter(|found| found.owner == lease.owner) {
+                Some(found) if found.is_pending() => {}
+                found => {
+                    return Ok(found.map_or(Write::Refused, |found| found.ended(lease.owner, record.is_finished())));
+                }
             }
         }
         Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
@@ -686,10 +648,7 @@ impl Store for Shared {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move {
-            let found = self.server.look(key.as_str()).await?.filter(|found| !found.is_expired());
-            Ok(found.map(Found::inspection))
-        })
+        StoreFuture::new(async move { Ok(self.look(key).await?.map(Found::inspection)) })
     }
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
@@ -699,8 +658,4 @@ impl Store for Shared {
             Ok(if reopened { Write::Done } else { Write::Refused })
         })
     }
-}
-
-fn corrupt(error: format::FormatError) -> StoreError {
-    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }

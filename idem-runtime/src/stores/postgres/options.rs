@@ -11,7 +11,7 @@ use tokio_postgres::{Config, NoTls};
 
 use super::client::{Database, Effect};
 use super::lanes::Lanes;
-use super::sql::{self, Statements};
+use super::sql::{self, Ask as _, Statements};
 use super::wake::{Listener, Tls, Wakeups};
 use super::{Ends, PostgresStore, Reserves, Server, Shared};
 use crate::{Heartbeats, StoreError, StoreErrorKind, SystemClock};

@@ -7,11 +7,12 @@ use std::error::Error;
 
 use bytes::Bytes;
 use tokio_postgres::Row;
-use tokio_postgres::types::{FromSql, Type};
+use tokio_postgres::types::{FromSql, ToSql, Type};
 
+use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{Finish, Inspection, Payload, Record, State, StoreError, StoreErrorKind};
+use crate::{Finish, Inspection, Record, Reserve, State, StoreError, StoreErrorKind};
 use std::time::Duration;
 
 /// The schema where nothing is said.
@@ -46,14 +47,12 @@ pub(super) fn ensure(schema: &str) -> String {
 
 /// Refuses a result that no row can hold.
 pub(super) fn check_size(finish: &Finish) -> Result<(), StoreError> {
-    let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
-    match payload {
-        Payload::Stored { bytes, .. } if bytes.len() > MAX_RESULT_BYTES => {
-            let message = format!("the result has {} bytes, a row holds {MAX_RESULT_BYTES}", bytes.len());
-            Err(StoreError::new(StoreErrorKind::TooLarge, message))
-        }
-        _ => Ok(()),
+    let bytes = finish.payload().stored_bytes();
+    if bytes > MAX_RESULT_BYTES {
+        let message = format!("the result has {bytes} bytes, a row holds {MAX_RESULT_BYTES}");
+        return Err(StoreError::new(StoreErrorKind::TooLarge, message));
     }
+    Ok(())
 }
 
 /// Where the ends of attempts are published.
@@ -285,6 +284,88 @@ impl Statements {
 }
 
 const VERSION: i64 = Parts::VERSION;
+
+/// Where statements are asked: over the pool, each by itself, or inside of a transaction of the user's.
+pub(super) trait Ask {
+    type Row: Cells;
+    type Error;
+
+    /// The rows that `statement` answers.
+    fn rows(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+        effect: Effect,
+    ) -> impl Future<Output = Result<Vec<Self::Row>, Self::Error>>;
+}
+
+impl Statements {
+    /// The record that is there, expired or not.
+    pub(super) async fn look_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Found>, StoreError>
+    where
+        StoreError: From<A::Error>,
+    {
+        match at.rows(&self.look, &[&key], Effect::Reads).await?.first().map(met) {
+            Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
+            Some(Met::Made | Met::Unseen) => Err(corrupt(FormatError::Damaged)),
+            None => Ok(None),
+        }
+    }
+
+    /// Replaces the record that `request` has met, if it still is the one that was met; says whether it was.
+    pub(super) async fn replace_met<A: Ask>(
+        &self,
+        at: &A,
+        request: &Reserve,
+        met: &Found,
+        with: &Record,
+    ) -> Result<bool, A::Error> {
+        let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
+        let params: [&(dyn ToSql + Sync); 12] = [
+            &request.key.as_str(),
+            &Hidden(parts.owner),
+            &Hidden(parts.fingerprint),
+            &parts.on_crash_fail,
+            &millis(request.lease),
+            &millis(request.ttl),
+            &parts.attempt,
+            &parts.starts,
+            &Hidden(seen.owner),
+            &seen.attempt,
+            &seen.state,
+            &met.is_expired(),
+        ];
+        Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
+    }
+
+    /// Ends an attempt, whose owner is in `record`, if it is pending; says whether it was.
+    pub(super) async fn end_pending<A: Ask>(
+        &self,
+        at: &A,
+        key: &str,
+        record: &Record,
+        refund: i64,
+        ttl: Duration,
+    ) -> Result<bool, A::Error> {
+        let parts = Parts::of(record);
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &key,
+            &Hidden(parts.owner),
+            &parts.state,
+            &refund,
+            &parts.codec,
+            &Hidden(parts.result.as_deref()),
+            &parts.result_bytes,
+            &millis(ttl),
+        ];
+        Ok(!at.rows(&self.end, &params, Effect::Writes).await?.is_empty())
+    }
+}
+
+/// A row that is none of ours.
+pub(super) fn corrupt(error: FormatError) -> StoreError {
+    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
+}
 
 /// A point on the server's clock, in microseconds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

@@ -1,7 +1,7 @@
 //! Records inside of a transaction of the user's.
 
 use std::fmt;
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
@@ -9,10 +9,11 @@ use tokio_postgres::Transaction;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
-use super::client::{Hidden, meaning, told};
-use super::sql::{self, Cells, Found, Met, Statement, Statements};
-use super::{LOOKS, corrupt};
+use super::LOOKS;
+use super::client::{Effect, Hidden, meaning, told};
+use super::sql::{self, Ask, Cells, Found, Met, Statement, Statements, corrupt};
 use crate::record::Parts;
+use crate::sync::lock;
 use crate::within::{self, Within};
 use crate::{
     Finish, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, StoreError, StoreErrorKind,
@@ -107,8 +108,16 @@ struct Table {
 }
 
 impl Table {
-    fn new(schema: &str) -> Self {
-        Self { statements: Statements::new(schema), schema: schema.to_owned() }
+    /// The one in `schema`. A handler asks for it at each call, so its statements are written once.
+    fn of(schema: &str) -> Arc<Self> {
+        static TABLES: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
+        let mut tables = lock(&TABLES);
+        if let Some(table) = tables.iter().find(|table| table.schema == schema) {
+            return Arc::clone(table);
+        }
+        let table = Arc::new(Self { statements: Statements::new(schema), schema: schema.to_owned() });
+        tables.push(Arc::clone(&table));
+        table
     }
 
     /// The lock on `key`. Another key, or something else of the user's, that has the same is as good as impossible, and
@@ -125,8 +134,7 @@ impl Table {
 
 impl<S> InPostgres<S> {
     pub(super) fn new(session: S) -> Self {
-        static DEFAULT: LazyLock<Arc<Table>> = LazyLock::new(|| Arc::new(Table::new(sql::SCHEMA)));
-        Self { session, table: Arc::clone(&DEFAULT) }
+        Self { session, table: Table::of(sql::SCHEMA) }
     }
 }
 
@@ -134,7 +142,7 @@ impl<S> Within<InPostgres<S>> {
     /// The schema that holds the table; `idem` where nothing is said.
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
-        self.0.table = Arc::new(Table::new(schema));
+        self.0.table = Table::of(schema);
         self
     }
 }
@@ -145,63 +153,34 @@ impl<S> fmt::Debug for InPostgres<S> {
     }
 }
 
-impl<S: Session> InPostgres<S> {
-    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<S::Row>, StoreError> {
+impl<S: Session> Ask for InPostgres<S> {
+    type Row = S::Row;
+    type Error = StoreError;
+
+    async fn rows(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+        _: Effect,
+    ) -> Result<Vec<S::Row>, StoreError> {
         Ok(self.session.rows(statement, params).await?)
     }
+}
 
+impl<S: Session> InPostgres<S> {
+    /// What is recorded for `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
-        let rows = self.rows(&self.table.statements.look, &[&key.as_str()]).await?;
-        match rows.first().map(sql::met) {
-            Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?).filter(|found| !found.is_expired())),
-            Some(Met::Made | Met::Unseen) => Err(corrupt(crate::record::format::FormatError::Damaged)),
-            None => Ok(None),
-        }
+        let found = self.table.statements.look_at(self, key.as_str()).await?;
+        Ok(found.filter(|found| !found.is_expired()))
     }
 
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
-        let finishes = matches!(state, State::Completed(_) | State::Failed(_));
         let record = Record::after(lease, state);
-        let parts = Parts::of(&record);
-        let params: [&(dyn ToSql + Sync); 8] = [
-            &lease.key.as_str(),
-            &Hidden(parts.owner),
-            &parts.state,
-            &refund,
-            &parts.codec,
-            &Hidden(parts.result.as_deref()),
-            &parts.result_bytes,
-            &sql::millis(lease.ttl),
-        ];
-        if !self.rows(&self.table.statements.end, &params).await?.is_empty() {
+        if self.table.statements.end_pending(self, lease.key.as_str(), &record, refund, lease.ttl).await? {
             return Ok(Write::Done);
         }
-        // A finished record of this attempt is done; a released one is not finished any more.
-        let found = self.look(&lease.key).await?.filter(|found| found.record.owner == lease.owner);
-        let repeated = found.is_some_and(|Found { record, .. }| {
-            !matches!(record.state, State::Pending { .. }) && record.is_finished() == finishes
-        });
-        Ok(if repeated { Write::Done } else { Write::Refused })
-    }
-
-    /// Replaces the record that was met, if it still is the one that was met.
-    async fn replace(&self, request: &Reserve, met: &Found, with: &Record) -> Result<bool, StoreError> {
-        let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 12] = [
-            &request.key.as_str(),
-            &Hidden(parts.owner),
-            &Hidden(parts.fingerprint),
-            &parts.on_crash_fail,
-            &sql::millis(request.lease),
-            &sql::millis(request.ttl),
-            &parts.attempt,
-            &parts.starts,
-            &Hidden(seen.owner),
-            &seen.attempt,
-            &seen.state,
-            &met.is_expired(),
-        ];
-        Ok(!self.rows(&self.table.statements.replace, &params).await?.is_empty())
+        let found = self.look(&lease.key).await?;
+        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease.owner, record.is_finished())))
     }
 }
 
@@ -225,7 +204,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 &sql::millis(request.ttl),
                 &self.table.lock(&request.key),
             ];
-            let rows = self.rows(&self.table.statements.reserve_within, &params).await?;
+            let rows = self.rows(&self.table.statements.reserve_within, &params, Effect::Writes).await?;
             let Some(said) = rows.first().map(sql::within) else {
                 return Err(StoreError::new(StoreErrorKind::Aborted, "the server answered nothing to a reservation"));
             };
@@ -247,7 +226,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
             if !said.is_held {
                 return Ok(held_by_another(with.attempt));
             }
-            if self.replace(request, &found, &with).await? {
+            if self.table.statements.replace_met(self, request, &found, &with).await? {
                 return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
             }
         }
@@ -265,7 +244,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
 
     async fn wait(&self, key: &Key, at_most: Duration) -> Result<(), StoreError> {
         let millis = sql::millis(at_most).clamp(1, i32::MAX.into());
-        let rows = self.rows(&self.table.statements.lock_timeout, &[]).await?;
+        let rows = self.rows(&self.table.statements.lock_timeout, &[], Effect::Reads).await?;
         let before: Option<String> = rows.first().map(|row| row.cell(0)).transpose().map_err(corrupt)?;
         // What is set after a savepoint is undone with it, so only a lock that was got leaves something to put back.
         let begin = format!("SAVEPOINT idem_wait; SET LOCAL lock_timeout = {millis}");
@@ -288,7 +267,8 @@ impl<S: Session> within::Transaction for InPostgres<S> {
     }
 
     async fn reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
-        let rows = self.rows(&self.table.statements.reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
+        let params: [&(dyn ToSql + Sync); 2] = [&key.as_str(), &i64::from(attempt)];
+        let rows = self.rows(&self.table.statements.reopen, &params, Effect::Writes).await?;
         Ok(if rows.is_empty() { Write::Refused } else { Write::Done })
     }
 }
