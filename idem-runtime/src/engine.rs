@@ -637,7 +637,8 @@ where
 
 /// Whether `ending` writes a finished record, and with the result in it.
 fn stored(key: &Key, ending: &Ending) -> Option<bool> {
-    let Ending::Finish(Finish::Completed(payload) | Finish::Failed(payload)) = ending else { return None };
+    let Ending::Finish(finish) = ending else { return None };
+    let payload = finish.payload();
     let stored = matches!(payload, Payload::Stored { .. });
     if !stored {
         tracing::warn!(%key, ?payload, "the completion is recorded without its result; duplicates can't replay it");

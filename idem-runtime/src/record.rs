@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::codec::CodecName;
-use crate::{Fingerprint, Lease, OnCrash, Owner, Reservation, Reserve};
+use crate::{Fingerprint, Lease, OnCrash, Owner, Reservation, Reserve, Write};
 
 /// What a store holds for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -70,6 +70,16 @@ pub enum Payload {
         /// What is wrong, without the result.
         reason: Arc<str>,
     },
+}
+
+impl Payload {
+    /// How many bytes of result are stored.
+    pub fn stored_bytes(&self) -> usize {
+        match self {
+            Self::Stored { bytes, .. } => bytes.len(),
+            _ => 0,
+        }
+    }
 }
 
 /// Shows the size of a result, never the result: payloads don't reach logs.
@@ -164,9 +174,22 @@ impl Record {
         Self { owner: lease.owner, attempt: lease.attempt, starts: lease.starts, fingerprint: lease.fingerprint, state }
     }
 
+    /// What a write of `owner` that ends an attempt, with a result or without one, is answered if it met this record and
+    /// not a pending one of its own: done if an earlier write of the same attempt did it.
+    pub fn ended(&self, owner: Owner, with_result: bool) -> Write {
+        // A finished record is done; a released one is not finished any more.
+        let repeated = self.owner == owner && !self.is_pending() && self.is_finished() == with_result;
+        if repeated { Write::Done } else { Write::Refused }
+    }
+
+    /// Whether an attempt is running, or died without an answer.
+    pub fn is_pending(&self) -> bool {
+        matches!(self.state, State::Pending { .. })
+    }
+
     /// Whether the operation has finished: completed or failed.
     pub fn is_finished(&self) -> bool {
-        matches!(self.state, State::Completed(_) | State::Failed(_))
+        self.state.payload().is_some()
     }
 
     /// How long the record is remembered from a write at this moment; `ttl` unless it is pending.
@@ -483,6 +506,14 @@ pub(crate) fn signed_millis(duration: Duration) -> i64 {
 }
 
 impl State {
+    /// The result of a finished operation; `None` unless it has finished.
+    pub fn payload(&self) -> Option<&Payload> {
+        match self {
+            Self::Completed(payload) | Self::Failed(payload) => Some(payload),
+            _ => None,
+        }
+    }
+
     /// The letter that stands for the state wherever it is written.
     pub(crate) fn letter(&self) -> &'static str {
         match self {

@@ -177,6 +177,13 @@ pub enum Finish {
 }
 
 impl Finish {
+    /// The result, or why there is none.
+    pub fn payload(&self) -> &Payload {
+        match self {
+            Self::Completed(payload) | Self::Failed(payload) => payload,
+        }
+    }
+
     /// The state the record gets.
     pub fn state(&self) -> State {
         match self {

@@ -323,7 +323,9 @@ impl Cache {
     }
 
     fn bytes_of(key: &Key, record: Option<&Record>) -> usize {
-        ENTRY_BYTES + key.as_str().len() + record.map_or(0, result_bytes)
+        ENTRY_BYTES
+            + key.as_str().len()
+            + record.and_then(|record| record.state.payload()).map_or(0, Payload::stored_bytes)
     }
 
     fn put(&self, shard: &mut Shard, key: &Key, record: Option<Record>, fresh_until: Instant, ends_at: Instant) {
@@ -381,18 +383,8 @@ impl Cache {
 
 /// Whether the record never changes within its retention, and neither does what is read of it.
 fn is_final(record: &Record) -> bool {
-    match &record.state {
-        // What can't be read now may be read later.
-        State::Completed(payload) | State::Failed(payload) => !matches!(payload, Payload::Unreadable { .. }),
-        _ => false,
-    }
-}
-
-fn result_bytes(record: &Record) -> usize {
-    match &record.state {
-        State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => bytes.len(),
-        _ => 0,
-    }
+    // What can't be read now may be read later.
+    record.state.payload().is_some_and(|payload| !matches!(payload, Payload::Unreadable { .. }))
 }
 
 fn with_own_bytes(record: &Record) -> Record {

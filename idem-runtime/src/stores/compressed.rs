@@ -137,14 +137,6 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
 }
 
 impl Shared {
-    /// Whether `finish` may be written in another form.
-    fn concerns(&self, finish: &Finish) -> bool {
-        match envelope::finished_with(finish) {
-            Payload::Stored { codec, bytes } => *codec == CODEC || bytes.len() > self.options.above,
-            _ => false,
-        }
-    }
-
     /// The payload in the form in which it is kept; `None` if that is the one it has.
     fn pack(&self, payload: &Payload) -> Option<Payload> {
         let Payload::Stored { codec, bytes } = payload else { return None };
@@ -205,11 +197,11 @@ impl Store for Shared {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
-        if !self.concerns(finish) {
+        if !envelope::concerns(finish, CODEC, self.options.above) {
             return self.inner.finish(lease, finish);
         }
         StoreFuture::new(async move {
-            match self.pack(envelope::finished_with(finish)) {
+            match self.pack(finish.payload()) {
                 Some(packed) => self.inner.finish(lease, &envelope::replaced(finish, packed)).await,
                 None => self.inner.finish(lease, finish).await,
             }

@@ -82,10 +82,12 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
     Some(Envelope { form, codec, size, rest })
 }
 
-/// The payload with which an attempt finishes.
-pub(crate) fn finished_with(finish: &Finish) -> &Payload {
-    match finish {
-        Finish::Completed(payload) | Finish::Failed(payload) => payload,
+/// Whether `finish` may have to be written in another form: its result has more than `above` bytes, or a codec whose name is
+/// the envelope's own.
+pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
+    match finish.payload() {
+        Payload::Stored { codec, bytes } => *codec == envelope || bytes.len() > above,
+        _ => false,
     }
 }
 

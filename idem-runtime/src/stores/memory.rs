@@ -275,10 +275,8 @@ impl Shared {
         let Some(slot) = shard.get(&lease.key, now).filter(|slot| slot.record.owner == lease.owner) else {
             return Write::Refused;
         };
-        if !matches!(slot.record.state, State::Pending { .. }) {
-            // The record is this attempt's own. A finished one is done; a released one is not finished any more.
-            let repeated = slot.record.is_finished() == matches!(state, State::Completed(_) | State::Failed(_));
-            return if repeated { Write::Done } else { Write::Refused };
+        if !slot.record.is_pending() {
+            return slot.record.ended(lease.owner, state.payload().is_some());
         }
         slot.record.starts = slot.record.starts.saturating_sub(refund);
         slot.record.state = state;

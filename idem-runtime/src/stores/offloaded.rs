@@ -180,14 +180,6 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Shared {
-    /// Whether `finish` may be written in another form.
-    fn concerns(&self, finish: &Finish) -> bool {
-        match envelope::finished_with(finish) {
-            Payload::Stored { codec, bytes } => *codec == CODEC || bytes.len() > self.options.above,
-            _ => false,
-        }
-    }
-
     /// Where this attempt keeps this result. Another result of the same attempt has another place, so that a repeated
     /// `finish` that changes nothing does not change the object either. The token is hashed: it is no part of a name.
     fn path(&self, lease: &Lease, digest: &[u8]) -> Path {
@@ -237,7 +229,7 @@ impl Shared {
 
     /// Writes a finish whose result is not, or not as it is, part of the record.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
-        let Payload::Stored { codec, bytes } = envelope::finished_with(finish) else {
+        let Payload::Stored { codec, bytes } = finish.payload() else {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
@@ -324,7 +316,7 @@ impl Store for Shared {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
-        match self.concerns(finish) {
+        match envelope::concerns(finish, CODEC, self.options.above) {
             true => StoreFuture::new(self.finish_offloaded(lease, finish)),
             false => self.inner.finish(lease, finish),
         }

@@ -389,10 +389,8 @@ impl Shared {
         met: Option<Attributes>,
         finished: bool,
     ) -> Result<Write, StoreError> {
-        let own = self.own(name, lease, met).await?.map(|found| found.record);
-        let repeated = own
-            .is_some_and(|record| !matches!(record.state, State::Pending { .. }) && record.is_finished() == finished);
-        Ok(if repeated { Write::Done } else { Write::Refused })
+        let own = self.own(name, lease, met).await?;
+        Ok(own.map_or(Write::Refused, |found| found.record.ended(lease.owner, finished)))
     }
 
     async fn renew_one(&self, lease: &Lease) -> Result<Write, StoreError> {
@@ -412,9 +410,10 @@ impl Shared {
         match self.update(&name, update, &condition, terms).await? {
             Written::Done => Ok(Write::Done),
             Written::Refused(met) => {
-                let held = self.own(&name, lease, met).await?.is_some_and(|found| {
-                    matches!(found.record.state, State::Pending { .. }) && found.lapses_at > times.lapses_at
-                });
+                let held = self
+                    .own(&name, lease, met)
+                    .await?
+                    .is_some_and(|found| found.record.is_pending() && found.lapses_at > times.lapses_at);
                 Ok(if held { Write::Done } else { Write::Refused })
             }
         }
@@ -480,8 +479,7 @@ impl Shared {
             let Some(item) = met else { return Ok(Write::Refused) };
             let found = item::read(item).map_err(corrupt)?;
             let now = self.now();
-            let live =
-                matches!(found.record.state, State::Pending { .. }) && !self.until(found.lapses_at, now).is_zero();
+            let live = found.record.is_pending() && !self.until(found.lapses_at, now).is_zero();
             if found.record.attempt != attempt || live || self.is_expired(&found, now) {
                 return Ok(Write::Refused);
             }
@@ -584,10 +582,9 @@ impl Store for Shared {
             if self.is_expired(&found, now) {
                 return Ok(None);
             }
-            let pending = matches!(found.record.state, State::Pending { .. });
             Ok(Some(Inspection {
                 expires_in: self.until(found.expires_at, now),
-                lapses_in: pending.then(|| self.until(found.lapses_at, now)),
+                lapses_in: found.record.is_pending().then(|| self.until(found.lapses_at, now)),
                 record: found.record,
             }))
         })

@@ -12,7 +12,7 @@ use rusqlite::{Connection, Row, Statement, ToSql, params};
 
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{Finish, Inspection, Key, Lease, Meeting, Payload, Record, Release, Reservation, Reserve, State, Write};
+use crate::{Finish, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Write};
 
 /// What the table is called where nothing is said.
 pub(super) const NAME: &str = "idem_records";
@@ -320,11 +320,9 @@ impl<'c> Table<'c> {
 
     /// Ends the attempt with a result.
     pub(crate) fn finish(&mut self, lease: &Lease, finish: &Finish, now: i64) -> Result<Write, Trouble> {
-        let (Finish::Completed(payload) | Finish::Failed(payload)) = finish;
-        if let Payload::Stored { bytes, .. } = payload
-            && bytes.len() > MAX_RESULT_BYTES
-        {
-            return Err(Trouble::TooLarge(bytes.len()));
+        let bytes = finish.payload().stored_bytes();
+        if bytes > MAX_RESULT_BYTES {
+            return Err(Trouble::TooLarge(bytes));
         }
         let record = Record::after(lease, finish.state());
         let Parts { state, owner, codec, result_bytes, result, .. } = Parts::of(&record);
@@ -347,16 +345,10 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// What a write that found no pending record of its owner is answered: done if it was done before.
+    /// What a write that found no pending record of its owner is answered.
     fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Write, Trouble> {
         let found = self.find(&lease.key, now)?;
-        // A finished record of this attempt is done; a released one is not finished any more.
-        let repeated = found.is_some_and(|Found { record, .. }| {
-            record.owner == lease.owner
-                && !matches!(record.state, State::Pending { .. })
-                && record.is_finished() == with_result
-        });
-        Ok(if repeated { Write::Done } else { Write::Refused })
+        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease.owner, with_result)))
     }
 
     /// Counts lease and retention anew.
@@ -451,7 +443,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
         result: column(13)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
     };
     let record = parts.record()?;
-    if matches!(record.state, State::Pending { .. }) != lapses_at.is_some() {
+    if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());
     }
     Ok(Some(Found { record, lapses_at, expires_at }))

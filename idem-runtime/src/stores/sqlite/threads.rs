@@ -26,9 +26,7 @@ use super::table::{Table, Trouble};
 use crate::clock::{Clock, race, wall_millis};
 use crate::stores::waiting::Waiting;
 use crate::sync::lock;
-use crate::{
-    Finish, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write,
-};
+use crate::{Finish, Inspection, Key, Lease, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write};
 
 /// Operations in one transaction: a bound on how long other processes wait for the lock.
 const BATCH: usize = 256;
@@ -63,10 +61,7 @@ pub(super) enum Ask {
 impl Ask {
     fn bytes(&self) -> usize {
         match self {
-            Self::Finish(
-                _,
-                Finish::Completed(Payload::Stored { bytes, .. }) | Finish::Failed(Payload::Stored { bytes, .. }),
-            ) => bytes.len(),
+            Self::Finish(_, finish) => finish.payload().stored_bytes(),
             _ => 0,
         }
     }
