@@ -1,4 +1,5 @@
-//! The simulation that users test their handlers with: does it find what it is for, and nothing else?
+//! What users test their handlers with: does it find what it is for, and nothing else?
+#![allow(clippy::disallowed_methods, reason = "what a handler does with time is simulated here")]
 
 mod simulation {
     use std::cell::{Cell, RefCell};
@@ -112,11 +113,12 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
+            // Without an end.
             loop {
                 tokio::task::yield_now().await;
             }
         };
-        let stuck = simulation.try_run(async { spinning.await }).map(|()| ()).unwrap_err();
+        let stuck = simulation.try_run(spinning).unwrap_err();
         assert!(stuck.is_spinning());
         // It goes on being of use.
         assert_eq!(simulation.run(async { 7 }), 7);
@@ -254,5 +256,539 @@ mod simulation {
             // The lease of 30 s is renewed all the while, so nobody takes over.
             assert!(ended.iter().flat_map(|(outcome, _)| outcome).all(|it| !it.took_over()), "seed {seed}: {ended:?}");
         }
+    }
+}
+
+mod explorer {
+    use std::collections::BTreeSet;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use idem_runtime::testing::{Explorer, NoAnswer, Problem, Report, SimulatedStore, Worker, explore};
+    use idem_runtime::{Disposition, Error, Store, current, idempotent, observe};
+    use serde::{Deserialize, Serialize};
+
+    /// What a worker has.
+    struct App {
+        store: SimulatedStore,
+        worker: Worker,
+    }
+
+    impl App {
+        fn new(worker: Worker) -> Self {
+            Self { store: worker.store(), worker }
+        }
+
+        async fn charge(&self, key: Option<String>) -> Result<(), NoAnswer> {
+            self.effect("charge", key).await
+        }
+
+        async fn effect(&self, name: &str, key: Option<String>) -> Result<(), NoAnswer> {
+            let effect = self.worker.effect(name);
+            match key {
+                Some(key) => effect.key(key).await,
+                None => effect.await,
+            }
+            .map(drop)
+        }
+    }
+
+    fn child_key(name: &str) -> Option<String> {
+        current().map(|attempt| attempt.child_key(name))
+    }
+
+    fn is_repeated(problem: &Problem) -> bool {
+        matches!(problem, Problem::Repeated { .. })
+    }
+
+    fn is_missing(problem: &Problem) -> bool {
+        matches!(problem, Problem::Missing { .. })
+    }
+
+    /// The scenarios with a problem of this kind, each of which shows the same when it is played alone.
+    fn scenarios(report: &Report, alone: impl Fn(Explorer) -> Report, is: fn(&Problem) -> bool) -> BTreeSet<String> {
+        let all = report.findings();
+        let found: BTreeSet<_> = all.iter().filter(|it| is(it.problem())).map(|it| it.scenario().to_owned()).collect();
+        for scenario in found.iter().take(10) {
+            let of_all: Vec<_> = all.iter().filter(|it| it.scenario() == scenario).cloned().collect();
+            assert_eq!(alone(Explorer::new().only(scenario)).findings(), of_all, "{scenario} alone");
+        }
+        found
+    }
+
+    macro_rules! found {
+        ($is:expr, $deliver:expr) => {
+            found!(Explorer::new(), $is, $deliver)
+        };
+        ($explorer:expr, $is:expr, $deliver:expr) => {{
+            let report = $explorer.explore($deliver);
+            let found = scenarios(&report, |explorer| explorer.explore($deliver), $is);
+            assert!(!found.is_empty(), "{report}");
+            let again = $explorer.explore($deliver);
+            assert_eq!(again.findings(), report.findings());
+            assert_eq!(again.to_string(), report.to_string(), "two explorations say the same");
+            found
+        }};
+    }
+
+    // ---- Handlers that are right -----------------------------------------------------------------------------------
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn charge_keyed(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(child_key("charge")).await?;
+        app.worker.checkpoint().await;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_handler_with_a_child_key_passes() {
+        let report = explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
+        report.assert_once();
+        assert!(report.scenarios() > 150, "{report}");
+    }
+
+    #[test]
+    fn it_passes_with_several_duplicates_and_other_orders() {
+        for seed in 1..=3 {
+            let explorer = Explorer::new().seed(seed * 100).orders(3).duplicates(3);
+            explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await }).assert_once();
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, in_progress = wait("20s"), lease = "5s", fingerprint = order)]
+    async fn charge_ship_and_mail(app: &App, order: u32) -> anyhow::Result<String> {
+        app.charge(child_key("charge")).await?;
+        let limit = Duration::from_secs(10);
+        tokio::time::timeout(limit, app.effect("ship", child_key("ship"))).await??;
+        // Longer than the lease, which is renewed.
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        let (mail, note) = (app.effect("mail", child_key("mail")), app.effect("note", child_key("note")));
+        let (mail, note) = futures::join!(mail, note);
+        mail?;
+        note?;
+        Ok(format!("order {order} is on its way"))
+    }
+
+    #[test]
+    fn a_longer_handler_passes() {
+        let report = explore(|worker| async move { charge_ship_and_mail(&App::new(worker), 42).await });
+        report.assert_once();
+        let effects: BTreeSet<_> = report.effects().iter().map(String::as_str).collect();
+        assert_eq!(effects, BTreeSet::from(["charge", "mail", "note", "ship"]));
+        assert!(report.store_calls().iter().any(|it| it == "renew"), "{:?}", report.store_calls());
+    }
+
+    #[idempotent(key = "nested:{order}", ttl = "7d", store = app.store)]
+    async fn outer(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.effect("reserve stock", child_key("stock")).await?;
+        charge_keyed(app, order).await
+    }
+
+    #[test]
+    fn handlers_that_call_handlers_pass() {
+        explore(|worker| async move { outer(&App::new(worker), 42).await }).assert_once();
+    }
+
+    #[derive(Debug, Serialize, Deserialize)]
+    enum ChargeError {
+        NoAnswer,
+        #[serde(skip)]
+        Idempotency(#[expect(dead_code, reason = "shown by stories")] Option<Error>),
+    }
+
+    impl From<Error> for ChargeError {
+        fn from(error: Error) -> Self {
+            Self::Idempotency(Some(error))
+        }
+    }
+
+    impl From<NoAnswer> for ChargeError {
+        fn from(_: NoAnswer) -> Self {
+            Self::NoAnswer
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_crash = fail, on_error = record)]
+    async fn charge_at_most_once(app: &App, order: u32) -> Result<u32, ChargeError> {
+        app.charge(None).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn at_most_once_passes_as_that_and_as_no_more() {
+        let deliver = |worker| async move { charge_at_most_once(&App::new(worker), 42).await };
+        Explorer::new().at_most_once().explore(deliver).assert_once();
+        let report = explore(deliver);
+        assert!(report.findings().iter().any(|it| *it.problem() == Problem::SetAside), "{report}");
+        assert!(report.findings().iter().any(|it| is_missing(it.problem())), "{report}");
+        assert!(!report.findings().iter().any(|it| is_repeated(it.problem())), "{report}");
+    }
+
+    async fn consume(app: App) -> Disposition {
+        let (_, outcome) = observe(charge_keyed(&app, 42)).await;
+        outcome.disposition()
+    }
+
+    #[test]
+    fn a_consumer_that_follows_the_outcome_passes() {
+        explore(|worker| consume(App::new(worker))).assert_once();
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = store)]
+    async fn charge_dyn(store: &Arc<dyn Store>, worker: &Worker, order: u32) -> std::io::Result<u32> {
+        let key = current().expect("an attempt").child_key("charge");
+        worker.effect("charge").key(key).await.map_err(std::io::Error::other)?;
+        Ok(order)
+    }
+
+    #[test]
+    fn its_store_is_any_store() {
+        explore(|worker| async move {
+            let store: Arc<dyn Store> = Arc::new(worker.store());
+            charge_dyn(&store, &worker, 42).await
+        })
+        .assert_once();
+    }
+
+    // ---- Handlers that are wrong -----------------------------------------------------------------------------------
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn charge_before_check(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(None).await?;
+        anyhow::ensure!(app.worker.happened("charge").await?);
+        Ok(order)
+    }
+
+    #[test]
+    fn a_charge_before_its_check_is_found() {
+        let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
+        // 1 and 2: reserving. 3: the charge is asked for. From 4 on it has happened, up to the answer of its record.
+        for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@await:3"] {
+            assert!(found.contains(cut), "{cut} in {found:?}");
+        }
+        for harmless in ["crash@await:1", "crash@await:2", "crash@await:3", "cancel@await:3", "request-lost@effect:1"] {
+            assert!(!found.contains(harmless), "{harmless} in {found:?}");
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn check_then_charge(app: &App, order: u32) -> anyhow::Result<u32> {
+        if !app.worker.happened("charge").await? {
+            app.charge(None).await?;
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn a_check_before_the_charge_helps_against_crashes_only() {
+        let found = found!(is_repeated, |worker| async move { check_then_charge(&App::new(worker), 42).await });
+        assert!(
+            found.iter().all(|it| it.starts_with("stop@") || it.starts_with("pause@") || it.starts_with("overtake@")),
+            "{found:?}"
+        );
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn nothing_left_to_do(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.worker.checkpoint().await;
+        Ok(order)
+    }
+
+    #[test]
+    fn an_effect_before_the_reservation_is_found() {
+        found!(is_repeated, |worker| async move {
+            let app = App::new(worker);
+            app.charge(None).await?;
+            nothing_left_to_do(&app, 42).await
+        });
+    }
+
+    #[test]
+    fn an_effect_after_the_record_is_found() {
+        let deliver = |worker| async move {
+            let app = App::new(worker);
+            let (result, outcome) = observe(nothing_left_to_do(&app, 42)).await;
+            if outcome.executed() && result.is_ok() && app.charge(None).await.is_err() {
+                return Disposition::Retry { after: None };
+            }
+            outcome.disposition()
+        };
+        let found = found!(is_missing, deliver);
+        assert!(found.contains("crash@await:5"), "{found:?}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn charge_and_forget(app: &Arc<App>, order: u32) -> anyhow::Result<u32> {
+        let (app, key) = (Arc::clone(app), child_key("charge"));
+        tokio::spawn(async move { app.charge(key).await });
+        Ok(order)
+    }
+
+    #[test]
+    fn an_effect_that_nobody_waits_for_is_found() {
+        let found =
+            found!(is_missing, |worker| async move { charge_and_forget(&Arc::new(App::new(worker)), 42).await });
+        assert!(found.contains("crash@ack") && found.contains("crash@return"), "{found:?}");
+    }
+
+    #[idempotent(key = "call:{id}", ttl = "7d", store = app.store)]
+    async fn charge_under(app: &App, id: u64) -> anyhow::Result<()> {
+        Ok(app.charge(child_key("charge")).await?)
+    }
+
+    #[test]
+    fn a_key_that_is_invented_is_found() {
+        found!(is_repeated, |worker: Worker| async move {
+            let id = worker.shared::<AtomicU64>().fetch_add(1, Ordering::SeqCst);
+            charge_under(&App::new(worker), id).await
+        });
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn charge_with_a_key_for_each_attempt(app: &App, order: u32) -> anyhow::Result<u32> {
+        let attempt = current().expect("an attempt").number();
+        app.charge(Some(format!("{order}:{attempt}"))).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_key_that_is_another_one_for_each_attempt_is_found() {
+        found!(is_repeated, |worker| async move { charge_with_a_key_for_each_attempt(&App::new(worker), 42).await });
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn one_key_for_two(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(child_key("payment")).await?;
+        app.effect("pay the fee", child_key("payment")).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn one_key_for_two_effects_is_found() {
+        found!(|problem| matches!(problem, Problem::KeyShared { .. }), |worker| async move {
+            one_key_for_two(&App::new(worker), 42).await
+        });
+    }
+
+    #[test]
+    fn a_lost_lease_that_is_taken_for_success_is_found() {
+        let found = found!(is_missing, |worker| async move {
+            let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
+            let lost = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::LeaseLost { .. }));
+            // "Somebody else has it."
+            if result.as_ref().is_err_and(lost) { Disposition::Ack } else { outcome.disposition() }
+        });
+        assert!(found.iter().all(|it| it.starts_with("overtake@")), "{found:?}");
+    }
+
+    #[test]
+    fn a_running_attempt_that_is_taken_for_success_is_found() {
+        found!(is_missing, |worker| async move {
+            let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
+            let runs = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::InProgress { .. }));
+            if result.as_ref().is_err_and(runs) { Disposition::Ack } else { outcome.disposition() }
+        });
+    }
+
+    #[test]
+    fn an_error_that_is_acknowledged_is_found() {
+        let found = found!(is_missing, |worker| async move {
+            let _ = charge_keyed(&App::new(worker), 42).await;
+            Disposition::Ack
+        });
+        assert!(found.contains("request-lost@effect:1") && found.contains("down@store:1"), "{found:?}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn swallow(app: &App, order: u32) -> anyhow::Result<u32> {
+        let _ = app.charge(child_key("charge")).await;
+        Ok(order)
+    }
+
+    #[test]
+    fn an_error_that_the_body_swallows_is_found() {
+        let found = found!(is_missing, |worker| async move { swallow(&App::new(worker), 42).await });
+        assert!(found.contains("request-lost@effect:1"), "{found:?}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "30m", store = app.store)]
+    async fn forgets_early(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(None).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_retention_that_is_too_short_is_found() {
+        let deliver = |worker| async move { forgets_early(&App::new(worker), 42).await };
+        let late = "run/duplicate:late";
+        assert!(found!(is_repeated, deliver).contains(late));
+        let broker = Explorer::new().redelivered_within(Duration::from_secs(20 * 60));
+        assert!(!found!(broker, is_repeated, deliver).contains(late), "the broker gives up before that");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_crash = fail)]
+    async fn charge_again_after_an_error(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(None).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn an_error_that_is_released_is_not_at_most_once() {
+        let deliver = |worker| async move { charge_again_after_an_error(&App::new(worker), 42).await };
+        let found = found!(Explorer::new().at_most_once(), is_repeated, deliver);
+        assert!(found.iter().all(|it| it.starts_with("answer-lost@effect:1")), "{found:?}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_store_error = run)]
+    async fn charge_unprotected(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(None).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_body_that_runs_without_its_store_is_found() {
+        let found = found!(is_repeated, |worker| async move { charge_unprotected(&App::new(worker), 42).await });
+        assert!(found.iter().any(|it| it.starts_with("down@store:1")), "{found:?}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, max_attempts = 1)]
+    async fn charge_in_one_attempt(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(child_key("charge")).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_message_that_is_set_aside_is_found() {
+        found!(
+            |it| *it == Problem::SetAside,
+            |worker| async move { charge_in_one_attempt(&App::new(worker), 42).await }
+        );
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn waits_for_nothing_on_a_second_attempt(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(child_key("charge")).await?;
+        if current().is_some_and(|attempt| attempt.number() > 1) {
+            std::future::pending::<()>().await;
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn a_handler_that_hangs_is_found() {
+        let explorer = Explorer::new().orders(1).max_scenarios(40);
+        found!(explorer, |it| *it == Problem::Stuck, |worker| async move {
+            waits_for_nothing_on_a_second_attempt(&App::new(worker), 42).await
+        });
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn expects_answers(app: &App, order: u32) -> anyhow::Result<u32> {
+        app.charge(child_key("charge")).await.expect("an answer");
+        Ok(order)
+    }
+
+    #[test]
+    fn a_panic_is_found() {
+        let is = |it: &Problem| matches!(it, Problem::Panicked { message } if message.contains("an answer"));
+        found!(is, |worker| async move { expects_answers(&App::new(worker), 42).await });
+    }
+
+    #[test]
+    fn two_results_of_one_operation_are_found() {
+        found!(|it| *it == Problem::ResultsDiffer, |worker: Worker| async move {
+            let delivery = worker.shared::<AtomicU64>().fetch_add(1, Ordering::SeqCst);
+            let app = App::new(worker);
+            charge_keyed(&app, 42).await.map(|order| u64::from(order) + delivery)
+        });
+    }
+
+    #[test]
+    fn a_handler_without_effects_shows_nothing() {
+        let report = explore(|worker| async move { nothing_left_to_do(&App::new(worker), 42).await });
+        assert!(report.findings().iter().all(|it| *it.problem() == Problem::NothingCounted), "{report}");
+        assert_eq!(report.findings().len(), 1);
+    }
+
+    // ---- What is explored ------------------------------------------------------------------------------------------
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn steps(app: &App, order: u32, reached: &Mutex<Vec<u32>>) -> anyhow::Result<u32> {
+        let reach = |step| reached.lock().unwrap().push(step);
+        reach(0);
+        tokio::task::yield_now().await;
+        reach(1);
+        app.charge(child_key("charge")).await?;
+        reach(2);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        reach(3);
+        app.worker.checkpoint().await;
+        reach(4);
+        Ok(order)
+    }
+
+    #[test]
+    fn every_await_is_a_point() {
+        let reached: Arc<Mutex<Vec<u32>>> = Arc::default();
+        let explored = |explorer: Explorer| {
+            let reached = Arc::clone(&reached);
+            explorer.explore(move |worker| {
+                let reached = Arc::clone(&reached);
+                async move { steps(&App::new(worker), 42, &reached).await }
+            })
+        };
+        let report = explored(Explorer::new());
+        report.assert_once();
+        let expected = [
+            "before `reserve` reaches the store",
+            "after `reserve`, before the store's answer arrives",
+            "at an await of its own",
+            "before effect `charge`",
+            "after effect `charge`",
+            "at an await of its own",
+            "at a checkpoint",
+            "before `finish` reaches the store",
+            "after `finish`, before the store's answer arrives",
+        ];
+        assert_eq!(report.awaits(), expected);
+        assert_eq!(report.store_calls(), ["reserve", "finish"]);
+        assert_eq!(report.effects(), ["charge"]);
+        // How far the first run came that was cancelled at each of them, then the second one: all the way.
+        for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
+            reached.lock().unwrap().clear();
+            explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();
+            let mut seen = std::mem::take(&mut *reached.lock().unwrap());
+            // That is after the run that nothing happens to.
+            assert_eq!(seen.drain(..5).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+            let recorded = at >= 7;
+            let first: Vec<u32> = (0..steps).collect();
+            let second: Vec<u32> = if recorded { vec![] } else { (0..5).collect() };
+            assert_eq!(seen, [first, second].concat(), "cancelled at await {}", at + 1);
+        }
+    }
+
+    #[test]
+    fn a_limit_leaves_scenarios_out_and_says_so() {
+        let deliver = |worker| async move { charge_keyed(&App::new(worker), 42).await };
+        let all = explore(deliver);
+        let report = Explorer::new().max_scenarios(20).explore(deliver);
+        assert_eq!((report.scenarios(), report.left_out()), (20, all.scenarios() - 20));
+        assert!(report.to_string().contains("more were left out"), "{report}");
+    }
+
+    #[test]
+    #[should_panic(
+        expected = "there is no scenario `crash@await:99` for a handler with 7 awaits, 2 store calls and 1 effect"
+    )]
+    fn a_scenario_that_is_none_is_refused() {
+        let explorer = Explorer::new().only("crash@await:99");
+        let _ = explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
+    }
+
+    #[test]
+    #[should_panic(expected = "EFFECT REPEATED: `charge` happened twice, not once")]
+    fn findings_fail_a_test_with_their_story() {
+        explore(|worker| async move { charge_before_check(&App::new(worker), 42).await }).assert_once();
     }
 }

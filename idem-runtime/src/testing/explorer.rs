@@ -1,0 +1,580 @@
+//! Runs a handler again and again, and lets something else happen to it each time.
+
+use std::cell::RefCell;
+use std::fmt::Debug;
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::report::{Finding, Problem, Report};
+use super::scenario::{Cut, Duplicate, Point, Scenario};
+use super::simulation::{Simulation, Task};
+use super::worker::{SLOWER, Worker, World};
+use crate::clock::Clock;
+use crate::sync::lock;
+use crate::{Disposition, Outcome, observe};
+
+/// When a broker delivers a message again of which it has heard nothing, or that was returned without a time; twice as
+/// late each time, up to a lease.
+const REDELIVERY: Duration = Duration::from_secs(1);
+/// How often it delivers one message before that counts as never acknowledged.
+const DELIVERIES: u32 = 30;
+/// How long a scenario may take.
+const PATIENCE: Duration = Duration::from_secs(3600);
+/// How long what is left of a scenario has to come to an end: late writes, and tasks that the handler has spawned.
+const SETTLE: Duration = Duration::from_secs(600);
+/// The least that the store is away for where no reservation says how long a lease is.
+const LEASE: Duration = Duration::from_secs(30);
+/// How many scenarios are run where nothing else is said.
+const MAX_SCENARIOS: usize = 50_000;
+
+/// What a delivery gives: the `Result` of a handler, of which [`observe`] says what becomes of the message, or the
+/// [`Disposition`] that a consumer of your own has decided on.
+pub trait Delivered: sealed::Delivered {}
+
+impl<D: sealed::Delivered> Delivered for D {}
+
+mod sealed {
+    use super::{Answer, Outcome};
+
+    pub trait Delivered {
+        #[doc(hidden)]
+        fn answer(self, outcome: Outcome) -> Answer;
+    }
+}
+
+/// How a delivery ended that came to its end.
+#[derive(Debug)]
+pub struct Answer {
+    outcome: Outcome,
+    disposition: Disposition,
+    /// A value, as JSON.
+    value: Option<String>,
+    error: Option<String>,
+}
+
+impl<T: Serialize, E: Debug> sealed::Delivered for Result<T, E> {
+    fn answer(self, outcome: Outcome) -> Answer {
+        let disposition = outcome.disposition();
+        let value = self.as_ref().ok().and_then(|value| serde_json::to_string(value).ok());
+        let error = self.err().map(|error| format!("{error:?}"));
+        Answer { outcome, disposition, value, error }
+    }
+}
+
+impl sealed::Delivered for Disposition {
+    fn answer(self, outcome: Outcome) -> Answer {
+        Answer { outcome, disposition: self, value: None, error: None }
+    }
+}
+
+impl Answer {
+    fn tell(&self) -> String {
+        let outcome = &self.outcome;
+        let attempt = outcome.attempt().map_or_else(String::new, |number| format!(" attempt {number}"));
+        let mut told = match (outcome.replayed(), outcome.executed(), outcome.refused()) {
+            (true, ..) => format!("gets the result of{attempt}"),
+            (_, _, Some(refusal)) => format!("is refused ({refusal:?})"),
+            (_, true, None) if outcome.recorded() => format!("has run{attempt} and recorded it"),
+            (_, true, None) => format!("has run{attempt} and recorded nothing"),
+            (_, false, None) => "has come to its end".to_owned(),
+        };
+        if outcome.refused().is_none()
+            && let Some(error) = &self.error
+        {
+            let error: String = error.chars().take(160).collect();
+            told = format!("{told}: {error}");
+        }
+        match self.disposition {
+            Disposition::Ack => format!("{told}; the message is acknowledged"),
+            Disposition::Retry { after: Some(after) } => format!("{told}; to be delivered again after {after:.3?}"),
+            Disposition::Retry { after: None } => format!("{told}; to be delivered again"),
+            Disposition::DeadLetter => format!("{told}; the message is set aside"),
+        }
+    }
+}
+
+/// Kills your handler at each of its awaits and at each call of its store, with duplicates in flight, and reports whether
+/// the effects you count happened once: [`Explorer::new().explore(deliver)`](Explorer::explore). See [`explore`].
+pub fn explore<F, D>(deliver: F) -> Report
+where
+    F: Fn(Worker) -> D + 'static,
+    D: Future<Output: Delivered> + 'static,
+{
+    Explorer::new().explore(deliver)
+}
+
+/// [`explore`], with options.
+#[derive(Clone, Debug)]
+#[must_use = "nothing is explored before `explore` is called"]
+pub struct Explorer {
+    seed: u64,
+    orders: u32,
+    duplicates: u32,
+    at_most_once: bool,
+    redelivered_within: Duration,
+    max_scenarios: Option<usize>,
+    only: Option<String>,
+}
+
+impl Default for Explorer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Explorer {
+    /// An explorer that expects each effect exactly once, with one duplicate at a time.
+    pub fn new() -> Self {
+        Self {
+            seed: 0,
+            orders: 2,
+            duplicates: 1,
+            at_most_once: false,
+            redelivered_within: PATIENCE,
+            max_scenarios: None,
+            only: None,
+        }
+    }
+
+    /// Draws the order of tasks that run beside each other from this seed.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Runs each scenario with duplicates in so many orders of their steps; 2 if nothing is said.
+    pub fn orders(mut self, orders: u32) -> Self {
+        self.orders = orders;
+        self
+    }
+
+    /// Delivers so many duplicates where it delivers any; 1 if nothing is said.
+    pub fn duplicates(mut self, duplicates: u32) -> Self {
+        self.duplicates = duplicates;
+        self
+    }
+
+    /// For `on_crash = fail`: no effect may happen more often than in the run that nothing happens to; it may be missing
+    /// if the message was set aside, so that somebody can decide.
+    pub fn at_most_once(mut self) -> Self {
+        self.at_most_once = true;
+        self
+    }
+
+    /// How late your broker may deliver a message again: a duplicate comes that late, and finds a `ttl` that is too short.
+    /// An hour if nothing is said.
+    pub fn redelivered_within(mut self, late: Duration) -> Self {
+        self.redelivered_within = late;
+        self
+    }
+
+    /// Runs at most so many scenarios, and the report says how many were left out.
+    pub fn max_scenarios(mut self, limit: usize) -> Self {
+        self.max_scenarios = Some(limit);
+        self
+    }
+
+    /// Runs the scenario with this name alone, as a finding shows it: `"crash@await:3/duplicate:during"`.
+    pub fn only(mut self, scenario: impl Into<String>) -> Self {
+        self.only = Some(scenario.into());
+        self
+    }
+
+    /// Calls `deliver` for every delivery of a message: it makes what the handler needs from the [`Worker`], and calls the
+    /// handler. It is called anew for each delivery, as a worker would that starts with it.
+    ///
+    /// # Panics
+    /// If [`only`](Explorer::only) names no scenario, or inside of a tokio runtime.
+    pub fn explore<F, D>(&self, deliver: F) -> Report
+    where
+        F: Fn(Worker) -> D + 'static,
+        D: Future<Output: Delivered> + 'static,
+    {
+        let deliver: Deliver = Rc::new(move |worker| {
+            let delivery = deliver(worker);
+            Box::pin(async move {
+                let (delivered, outcome) = observe(delivery).await;
+                sealed::Delivered::answer(delivered, outcome)
+            })
+        });
+        let plain = self.run(Scenario::PLAIN, LEASE, &deliver);
+        let mut report = Report::new(self.at_most_once, &plain);
+        report.judge(&plain, self.at_most_once);
+        if plain.effects.is_empty() {
+            report.add(&plain, Problem::NothingCounted);
+        }
+        let scenarios =
+            Scenario::all(plain.awaits.len(), plain.store_calls.len(), plain.effect_calls.len(), self.orders);
+        if let Some(only) = &self.only {
+            if *only == Scenario::PLAIN.to_string() {
+                return report;
+            }
+            let Some(scenario) = scenarios.into_iter().find(|it| it.to_string() == *only) else {
+                panic!("there is no scenario `{only}` for a handler with {}", report.size());
+            };
+            report.clear();
+            let run = self.run(scenario, plain.lease, &deliver);
+            report.judge(&run, self.at_most_once);
+            return report;
+        }
+        let limit = self.max_scenarios.unwrap_or(MAX_SCENARIOS).saturating_sub(1);
+        report.left_out = scenarios.len().saturating_sub(limit);
+        report.incomplete = report.left_out > 0 && self.max_scenarios.is_none();
+        for scenario in scenarios.into_iter().take(limit) {
+            let run = self.run(scenario, plain.lease, &deliver);
+            report.judge(&run, self.at_most_once);
+        }
+        report
+    }
+
+    fn run(&self, scenario: Scenario, lease: Duration, deliver: &Deliver) -> Run {
+        let simulation = Rc::new(Simulation::new(self.seed.wrapping_add(u64::from(scenario.order))));
+        let late = match scenario.duplicate {
+            Duplicate::Late => self.redelivered_within,
+            _ => Duration::ZERO,
+        };
+        simulation.limit_time(late.saturating_add(PATIENCE.max(lease * DELIVERIES)).saturating_add(SETTLE));
+        let scene = Rc::new(Scene {
+            world: World::new(simulation.clock(), scenario, lease),
+            simulation: Rc::clone(&simulation),
+            scenario,
+            deliver: Rc::clone(deliver),
+            duplicates: self.duplicates,
+            copies: RefCell::default(),
+            known: RefCell::default(),
+        });
+        let stuck = simulation.try_run(scene.play(late)).err();
+        if let Some(stuck) = stuck {
+            let what = if stuck.is_spinning() { "it is polled without an end" } else { "nothing comes to its end" };
+            scene.world.tell(what);
+            scene.known.borrow_mut().problems.push(Problem::Stuck);
+        }
+        let mut known = scene.known.take();
+        known.problems.append(&mut lock(&scene.world.state).problems);
+        let effects = scene.world.effects();
+        let mut state = lock(&scene.world.state);
+        Run {
+            scenario: scenario.to_string(),
+            awaits: known.awaits,
+            store_calls: std::mem::take(&mut state.store_calls),
+            effect_calls: std::mem::take(&mut state.effect_calls),
+            effects,
+            values: known.values,
+            set_aside: known.set_aside,
+            problems: known.problems,
+            story: std::mem::take(&mut state.story),
+            lease: state.lease,
+        }
+    }
+}
+
+/// One scenario that was run.
+pub(super) struct Run {
+    pub(super) scenario: String,
+    pub(super) awaits: Vec<String>,
+    pub(super) store_calls: Vec<String>,
+    pub(super) effect_calls: Vec<String>,
+    pub(super) effects: std::collections::BTreeMap<String, usize>,
+    pub(super) values: Vec<String>,
+    pub(super) set_aside: bool,
+    pub(super) problems: Vec<Problem>,
+    pub(super) story: Vec<String>,
+    lease: Duration,
+}
+
+impl Run {
+    pub(super) fn finding(&self, problem: Problem) -> Finding {
+        Finding { scenario: self.scenario.clone(), problem, story: self.story.clone() }
+    }
+}
+
+type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = Answer>>>>;
+
+/// A scenario while it is played.
+struct Scene {
+    simulation: Rc<Simulation>,
+    world: Arc<World>,
+    scenario: Scenario,
+    deliver: Deliver,
+    duplicates: u32,
+    /// The message and its duplicates, each on its way until it is acknowledged.
+    copies: RefCell<Vec<Task<()>>>,
+    known: RefCell<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    duplicated: bool,
+    awaits: Vec<String>,
+    values: Vec<String>,
+    set_aside: bool,
+    problems: Vec<Problem>,
+}
+
+/// How one delivery ended.
+enum Ended {
+    Answered(Answer),
+    /// Dropped or panicked: the broker hears nothing of it.
+    Unanswered,
+    /// Its worker is dead.
+    Died,
+}
+
+impl Scene {
+    async fn play(self: &Rc<Self>, late: Duration) {
+        self.start("the message", self.world.worker(), true);
+        if self.scenario.duplicate == Duplicate::With {
+            self.duplicate();
+        }
+        self.all_ended().await;
+        if self.scenario.duplicate == Duplicate::Late {
+            self.world.clock().sleep(late).await;
+            self.duplicate();
+            self.all_ended().await;
+        }
+        self.world.clock().sleep(SETTLE).await;
+    }
+
+    async fn all_ended(&self) {
+        loop {
+            let Some(copy) = self.copies.borrow_mut().pop() else { return };
+            let _ = copy.await;
+        }
+    }
+
+    fn start(self: &Rc<Self>, what: &'static str, worker: Worker, watched: bool) {
+        let scene = Rc::clone(self);
+        let copy = self.simulation.spawn(async move { scene.deliver(what, worker, watched).await });
+        self.copies.borrow_mut().push(copy);
+    }
+
+    /// Has the duplicates delivered, to workers of their own; once.
+    fn duplicate(self: &Rc<Self>) {
+        if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
+            for _ in 0..self.duplicates {
+                self.start("a duplicate", self.world.worker(), false);
+            }
+        }
+    }
+
+    fn duplicate_after(self: &Rc<Self>) {
+        if self.scenario.duplicate == Duplicate::After {
+            self.duplicate();
+        }
+    }
+
+    /// Delivers one copy of the message as a broker does: until it is acknowledged or set aside.
+    async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: bool) {
+        let world = &self.world;
+        let mut redelivery = REDELIVERY;
+        for _ in 0..DELIVERIES {
+            let number = world.delivery();
+            world.tell(&format!("delivery {number}: {what} to worker {}", worker.number()));
+            let ended = self.deliver_once(number, &worker, watched).await;
+            let mut again_after = None;
+            match ended {
+                Ended::Answered(_) if watched && self.scenario.point == Point::Return => {
+                    self.kill(&worker, "when the handler has returned, before the message is acknowledged");
+                    self.duplicate_after();
+                }
+                Ended::Answered(answer) => {
+                    world.tell(&format!("delivery {number} {}", answer.tell()));
+                    if answer.outcome.recorded() {
+                        self.known.borrow_mut().values.extend(answer.value);
+                    }
+                    match answer.disposition {
+                        Disposition::Retry { after } => again_after = after,
+                        Disposition::Ack => {
+                            if watched && self.scenario.point == Point::Ack {
+                                self.kill(&worker, "when the message has been acknowledged");
+                                self.duplicate_after();
+                            }
+                            return;
+                        }
+                        Disposition::DeadLetter => {
+                            self.known.borrow_mut().set_aside = true;
+                            return;
+                        }
+                    }
+                }
+                Ended::Unanswered | Ended::Died => {}
+            }
+            watched = false;
+            world.clock().sleep(again_after.unwrap_or(redelivery)).await;
+            redelivery = (redelivery * 2).min(world.lease());
+            if worker.is_dead() {
+                worker = world.worker();
+            }
+        }
+        self.known.borrow_mut().problems.push(Problem::Unacknowledged);
+    }
+
+    fn kill(&self, worker: &Worker, place: &str) {
+        self.world.tell(&format!("worker {} is killed {place}", worker.number()));
+        worker.die();
+    }
+
+    async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: bool) -> Ended {
+        let mut call = Some(match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
+            Ok(call) => call,
+            Err(panic) => return self.panicked(number, &*panic),
+        });
+        let mut awaits = 0;
+        // What the delivery is held back by, and whether it is cut then.
+        let mut held: Option<(Pin<Box<dyn Future<Output = ()>>>, Option<String>)> = None;
+        let mut dead = pin!(worker.dead());
+        poll_fn(|cx| {
+            loop {
+                if dead.as_mut().poll(cx).is_ready() {
+                    call = None;
+                    return Poll::Ready(Ended::Died);
+                }
+                if let Some((hold, _)) = &mut held {
+                    if hold.as_mut().poll(cx).is_pending() {
+                        return Poll::Pending;
+                    }
+                    if let Some((_, Some(place))) = held.take() {
+                        match self.cut(number, worker, &place) {
+                            Next::End(ended) => {
+                                call = None;
+                                return Poll::Ready(ended);
+                            }
+                            Next::Hold(hold) => held = Some((hold, None)),
+                            Next::GoOn => {}
+                        }
+                        continue;
+                    }
+                }
+                let polled = {
+                    let call = call.as_mut().expect("present until it has ended");
+                    catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(cx)))
+                };
+                let place = self.world.take_place();
+                if self.world.take_cut() {
+                    self.duplicate_after();
+                }
+                match polled {
+                    Ok(Poll::Ready(answer)) => return Poll::Ready(Ended::Answered(answer)),
+                    Ok(Poll::Pending) => {}
+                    Err(panic) => {
+                        call = None;
+                        return Poll::Ready(self.panicked(number, &*panic));
+                    }
+                }
+                if !watched {
+                    return Poll::Pending;
+                }
+                awaits += 1;
+                if self.scenario == Scenario::PLAIN {
+                    self.known.borrow_mut().awaits.push(place.clone());
+                }
+                if self.scenario.point != Point::Await(awaits) {
+                    return Poll::Pending;
+                }
+                let place = format!("at await {awaits}, {place}");
+                let hold: Pin<Box<dyn Future<Output = ()>>> = if self.scenario.duplicate == Duplicate::During {
+                    self.world.tell(&format!("delivery {number} is {place}"));
+                    self.duplicate();
+                    // Time passes when nobody else can go on.
+                    self.world.clock().sleep(SLOWER)
+                } else {
+                    Box::pin(std::future::ready(()))
+                };
+                held = Some((hold, Some(place)));
+            }
+        })
+        .await
+    }
+
+    /// Lets happen what is to happen to the first delivery, which is `place`.
+    fn cut(self: &Rc<Self>, number: u32, worker: &Worker, place: &str) -> Next {
+        match self.scenario.cut {
+            Cut::Cancel => {
+                self.world.tell(&format!("delivery {number} is cancelled {place}"));
+                self.duplicate_after();
+                Next::End(Ended::Unanswered)
+            }
+            Cut::Crash => {
+                self.kill(worker, place);
+                self.duplicate_after();
+                Next::End(Ended::Died)
+            }
+            Cut::Stop | Cut::Pause | Cut::Overtake => {
+                self.world.tell(&format!("worker {} stands still {place}", worker.number()));
+                worker.stop();
+                self.stand_in(worker.clone());
+                let (scene, worker) = (Rc::clone(self), worker.clone());
+                Next::Hold(Box::pin(async move {
+                    worker.running().await;
+                    if scene.scenario.goes_on_late() {
+                        scene.world.clock().sleep(SLOWER).await;
+                    }
+                }))
+            }
+            Cut::Nothing | Cut::RequestLost | Cut::AnswerLost | Cut::Down => Next::GoOn,
+        }
+    }
+
+    /// The broker has heard nothing of the message for too long: somebody else gets it, and the worker that stands still
+    /// goes on some time later.
+    fn stand_in(self: &Rc<Self>, stopped: Worker) {
+        let other = self.world.worker();
+        let copy = {
+            let (scene, other) = (Rc::clone(self), other.clone());
+            self.simulation.spawn(async move {
+                scene.world.clock().sleep(REDELIVERY).await;
+                scene.deliver("the message, of which nothing is heard,", other, false).await;
+            })
+        };
+        let scene = Rc::clone(self);
+        let until = self.simulation.spawn(async move {
+            let world = &scene.world;
+            let mut copy = pin!(copy);
+            let ended = poll_fn(|cx| copy.as_mut().poll(cx).map(drop));
+            if scene.scenario.cut == Cut::Stop {
+                ended.await;
+            } else {
+                either(ended, world.takeover()).await;
+            }
+            if other.is_dead() {
+                copy.kill();
+            }
+            world.tell(&format!("worker {} goes on", stopped.number()));
+            stopped.resume();
+            if !copy.is_finished() {
+                let _ = copy.await;
+            }
+        });
+        self.copies.borrow_mut().push(until);
+    }
+
+    fn panicked(&self, number: u32, panic: &(dyn std::any::Any + Send)) -> Ended {
+        let message = panic
+            .downcast_ref::<&str>()
+            .map(|message| (*message).to_owned())
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_default();
+        self.world.tell(&format!("delivery {number} panics: {message}"));
+        self.known.borrow_mut().problems.push(Problem::Panicked { message });
+        Ended::Unanswered
+    }
+}
+
+/// Waits for either of both.
+async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    poll_fn(|cx| if one.as_mut().poll(cx).is_ready() { Poll::Ready(()) } else { other.as_mut().poll(cx) }).await;
+}
+
+enum Next {
+    GoOn,
+    Hold(Pin<Box<dyn Future<Output = ()>>>),
+    End(Ended),
+}

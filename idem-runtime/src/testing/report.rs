@@ -1,0 +1,285 @@
+//! What was found.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::explorer::Run;
+
+/// What [`explore`](super::explore) has found. Its `Display` is for people, and the same for the same handler.
+#[derive(Clone, Debug)]
+#[must_use = "look at its findings, or call `assert_once`"]
+pub struct Report {
+    at_most_once: bool,
+    scenarios: usize,
+    awaits: Vec<String>,
+    store_calls: Vec<String>,
+    effect_calls: Vec<String>,
+    /// How often each effect happens where nothing else does.
+    expected: BTreeMap<String, usize>,
+    findings: Vec<Finding>,
+    pub(super) left_out: usize,
+    pub(super) incomplete: bool,
+}
+
+impl Report {
+    pub(super) fn new(at_most_once: bool, plain: &Run) -> Self {
+        Self {
+            at_most_once,
+            scenarios: 0,
+            awaits: plain.awaits.clone(),
+            store_calls: plain.store_calls.clone(),
+            effect_calls: plain.effect_calls.clone(),
+            expected: plain.effects.clone(),
+            findings: Vec::new(),
+            left_out: 0,
+            incomplete: false,
+        }
+    }
+
+    /// How many scenarios were run.
+    pub fn scenarios(&self) -> usize {
+        self.scenarios
+    }
+
+    /// How many scenarios were not run, because there are more than was asked for.
+    pub fn left_out(&self) -> usize {
+        self.left_out
+    }
+
+    /// Where the delivery that nothing happens to was pending: it was cut at each of these.
+    pub fn awaits(&self) -> &[String] {
+        &self.awaits
+    }
+
+    /// Which calls of the store it made: each of these failed.
+    pub fn store_calls(&self) -> &[String] {
+        &self.store_calls
+    }
+
+    /// Which effects it called: the answer of each of these got lost.
+    pub fn effects(&self) -> &[String] {
+        &self.effect_calls
+    }
+
+    /// What went wrong, in the order of the scenarios.
+    pub fn findings(&self) -> &[Finding] {
+        &self.findings
+    }
+
+    /// Panics unless every effect happened as often as it should, and every message came to its end.
+    ///
+    /// # Panics
+    /// With the report, if there are findings; and if scenarios were left out although no limit was asked for.
+    pub fn assert_once(&self) {
+        assert!(self.findings.is_empty() && !self.incomplete, "{self}");
+    }
+
+    pub(super) fn size(&self) -> String {
+        format!(
+            "{}, {} and {}",
+            counted(self.awaits.len(), "await"),
+            counted(self.store_calls.len(), "store call"),
+            counted(self.effect_calls.len(), "effect")
+        )
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.findings.clear();
+        self.scenarios = 0;
+    }
+
+    pub(super) fn add(&mut self, run: &Run, problem: Problem) {
+        self.findings.push(run.finding(problem));
+    }
+
+    /// Holds a run against the one that nothing happened to.
+    pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
+        self.scenarios += 1;
+        for problem in &run.problems {
+            self.add(run, problem.clone());
+        }
+        let mut problems = Vec::new();
+        for (effect, &times) in &run.effects {
+            let expected = self.expected.get(effect).copied().unwrap_or_default();
+            if times > expected {
+                problems.push(Problem::Repeated { effect: effect.clone(), times, expected });
+            }
+        }
+        for (effect, &expected) in &self.expected {
+            let times = run.effects.get(effect).copied().unwrap_or_default();
+            if times < expected && !(at_most_once && run.set_aside) {
+                problems.push(Problem::Missing { effect: effect.clone(), times, expected });
+            }
+        }
+        if run.set_aside && !at_most_once {
+            problems.push(Problem::SetAside);
+        }
+        if run.values.iter().any(|value| *value != run.values[0]) {
+            problems.push(Problem::ResultsDiffer);
+        }
+        for problem in problems {
+            self.add(run, problem);
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let promise = if self.at_most_once { "at most once" } else { "exactly once" };
+        writeln!(f, "{} of a handler with {}: {promise}", counted(self.scenarios, "scenario"), self.size())?;
+        if self.left_out > 0 {
+            writeln!(f, "{} more were left out: see `Explorer::max_scenarios`", self.left_out)?;
+        }
+        if self.findings.is_empty() {
+            return write!(f, "nothing found");
+        }
+        // A story for each problem; the scenario with the fewest lines tells it best.
+        let mut problems: Vec<(&Problem, Vec<&Finding>)> = Vec::new();
+        for finding in &self.findings {
+            match problems.iter_mut().find(|(problem, _)| problem.is_like(&finding.problem)) {
+                Some((_, findings)) => findings.push(finding),
+                None => problems.push((&finding.problem, vec![finding])),
+            }
+        }
+        for (_, findings) in problems {
+            let Some(shortest) = findings.iter().min_by_key(|finding| finding.story.len()) else { continue };
+            let Finding { problem, .. } = shortest;
+            writeln!(f, "\n{problem}, in {} of the scenarios; this is one of them:", findings.len())?;
+            write!(f, "{shortest}")?;
+            let others: Vec<_> = findings.iter().filter(|it| it.scenario != shortest.scenario).collect();
+            if !others.is_empty() {
+                let shown: Vec<_> = others.iter().take(8).map(|finding| finding.scenario.as_str()).collect();
+                let more = if others.len() > shown.len() { ", …" } else { "" };
+                writeln!(f, "  also in: {}{more}", shown.join(", "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Something that went wrong in one scenario.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Finding {
+    pub(super) scenario: String,
+    pub(super) problem: Problem,
+    pub(super) story: Vec<String>,
+}
+
+impl Finding {
+    /// The name of the scenario, for [`Explorer::only`](super::Explorer::only).
+    pub fn scenario(&self) -> &str {
+        &self.scenario
+    }
+
+    /// What went wrong.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// What happened, line by line: the simulated time, and who did what.
+    pub fn story(&self) -> &[String] {
+        &self.story
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for line in &self.story {
+            writeln!(f, "  {line}")?;
+        }
+        writeln!(f, "  alone: Explorer::new().only(\"{}\")", self.scenario)
+    }
+}
+
+/// What can be wrong with a handler.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Problem {
+    /// An effect happened more often than where nothing else happens.
+    Repeated {
+        /// Its name.
+        effect: String,
+        /// How often it happened.
+        times: usize,
+        /// How often it should have.
+        expected: usize,
+    },
+    /// An effect did not happen, or not as often as where nothing else happens.
+    Missing {
+        /// Its name.
+        effect: String,
+        /// How often it happened.
+        times: usize,
+        /// How often it should have.
+        expected: usize,
+    },
+    /// An effect was called with a key that another one had used, so it did not happen.
+    KeyShared {
+        /// Its name.
+        effect: String,
+        /// The one that happened.
+        other: String,
+    },
+    /// A message was delivered again and again, and never acknowledged.
+    Unacknowledged,
+    /// A message was set aside.
+    SetAside,
+    /// Two deliveries got different results, although both were recorded or replayed.
+    ResultsDiffer,
+    /// The handler panicked.
+    Panicked {
+        /// With these words.
+        message: String,
+    },
+    /// A delivery did not come to its end.
+    Stuck,
+    /// The handler has no effect that is counted, so there is nothing to be found out: see
+    /// [`Worker::effect`](super::Worker::effect).
+    NothingCounted,
+}
+
+impl Problem {
+    /// Whether one story can stand for both.
+    fn is_like(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })
+            | (Self::Missing { effect, .. }, Self::Missing { effect: other, .. }) => effect == other,
+            _ => self == other,
+        }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Repeated { effect, times, expected } => {
+                write!(f, "EFFECT REPEATED: `{effect}` happened {}, not {}", often(*times), often(*expected))
+            }
+            Self::Missing { effect, times, expected } => {
+                write!(f, "EFFECT MISSING: `{effect}` happened {}, not {}", often(*times), often(*expected))
+            }
+            Self::KeyShared { effect, other } => {
+                write!(f, "KEY SHARED: `{effect}` was called with the key of `{other}`")
+            }
+            Self::Unacknowledged => f.write_str("NEVER ACKNOWLEDGED: the message was delivered again and again"),
+            Self::SetAside => f.write_str("SET ASIDE: no delivery of the message could succeed"),
+            Self::ResultsDiffer => f.write_str("RESULTS DIFFER: two deliveries got different results"),
+            Self::Panicked { message } => write!(f, "PANIC: {message}"),
+            Self::Stuck => f.write_str("STUCK: a delivery did not come to its end"),
+            Self::NothingCounted => f.write_str("NOTHING COUNTED: no effect was called through `Worker::effect`"),
+        }
+    }
+}
+
+fn counted(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+fn often(times: usize) -> String {
+    match times {
+        0 => "never".to_owned(),
+        1 => "once".to_owned(),
+        2 => "twice".to_owned(),
+        _ => format!("{times} times"),
+    }
+}

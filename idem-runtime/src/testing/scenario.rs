@@ -1,0 +1,182 @@
+//! What can happen to a handler, and where.
+
+use std::fmt;
+
+/// What happens to the first delivery.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cut {
+    /// Nothing.
+    Nothing,
+    /// Its future is dropped; the worker lives on.
+    Cancel,
+    /// Its worker dies.
+    Crash,
+    /// Its worker stands still until somebody else has handled the message.
+    Stop,
+    /// Its worker stands still until somebody else has taken over, and goes on beside them.
+    Pause,
+    /// Its worker stands still until somebody else has taken over, and goes on when they have died of it.
+    Overtake,
+    /// A request gets lost on its way.
+    RequestLost,
+    /// A request is done, and its answer gets lost.
+    AnswerLost,
+    /// The store can't be reached by this worker, from this call on and for longer than a lease.
+    Down,
+}
+
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nothing => "run",
+            Self::Cancel => "cancel",
+            Self::Crash => "crash",
+            Self::Stop => "stop",
+            Self::Pause => "pause",
+            Self::Overtake => "overtake",
+            Self::RequestLost => "request-lost",
+            Self::AnswerLost => "answer-lost",
+            Self::Down => "down",
+        })
+    }
+}
+
+/// Where it happens; numbers count from 1.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Point {
+    Nowhere,
+    /// When the delivery is pending for the so-manieth time.
+    Await(usize),
+    /// When it has returned, before the message is acknowledged.
+    Return,
+    /// When the message has been acknowledged.
+    Ack,
+    /// At a call of the store.
+    Store(usize),
+    /// At an effect.
+    Effect(usize),
+}
+
+impl fmt::Display for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nowhere => Ok(()),
+            Self::Await(n) => write!(f, "@await:{n}"),
+            Self::Return => f.write_str("@return"),
+            Self::Ack => f.write_str("@ack"),
+            Self::Store(n) => write!(f, "@store:{n}"),
+            Self::Effect(n) => write!(f, "@effect:{n}"),
+        }
+    }
+}
+
+/// When duplicates of the message are delivered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Duplicate {
+    Never,
+    /// Together with it.
+    With,
+    /// When it is where something happens to it, and before that happens.
+    During,
+    /// As soon as that has happened.
+    After,
+    /// Once everything is over, and as late as the broker may deliver again.
+    Late,
+}
+
+impl fmt::Display for Duplicate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Never => Ok(()),
+            Self::With => f.write_str("/duplicate:with"),
+            Self::During => f.write_str("/duplicate:during"),
+            Self::After => f.write_str("/duplicate:after"),
+            Self::Late => f.write_str("/duplicate:late"),
+        }
+    }
+}
+
+/// One run of the message through the workers. Its text is what it can be repeated by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Scenario {
+    pub(super) cut: Cut,
+    pub(super) point: Point,
+    pub(super) duplicate: Duplicate,
+    /// Which of several orders of the tasks.
+    pub(super) order: u32,
+}
+
+impl Scenario {
+    /// The run that nothing happens to.
+    pub(super) const PLAIN: Self =
+        Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Duplicate::Never, order: 0 };
+
+    /// Whether its worker stands still for a while.
+    fn stands_still(self) -> bool {
+        matches!(self.cut, Cut::Stop | Cut::Pause | Cut::Overtake)
+    }
+
+    /// Whether a worker that stood still goes on before its heartbeat finds the lease lost...
+    pub(super) fn renews_late(self) -> bool {
+        self.stands_still() && self.order.is_multiple_of(2)
+    }
+
+    /// ...or after that.
+    pub(super) fn goes_on_late(self) -> bool {
+        self.stands_still() && !self.order.is_multiple_of(2)
+    }
+
+    /// Every scenario for a handler with so many awaits, calls of the store and effects.
+    pub(super) fn all(awaits: usize, store_calls: usize, effects: usize, orders: u32) -> Vec<Self> {
+        let mut all = Vec::new();
+        let mut add = |cut, point, duplicates: &[Duplicate]| {
+            for &duplicate in duplicates {
+                let first = Self { cut, point, duplicate, order: 0 };
+                let orders = match duplicate {
+                    // With one task at a time there is one order.
+                    Duplicate::Never if !first.stands_still() => 1,
+                    Duplicate::Late => 1,
+                    _ => orders.max(1),
+                };
+                all.extend((0..orders).map(|order| Self { order, ..first }));
+            }
+        };
+        use Duplicate::{After, During, Late, Never, With};
+        add(Cut::Nothing, Point::Nowhere, &[With, Late]);
+        for n in 1..=awaits {
+            let point = Point::Await(n);
+            add(Cut::Nothing, point, &[During]);
+            add(Cut::Cancel, point, &[Never, With, During, After]);
+            add(Cut::Crash, point, &[Never, With, During, After]);
+            add(Cut::Stop, point, &[Never]);
+            add(Cut::Pause, point, &[Never]);
+            add(Cut::Overtake, point, &[Never]);
+        }
+        add(Cut::Crash, Point::Return, &[Never, With, After]);
+        add(Cut::Crash, Point::Ack, &[Never, After]);
+        for n in 1..=store_calls {
+            let point = Point::Store(n);
+            add(Cut::RequestLost, point, &[Never, With]);
+            add(Cut::AnswerLost, point, &[Never, With]);
+            add(Cut::Down, point, &[Never, After]);
+        }
+        for n in 1..=effects {
+            let point = Point::Effect(n);
+            add(Cut::RequestLost, point, &[Never, With]);
+            add(Cut::AnswerLost, point, &[Never, With]);
+            add(Cut::Crash, point, &[Never]);
+        }
+        all
+    }
+}
+
+impl fmt::Display for Scenario {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { cut, point, duplicate, order } = self;
+        write!(f, "{cut}{point}{duplicate}")?;
+        if *order > 0 {
+            write!(f, "/order:{order}")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,536 @@
+//! What a handler meets in a scenario: a worker that can be killed, its store, and effects that are counted.
+
+use std::any::{Any, TypeId};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::report::Problem;
+use super::scenario::{Cut, Point, Scenario};
+use crate::clock::{Clock, Instant, SimulatedClock};
+use crate::store::forward;
+use crate::sync::lock;
+use crate::{
+    Finish, Heartbeats, Inspection, Key, Lease, MemoryStore, Release, Reservation, Reserve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Write, current,
+};
+
+/// How long a store that went down stays down, in leases: long enough for somebody else to take over.
+const DOWN_FOR_LEASES: u32 = 2;
+
+/// How long the effect of a task takes that the handler has spawned.
+const SPAWNED: Duration = Duration::from_millis(100);
+/// How much slower than the other one it is, if a handler and its heartbeat race each other.
+pub(super) const SLOWER: Duration = Duration::from_millis(1);
+
+/// A simulated worker process, to which the message is delivered.
+///
+/// Make what your handler needs from it: its [`store`](Worker::store), and fakes whose effects are counted
+/// ([`effect`](Worker::effect)). When it is killed, nothing that was made from it is heard of again. Clones are the same
+/// worker.
+#[derive(Clone)]
+pub struct Worker(Arc<Process>);
+
+struct Process {
+    number: u32,
+    world: Arc<World>,
+    memory: MemoryStore,
+    health: Mutex<Health>,
+    /// Told about each change of its health.
+    changed: Notify,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Running,
+    Stopped,
+    Dead,
+}
+
+impl Worker {
+    /// Its handle to the store of this scenario, which all workers share.
+    pub fn store(&self) -> SimulatedStore {
+        let this = |it: &std::sync::Weak<Shared>| Shared { this: it.clone(), worker: self.clone() };
+        SimulatedStore(Arc::new_cyclic(this))
+    }
+
+    /// The clock of the scenario. `tokio::time` follows it as well.
+    pub fn clock(&self) -> SimulatedClock {
+        self.0.world.clock.clone()
+    }
+
+    /// Its number, from 1: the first one is the one that things happen to.
+    pub fn number(&self) -> u32 {
+        self.0.number
+    }
+
+    /// An effect on the outside, such as a charge or a mail; it happens when it is awaited. The name says which one it is
+    /// (`"charge order 42"`): in every scenario it is to happen as often as in a run that nothing happens to.
+    ///
+    /// It is pending before it happens and after, and can be cut at both. Its answer says whether it happened now; `false`
+    /// if its [`key`](Effect::key) was known.
+    pub fn effect(&self, name: impl Into<String>) -> Effect {
+        Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
+    }
+
+    /// Asks the outside whether the effect of this name has happened.
+    ///
+    /// # Errors
+    /// [`NoAnswer`], in scenarios in which it gets lost.
+    pub async fn happened(&self, name: &str) -> Result<bool, NoAnswer> {
+        self.travel(|| format!("before the question whether `{name}` happened")).await;
+        let happened = lock(&self.0.world.state).effects.iter().any(|effect| effect.name == name);
+        self.travel(|| format!("after the question whether `{name}` happened")).await;
+        Ok(happened)
+    }
+
+    /// An await, at which the handler can be cut: for fakes that have no effect, such as a query.
+    pub async fn checkpoint(&self) {
+        self.travel(|| "at a checkpoint".to_owned()).await;
+    }
+
+    /// What the fakes of all workers share in one scenario, such as the books of a payment provider: one value of each
+    /// type, made when it is first asked for.
+    ///
+    /// # Panics
+    /// Never: the value is found by its type.
+    pub fn shared<T: Default + Send + Sync + 'static>(&self) -> Arc<T> {
+        let mut state = lock(&self.0.world.state);
+        let shared = state.shared.entry(TypeId::of::<T>()).or_insert_with(|| Arc::new(T::default()));
+        Arc::clone(shared).downcast().expect("found by its type")
+    }
+
+    /// Adds a line to the story of the scenario.
+    pub fn note(&self, line: impl AsRef<str>) {
+        self.0.world.tell(line.as_ref());
+    }
+
+    /// Dies: nothing it has begun goes on, and nothing it holds is let go of.
+    pub(super) fn die(&self) {
+        self.becomes(Health::Dead);
+    }
+
+    pub(super) fn stop(&self) {
+        self.becomes(Health::Stopped);
+    }
+
+    pub(super) fn resume(&self) {
+        self.becomes(Health::Running);
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        *lock(&self.0.health) == Health::Dead
+    }
+
+    fn becomes(&self, health: Health) {
+        *lock(&self.0.health) = health;
+        self.0.changed.notify_waiters();
+    }
+
+    /// Ready while the worker is running.
+    pub(super) async fn running(&self) {
+        self.is(Health::Running).await;
+    }
+
+    /// Ready once the worker is dead.
+    pub(super) async fn dead(&self) {
+        self.is(Health::Dead).await;
+    }
+
+    async fn is(&self, health: Health) {
+        loop {
+            let changed = self.0.changed.notified();
+            if *lock(&self.0.health) == health {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// An await at a place that the story can name.
+    async fn travel(&self, place: impl FnOnce() -> String) {
+        let mut place = Some(place);
+        poll_fn(|cx| match place.take() {
+            Some(place) => {
+                lock(&self.0.world.state).place = Some(place());
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
+            None => Poll::Ready(()),
+        })
+        .await;
+        self.running().await;
+    }
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Worker").field(&self.0.number).finish()
+    }
+}
+
+/// The answer of an [`effect`](Worker::effect) got lost: it has happened, or it has not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NoAnswer(());
+
+impl fmt::Display for NoAnswer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("no answer: it has happened, or it has not")
+    }
+}
+
+impl std::error::Error for NoAnswer {}
+
+/// An effect on the outside; see [`Worker::effect`].
+#[must_use = "it happens when it is awaited"]
+pub struct Effect {
+    worker: Worker,
+    name: String,
+    key: Option<String>,
+    under_way: Option<Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>>,
+}
+
+impl Effect {
+    /// The idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key): it does
+    /// nothing for a key that it knows.
+    pub fn key(mut self, key: impl Into<String>) -> Self {
+        self.key = Some(key.into());
+        self
+    }
+}
+
+impl Future for Effect {
+    type Output = Result<bool, NoAnswer>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let under_way = this.under_way.get_or_insert_with(|| {
+            let (worker, name, key) = (this.worker.clone(), this.name.clone(), this.key.clone());
+            Box::pin(effect(worker, name, key))
+        });
+        under_way.as_mut().poll(cx)
+    }
+}
+
+impl fmt::Debug for Effect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Effect").field("name", &self.name).field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<bool, NoAnswer> {
+    let attempt = current().map(|attempt| attempt.number());
+    let world = &worker.0.world;
+    let cut = world.count(&worker, Point::Effect, |state| &mut state.effect_calls, &name);
+    worker.travel(|| format!("before effect `{name}`")).await;
+    if matches!(cut, Some(Cut::RequestLost)) {
+        world.tell(&format!("the request for effect `{name}` gets lost"));
+        return Err(NoAnswer(()));
+    }
+    if tokio::task::try_id().is_some() {
+        // What is spawned takes longer than what does not wait for it.
+        world.clock.sleep(SPAWNED).await;
+        worker.running().await;
+    }
+    let now = world.happen(&worker, &name, key, attempt);
+    if matches!(cut, Some(Cut::Crash)) {
+        world.tell(&format!("worker {} is killed right after effect `{name}`", worker.number()));
+        worker.die();
+    }
+    worker.travel(|| format!("after effect `{name}`")).await;
+    if matches!(cut, Some(Cut::AnswerLost)) {
+        world.tell(&format!("the answer of effect `{name}` gets lost"));
+        return Err(NoAnswer(()));
+    }
+    Ok(now)
+}
+
+/// The store of a [`Worker`]: a [`MemoryStore`] that takes its time, and that fails where the scenario says so.
+#[derive(Clone, Debug)]
+pub struct SimulatedStore(Arc<Shared>);
+
+impl SimulatedStore {
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+forward! { () SimulatedStore => shared; }
+
+#[derive(Debug)]
+struct Shared {
+    this: std::sync::Weak<Shared>,
+    worker: Worker,
+}
+
+impl Shared {
+    /// One call: the request travels, is done, and the answer travels.
+    fn ask<'a, T: Send + 'a>(
+        &'a self,
+        what: &'static str,
+        answer: impl FnOnce(&'a MemoryStore) -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        let worker = &self.worker;
+        StoreFuture::new(async move {
+            let Process { world, memory, .. } = &*worker.0;
+            let cut = world.count(worker, Point::Store, |state| &mut state.store_calls, what);
+            if matches!(cut, Some(Cut::Down)) {
+                let mut state = lock(&world.state);
+                state.down_until = Some(world.clock.now().saturating_add(state.lease * DOWN_FOR_LEASES));
+            }
+            worker.travel(|| format!("before `{what}` reaches the store")).await;
+            let down =
+                worker.number() == 1 && lock(&world.state).down_until.is_some_and(|until| world.clock.now() < until);
+            if down || matches!(cut, Some(Cut::RequestLost)) {
+                if cut.is_some() {
+                    world.tell(&format!("the store can't be reached for `{what}`"));
+                }
+                return Err(StoreError::new(StoreErrorKind::Unavailable, "the store can't be reached"));
+            }
+            if what == "renew" && worker.number() == 1 && world.scenario.renews_late() {
+                world.clock.sleep(SLOWER).await;
+            }
+            let answer = answer(memory).await;
+            worker.travel(|| format!("after `{what}`, before the store's answer arrives")).await;
+            if matches!(cut, Some(Cut::AnswerLost)) {
+                world.tell(&format!("`{what}` is done, and the store's answer gets lost"));
+                return Err(StoreError::new(StoreErrorKind::Unknown, "the store's answer got lost"));
+            }
+            answer
+        })
+    }
+}
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.worker.0.memory.heartbeats()
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.ask("reserve", move |memory| {
+            let world = &self.worker.0.world;
+            StoreFuture::new(async move {
+                let reservation = memory.reserve(request).await;
+                if let Ok(reservation) = &reservation {
+                    world.reserved(&self.worker, request, reservation);
+                }
+                reservation
+            })
+        })
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        self.ask("renew", move |memory| memory.renew(leases))
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.ask("finish", move |memory| memory.finish(lease, finish))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.ask("release", move |memory| memory.release(lease, release))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        self.ask("wait", move |memory| memory.wait(key, attempt, at_most))
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.ask("inspect", move |memory| memory.inspect(key))
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.ask("reopen", move |memory| memory.reopen(key, attempt))
+    }
+}
+
+/// What all workers of one scenario share, and what is known of it.
+pub(super) struct World {
+    clock: SimulatedClock,
+    memory: MemoryStore,
+    scenario: Scenario,
+    pub(super) state: Mutex<WorldState>,
+    taken_over: Notify,
+}
+
+#[derive(Default)]
+pub(super) struct WorldState {
+    pub(super) effects: Vec<Happened>,
+    pub(super) story: Vec<String>,
+    pub(super) problems: Vec<Problem>,
+    /// What the first worker asked, in order.
+    pub(super) store_calls: Vec<String>,
+    pub(super) effect_calls: Vec<String>,
+    /// Where the poll that is under way came to its end.
+    place: Option<String>,
+    /// Whether what was to happen at a call has happened, and nobody has looked yet.
+    cut: bool,
+    pub(super) lease: Duration,
+    down_until: Option<Instant>,
+    workers: u32,
+    deliveries: u32,
+    takeovers: u32,
+    shared: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
+}
+
+pub(super) struct Happened {
+    pub(super) name: String,
+    key: Option<String>,
+}
+
+impl World {
+    pub(super) fn new(clock: SimulatedClock, scenario: Scenario, lease: Duration) -> Arc<Self> {
+        let memory = MemoryStore::with_clock(clock.clone());
+        let state = Mutex::new(WorldState { lease, ..WorldState::default() });
+        Arc::new(Self { clock, memory, scenario, state, taken_over: Notify::new() })
+    }
+
+    pub(super) fn clock(&self) -> &SimulatedClock {
+        &self.clock
+    }
+
+    pub(super) fn worker(self: &Arc<Self>) -> Worker {
+        let number = {
+            let mut state = lock(&self.state);
+            state.workers += 1;
+            state.workers
+        };
+        Worker(Arc::new(Process {
+            number,
+            world: Arc::clone(self),
+            memory: self.memory.peer(),
+            health: Mutex::new(Health::Running),
+            changed: Notify::new(),
+        }))
+    }
+
+    pub(super) fn delivery(&self) -> u32 {
+        let mut state = lock(&self.state);
+        state.deliveries += 1;
+        state.deliveries
+    }
+
+    /// The longest lease that was asked for.
+    pub(super) fn lease(&self) -> Duration {
+        lock(&self.state).lease
+    }
+
+    pub(super) fn takeovers(&self) -> u32 {
+        lock(&self.state).takeovers
+    }
+
+    /// Waits until somebody has taken over.
+    pub(super) async fn takeover(&self) {
+        loop {
+            let taken_over = self.taken_over.notified();
+            if self.takeovers() > 0 {
+                return;
+            }
+            taken_over.await;
+        }
+    }
+
+    /// Adds a line to the story.
+    pub(super) fn tell(&self, line: &str) {
+        let at = self.clock.now().since_origin();
+        lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
+    }
+
+    /// Where the last poll came to its end.
+    pub(super) fn take_place(&self) -> String {
+        lock(&self.state).place.take().unwrap_or_else(|| "at an await of its own".to_owned())
+    }
+
+    /// Whether something has happened to a call since this was asked last.
+    pub(super) fn take_cut(&self) -> bool {
+        std::mem::take(&mut lock(&self.state).cut)
+    }
+
+    /// Counts a call of the first worker, and says what is to happen to it.
+    fn count(
+        &self,
+        worker: &Worker,
+        point: impl FnOnce(usize) -> Point,
+        calls: impl FnOnce(&mut WorldState) -> &mut Vec<String>,
+        name: &str,
+    ) -> Option<Cut> {
+        if worker.number() != 1 {
+            return None;
+        }
+        let mut state = lock(&self.state);
+        let calls = calls(&mut state);
+        calls.push(name.to_owned());
+        let cut = (self.scenario.point == point(calls.len())).then_some(self.scenario.cut);
+        state.cut |= cut.is_some();
+        cut
+    }
+
+    fn happen(&self, worker: &Worker, name: &str, key: Option<String>, attempt: Option<u32>) -> bool {
+        let known = {
+            let state = lock(&self.state);
+            key.as_ref()
+                .and_then(|key| state.effects.iter().find(|effect| effect.key.as_ref() == Some(key)))
+                .map(|effect| effect.name.clone())
+        };
+        let by = match attempt {
+            Some(attempt) => format!("worker {}, attempt {attempt}", worker.number()),
+            None => format!("worker {}, outside of a handler", worker.number()),
+        };
+        match known {
+            None => self.tell(&format!("effect `{name}` happens ({by})")),
+            Some(first) if first == name => {
+                self.tell(&format!("effect `{name}` is asked for again; its key is known ({by})"));
+                return false;
+            }
+            Some(other) => {
+                self.tell(&format!("effect `{name}` does not happen: its key was used for `{other}` ({by})"));
+                lock(&self.state).problems.push(Problem::KeyShared { effect: name.to_owned(), other });
+                return false;
+            }
+        }
+        lock(&self.state).effects.push(Happened { name: name.to_owned(), key });
+        true
+    }
+
+    fn reserved(&self, worker: &Worker, request: &Reserve, reservation: &Reservation) {
+        {
+            let mut state = lock(&self.state);
+            state.lease = state.lease.max(request.lease);
+        }
+        if let Reservation::Reserved { lease, takeover } = reservation {
+            let how = if *takeover { "takes over" } else { "reserves" };
+            self.tell(&format!("worker {} {how} {} as attempt {}", worker.number(), lease.key, lease.attempt));
+            if *takeover {
+                lock(&self.state).takeovers += 1;
+                if self.scenario.cut == Cut::Overtake && worker.number() == 2 {
+                    self.tell("worker 2 is killed as soon as it has taken over");
+                    worker.die();
+                }
+                self.taken_over.notify_waiters();
+            }
+        }
+    }
+
+    /// How often each effect has happened.
+    pub(super) fn effects(&self) -> BTreeMap<String, usize> {
+        let mut counts = BTreeMap::new();
+        for effect in &lock(&self.state).effects {
+            *counts.entry(effect.name.clone()).or_default() += 1;
+        }
+        counts
+    }
+}
