@@ -266,7 +266,7 @@ mod explorer {
     use std::time::Duration;
 
     use idem_runtime::testing::{Explorer, NoAnswer, Problem, Report, SimulatedStore, Worker, explore};
-    use idem_runtime::{Disposition, Error, Store, current, idempotent, observe};
+    use idem_runtime::{Disposition, Error, OnError, Store, current, idempotent, observe};
     use serde::{Deserialize, Serialize};
 
     /// What a worker has.
@@ -423,6 +423,33 @@ mod explorer {
         assert!(report.findings().iter().any(|it| *it.problem() == Problem::SetAside), "{report}");
         assert!(report.findings().iter().any(|it| is_missing(it.problem())), "{report}");
         assert!(!report.findings().iter().any(|it| is_repeated(it.problem())), "{report}");
+    }
+
+    #[derive(Debug, Serialize, Deserialize)]
+    enum Declined {
+        Declined,
+        Later,
+    }
+
+    impl From<Error> for Declined {
+        fn from(_: Error) -> Self {
+            Self::Later
+        }
+    }
+
+    fn is_final(error: &Declined) -> OnError {
+        if matches!(error, Declined::Declined) { OnError::Record } else { OnError::Release }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_error = is_final)]
+    async fn declined(app: &App, order: u32) -> Result<u32, Declined> {
+        let asked = app.effect("decline the card", child_key("charge")).await;
+        Err(if asked.is_ok() { Declined::Declined } else { Declined::Later })
+    }
+
+    #[test]
+    fn a_message_that_is_always_set_aside_passes() {
+        explore(|worker| async move { declined(&App::new(worker), 42).await }).assert_once();
     }
 
     async fn consume(app: App) -> Disposition {

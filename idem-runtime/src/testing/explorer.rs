@@ -422,103 +422,81 @@ impl Scene {
     }
 
     async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: bool) -> Ended {
-        let mut call = Some(match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
+        let mut call = match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
             Ok(call) => call,
             Err(panic) => return self.panicked(number, &*panic),
-        });
+        };
         let mut awaits = 0;
-        // What the delivery is held back by, and whether it is cut then.
-        let mut held: Option<(Pin<Box<dyn Future<Output = ()>>>, Option<String>)> = None;
-        let mut dead = pin!(worker.dead());
-        poll_fn(|cx| {
-            loop {
+        loop {
+            let mut dead = pin!(worker.dead());
+            let step = poll_fn(|cx| {
                 if dead.as_mut().poll(cx).is_ready() {
-                    call = None;
-                    return Poll::Ready(Ended::Died);
+                    return Poll::Ready(Step::Ended(Ended::Died));
                 }
-                if let Some((hold, _)) = &mut held {
-                    if hold.as_mut().poll(cx).is_pending() {
-                        return Poll::Pending;
-                    }
-                    if let Some((_, Some(place))) = held.take() {
-                        match self.cut(number, worker, &place) {
-                            Next::End(ended) => {
-                                call = None;
-                                return Poll::Ready(ended);
-                            }
-                            Next::Hold(hold) => held = Some((hold, None)),
-                            Next::GoOn => {}
-                        }
-                        continue;
-                    }
-                }
-                let polled = {
-                    let call = call.as_mut().expect("present until it has ended");
-                    catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(cx)))
-                };
+                let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(cx)));
                 let place = self.world.take_place();
                 if self.world.take_cut() {
                     self.duplicate_after();
                 }
                 match polled {
-                    Ok(Poll::Ready(answer)) => return Poll::Ready(Ended::Answered(answer)),
-                    Ok(Poll::Pending) => {}
-                    Err(panic) => {
-                        call = None;
-                        return Poll::Ready(self.panicked(number, &*panic));
-                    }
+                    Ok(Poll::Ready(answer)) => return Poll::Ready(Step::Ended(Ended::Answered(answer))),
+                    Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
+                    Ok(Poll::Pending) => awaits += 1,
                 }
-                if !watched {
-                    return Poll::Pending;
+                // It may have died by what it did just now.
+                if worker.is_dead() {
+                    return Poll::Ready(Step::Ended(Ended::Died));
                 }
-                awaits += 1;
-                if self.scenario == Scenario::PLAIN {
+                if watched && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
-                if self.scenario.point != Point::Await(awaits) {
-                    return Poll::Pending;
+                if watched && self.scenario.point == Point::Await(awaits) {
+                    return Poll::Ready(Step::Reached(format!("at await {awaits}, {place}")));
                 }
-                let place = format!("at await {awaits}, {place}");
-                let hold: Pin<Box<dyn Future<Output = ()>>> = if self.scenario.duplicate == Duplicate::During {
-                    self.world.tell(&format!("delivery {number} is {place}"));
-                    self.duplicate();
-                    // Time passes when nobody else can go on.
-                    self.world.clock().sleep(SLOWER)
-                } else {
-                    Box::pin(std::future::ready(()))
-                };
-                held = Some((hold, Some(place)));
+                Poll::Pending
+            });
+            match step.await {
+                Step::Ended(ended) => return ended,
+                Step::Reached(place) => {
+                    if let Some(ended) = self.cut(number, worker, &place).await {
+                        return ended;
+                    }
+                }
             }
-        })
-        .await
+        }
     }
 
-    /// Lets happen what is to happen to the first delivery, which is `place`.
-    fn cut(self: &Rc<Self>, number: u32, worker: &Worker, place: &str) -> Next {
+    /// Lets happen what is to happen to the first delivery, which is `place`; and says whether it has ended by that.
+    async fn cut(self: &Rc<Self>, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
+        let clock = self.world.clock();
+        if self.scenario.duplicate == Duplicate::During {
+            self.world.tell(&format!("delivery {number} is {place}"));
+            self.duplicate();
+            // Time passes when nobody else can go on.
+            clock.sleep(SLOWER).await;
+        }
         match self.scenario.cut {
             Cut::Cancel => {
                 self.world.tell(&format!("delivery {number} is cancelled {place}"));
                 self.duplicate_after();
-                Next::End(Ended::Unanswered)
+                Some(Ended::Unanswered)
             }
             Cut::Crash => {
                 self.kill(worker, place);
                 self.duplicate_after();
-                Next::End(Ended::Died)
+                Some(Ended::Died)
             }
             Cut::Stop | Cut::Pause | Cut::Overtake => {
                 self.world.tell(&format!("worker {} stands still {place}", worker.number()));
                 worker.stop();
                 self.stand_in(worker.clone());
-                let (scene, worker) = (Rc::clone(self), worker.clone());
-                Next::Hold(Box::pin(async move {
-                    worker.running().await;
-                    if scene.scenario.goes_on_late() {
-                        scene.world.clock().sleep(SLOWER).await;
-                    }
-                }))
+                worker.running().await;
+                if self.scenario.goes_on_late() {
+                    clock.sleep(SLOWER).await;
+                }
+                None
             }
-            Cut::Nothing | Cut::RequestLost | Cut::AnswerLost | Cut::Down => Next::GoOn,
+            Cut::Nothing | Cut::RequestLost | Cut::AnswerLost | Cut::Down => None,
         }
     }
 
@@ -573,8 +551,9 @@ async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) 
     poll_fn(|cx| if one.as_mut().poll(cx).is_ready() { Poll::Ready(()) } else { other.as_mut().poll(cx) }).await;
 }
 
-enum Next {
-    GoOn,
-    Hold(Pin<Box<dyn Future<Output = ()>>>),
-    End(Ended),
+/// How far a delivery has come.
+enum Step {
+    Ended(Ended),
+    /// To where something is to happen to it.
+    Reached(String),
 }

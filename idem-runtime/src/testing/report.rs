@@ -16,6 +16,7 @@ pub struct Report {
     effect_calls: Vec<String>,
     /// How often each effect happens where nothing else does.
     expected: BTreeMap<String, usize>,
+    set_aside: bool,
     findings: Vec<Finding>,
     pub(super) left_out: usize,
     pub(super) incomplete: bool,
@@ -30,6 +31,7 @@ impl Report {
             store_calls: plain.store_calls.clone(),
             effect_calls: plain.effect_calls.clone(),
             expected: plain.effects.clone(),
+            set_aside: plain.set_aside,
             findings: Vec::new(),
             left_out: 0,
             incomplete: false,
@@ -56,7 +58,8 @@ impl Report {
         &self.store_calls
     }
 
-    /// Which effects it called: the answer of each of these got lost.
+    /// Which effects it called, and which [questions](super::Worker::happened) it asked: the answer of each of these got
+    /// lost.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }
@@ -111,7 +114,7 @@ impl Report {
                 problems.push(Problem::Missing { effect: effect.clone(), times, expected });
             }
         }
-        if run.set_aside && !at_most_once {
+        if run.set_aside && !self.set_aside && !at_most_once {
             problems.push(Problem::SetAside);
         }
         if run.values.iter().any(|value| *value != run.values[0]) {
@@ -222,7 +225,7 @@ pub enum Problem {
     },
     /// A message was delivered again and again, and never acknowledged.
     Unacknowledged,
-    /// A message was set aside.
+    /// A message was set aside that is acknowledged where nothing else happens.
     SetAside,
     /// Two deliveries got different results, although both were recorded or replayed.
     ResultsDiffer,

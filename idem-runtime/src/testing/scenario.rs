@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use self::Duplicate::{After, During, Late, Never, With};
+
 /// What happens to the first delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cut {
@@ -141,7 +143,6 @@ impl Scenario {
                 all.extend((0..orders).map(|order| Self { order, ..first }));
             }
         };
-        use Duplicate::{After, During, Late, Never, With};
         add(Cut::Nothing, Point::Nowhere, &[With, Late]);
         for n in 1..=awaits {
             let point = Point::Await(n);

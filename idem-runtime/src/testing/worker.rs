@@ -84,10 +84,19 @@ impl Worker {
     /// # Errors
     /// [`NoAnswer`], in scenarios in which it gets lost.
     pub async fn happened(&self, name: &str) -> Result<bool, NoAnswer> {
-        self.travel(|| format!("before the question whether `{name}` happened")).await;
-        let happened = lock(&self.0.world.state).effects.iter().any(|effect| effect.name == name);
-        self.travel(|| format!("after the question whether `{name}` happened")).await;
-        Ok(happened)
+        let world = &self.0.world;
+        let question = format!("whether `{name}` happened");
+        let cut = world.count(self, Point::Effect, |state| &mut state.effect_calls, &question);
+        self.travel(|| format!("before the question {question}")).await;
+        let happened = lock(&world.state).effects.iter().any(|effect| effect.name == name);
+        self.travel(|| format!("after the question {question}")).await;
+        match cut {
+            Some(Cut::RequestLost | Cut::AnswerLost) => {
+                world.tell(&format!("the question {question} gets no answer"));
+                Err(NoAnswer(()))
+            }
+            _ => Ok(happened),
+        }
     }
 
     /// An await, at which the handler can be cut: for fakes that have no effect, such as a query.
@@ -193,8 +202,10 @@ pub struct Effect {
     worker: Worker,
     name: String,
     key: Option<String>,
-    under_way: Option<Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>>,
+    under_way: Option<UnderWay>,
 }
+
+type UnderWay = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
 
 impl Effect {
     /// The idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key): it does
