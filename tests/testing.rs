@@ -796,6 +796,22 @@ mod explorer {
     }
 
     #[test]
+    fn a_second_delivery_is_cut_as_well() {
+        let explorer = Explorer::new().twice();
+        let report = explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
+        report.assert_once();
+        let once = explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
+        assert_eq!(report.scenarios(), once.scenarios() + 14 * 14, "cancelled and killed at seven awaits, twice");
+
+        let report = explorer.explore(|worker| async move { charge_before_check(&App::new(worker), 42).await });
+        let found = |scenario| report.findings().iter().any(|it| it.scenario() == scenario);
+        assert!(!found("cancel@await:3"), "nothing has happened at await 3");
+        assert!(found("cancel@await:3/crash@await:4"), "at await 4 of the next delivery it has");
+        let thrice = Problem::Repeated { effect: "charge".into(), times: 3, expected: 1 };
+        assert!(report.findings().iter().any(|it| *it.problem() == thrice));
+    }
+
+    #[test]
     fn a_limit_leaves_scenarios_out_and_says_so() {
         let deliver = |worker| async move { charge_keyed(&App::new(worker), 42).await };
         let all = explore(deliver);

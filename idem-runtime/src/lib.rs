@@ -35,6 +35,7 @@
 //! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
+//! | test your handlers: killed at each await, with duplicates in flight | `testing` (feature `testing`) |
 //! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
 //! | write a store | [`Store`], [`record`], `conformance` (feature `conformance`) |
 //!
@@ -66,6 +67,7 @@
 //! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
 //! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
+//! | `testing` | `testing::explore`, which kills your handler at each of its awaits, on simulated time |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.

@@ -31,6 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 const SETTLE: Duration = Duration::from_secs(600);
 /// The least that the store is away for where no reservation says how long a lease is.
 const LEASE: Duration = Duration::from_secs(30);
+/// How many characters of an error a story shows.
+const SHOWN: usize = 160;
 /// How many scenarios are run where nothing else is said.
 const MAX_SCENARIOS: usize = 50_000;
 
@@ -88,8 +90,9 @@ impl Answer {
         if outcome.refused().is_none()
             && let Some(error) = &self.error
         {
-            let error: String = error.chars().take(160).collect();
-            told = format!("{told}: {error}");
+            let shown: String = error.chars().take(SHOWN).collect();
+            let more = if shown.len() < error.len() { "…" } else { "" };
+            told = format!("{told}: {shown}{more}");
         }
         match self.disposition {
             Disposition::Ack => format!("{told}; the message is acknowledged"),
@@ -101,7 +104,13 @@ impl Answer {
 }
 
 /// Kills your handler at each of its awaits and at each call of its store, with duplicates in flight, and reports whether
-/// the effects you count happened once: [`Explorer::new().explore(deliver)`](Explorer::explore). See [`explore`].
+/// the effects you count happened once. The [module](crate::testing) shows how.
+///
+/// `deliver` is called for every delivery of one message: it makes what the handler needs from the [`Worker`], and calls the
+/// handler. [`Explorer`] has options.
+///
+/// # Panics
+/// Inside of a tokio runtime: it has one of its own. Call it from a plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
@@ -118,6 +127,7 @@ pub struct Explorer {
     orders: u32,
     duplicates: u32,
     at_most_once: bool,
+    twice: bool,
     redelivered_within: Duration,
     max_scenarios: Option<usize>,
     only: Option<String>,
@@ -137,6 +147,7 @@ impl Explorer {
             orders: 2,
             duplicates: 1,
             at_most_once: false,
+            twice: false,
             redelivered_within: PATIENCE,
             max_scenarios: None,
             only: None,
@@ -168,6 +179,13 @@ impl Explorer {
         self
     }
 
+    /// Also cancels and kills a later delivery, at each of its awaits, after the first one was. For handlers that do
+    /// something else on a second attempt; the number of these scenarios grows with the square of the awaits.
+    pub fn twice(mut self) -> Self {
+        self.twice = true;
+        self
+    }
+
     /// How late your broker may deliver a message again: a duplicate comes that late, and finds a `ttl` that is too short.
     /// An hour if nothing is said.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
@@ -181,7 +199,25 @@ impl Explorer {
         self
     }
 
-    /// Runs the scenario with this name alone, as a finding shows it: `"crash@await:3/duplicate:during"`.
+    /// Runs the scenario with this name alone, as a finding shows it: `"crash@await:3/duplicate:during"`. It is the same
+    /// scenario under the same options.
+    ///
+    /// ```
+    /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};
+    /// use idem_runtime::{Error, idempotent};
+    ///
+    /// #[idempotent(key = "order:{order}", ttl = "7d", store = store)]
+    /// async fn charge(store: SimulatedStore, worker: Worker, order: u32) -> Result<u32, Error> {
+    ///     let _ = worker.effect("charge").await;
+    ///     Ok(order)
+    /// }
+    ///
+    /// let explorer = Explorer::new().only("crash@await:4");
+    /// let report = explorer.explore(|worker| charge(worker.store(), worker, 42));
+    /// for line in report.findings()[0].story() {
+    ///     println!("{line}");
+    /// }
+    /// ```
     pub fn only(mut self, scenario: impl Into<String>) -> Self {
         self.only = Some(scenario.into());
         self
@@ -210,8 +246,11 @@ impl Explorer {
         if plain.effects.is_empty() {
             report.add(&plain, Problem::NothingCounted);
         }
-        let scenarios =
-            Scenario::all(plain.awaits.len(), plain.store_calls.len(), plain.effect_calls.len(), self.orders);
+        let awaits = plain.awaits.len();
+        let mut scenarios = Scenario::all(awaits, plain.store_calls.len(), plain.effect_calls.len(), self.orders);
+        if self.twice {
+            scenarios.extend(Scenario::twice(awaits));
+        }
         if let Some(only) = &self.only {
             if *only == Scenario::PLAIN.to_string() {
                 return report;
@@ -312,10 +351,30 @@ struct Scene {
 #[derive(Default)]
 struct Known {
     duplicated: bool,
+    cut_again: bool,
     awaits: Vec<String>,
     values: Vec<String>,
     set_aside: bool,
     problems: Vec<Problem>,
+}
+
+impl Known {
+    /// What happens to a later delivery; once.
+    fn cut_again(&mut self, scenario: Scenario) -> Cut {
+        self.cut_again = true;
+        scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
+    }
+}
+
+/// What may happen to a delivery.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Watched {
+    /// What the scenario is about.
+    First,
+    /// What the scenario says about a later one.
+    Later,
+    /// Nothing.
+    No,
 }
 
 /// How one delivery ended.
@@ -329,7 +388,7 @@ enum Ended {
 
 impl Scene {
     async fn play(self: &Rc<Self>, late: Duration) {
-        self.start("the message", self.world.worker(), true);
+        self.start("the message", self.world.worker(), Watched::First);
         if self.scenario.duplicate == Duplicate::With {
             self.duplicate();
         }
@@ -349,7 +408,7 @@ impl Scene {
         }
     }
 
-    fn start(self: &Rc<Self>, what: &'static str, worker: Worker, watched: bool) {
+    fn start(self: &Rc<Self>, what: &'static str, worker: Worker, watched: Watched) {
         let scene = Rc::clone(self);
         let copy = self.simulation.spawn(async move { scene.deliver(what, worker, watched).await });
         self.copies.borrow_mut().push(copy);
@@ -359,7 +418,7 @@ impl Scene {
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
-                self.start("a duplicate", self.world.worker(), false);
+                self.start("a duplicate", self.world.worker(), Watched::No);
             }
         }
     }
@@ -371,7 +430,7 @@ impl Scene {
     }
 
     /// Delivers one copy of the message as a broker does: until it is acknowledged or set aside.
-    async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: bool) {
+    async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: Watched) {
         let world = &self.world;
         let mut redelivery = REDELIVERY;
         for _ in 0..DELIVERIES {
@@ -380,7 +439,7 @@ impl Scene {
             let ended = self.deliver_once(number, &worker, watched).await;
             let mut again_after = None;
             match ended {
-                Ended::Answered(_) if watched && self.scenario.point == Point::Return => {
+                Ended::Answered(_) if watched == Watched::First && self.scenario.point == Point::Return => {
                     self.kill(&worker, "when the handler has returned, before the message is acknowledged");
                     self.duplicate_after();
                 }
@@ -392,7 +451,7 @@ impl Scene {
                     match answer.disposition {
                         Disposition::Retry { after } => again_after = after,
                         Disposition::Ack => {
-                            if watched && self.scenario.point == Point::Ack {
+                            if watched == Watched::First && self.scenario.point == Point::Ack {
                                 self.kill(&worker, "when the message has been acknowledged");
                                 self.duplicate_after();
                             }
@@ -406,7 +465,9 @@ impl Scene {
                 }
                 Ended::Unanswered | Ended::Died => {}
             }
-            watched = false;
+            if watched == Watched::First {
+                watched = Watched::Later;
+            }
             world.clock().sleep(again_after.unwrap_or(redelivery)).await;
             redelivery = (redelivery * 2).min(world.lease());
             if worker.is_dead() {
@@ -421,7 +482,7 @@ impl Scene {
         worker.die();
     }
 
-    async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: bool) -> Ended {
+    async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: Watched) -> Ended {
         let mut call = match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
             Ok(call) => call,
             Err(panic) => return self.panicked(number, &*panic),
@@ -447,10 +508,10 @@ impl Scene {
                 if worker.is_dead() {
                     return Poll::Ready(Step::Ended(Ended::Died));
                 }
-                if watched && self.scenario == Scenario::PLAIN {
+                if watched == Watched::First && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
-                if watched && self.scenario.point == Point::Await(awaits) {
+                if self.is_reached(watched, awaits) {
                     return Poll::Ready(Step::Reached(format!("at await {awaits}, {place}")));
                 }
                 Poll::Pending
@@ -458,7 +519,11 @@ impl Scene {
             match step.await {
                 Step::Ended(ended) => return ended,
                 Step::Reached(place) => {
-                    if let Some(ended) = self.cut(number, worker, &place).await {
+                    let cut = match watched {
+                        Watched::Later => self.known.borrow_mut().cut_again(self.scenario),
+                        _ => self.scenario.cut,
+                    };
+                    if let Some(ended) = self.cut(cut, number, worker, &place).await {
                         return ended;
                     }
                 }
@@ -466,8 +531,17 @@ impl Scene {
         }
     }
 
-    /// Lets happen what is to happen to the first delivery, which is `place`; and says whether it has ended by that.
-    async fn cut(self: &Rc<Self>, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
+    /// Whether something is to happen to a delivery that is pending for the `awaits`-th time.
+    fn is_reached(&self, watched: Watched, awaits: usize) -> bool {
+        match watched {
+            Watched::First => self.scenario.point == Point::Await(awaits),
+            Watched::Later => !self.known.borrow().cut_again && self.scenario.then.is_some_and(|(_, at)| at == awaits),
+            Watched::No => false,
+        }
+    }
+
+    /// Lets `cut` happen to a delivery, which is `place`; and says whether it has ended by that.
+    async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
             self.world.tell(&format!("delivery {number} is {place}"));
@@ -475,7 +549,7 @@ impl Scene {
             // Time passes when nobody else can go on.
             clock.sleep(SLOWER).await;
         }
-        match self.scenario.cut {
+        match cut {
             Cut::Cancel => {
                 self.world.tell(&format!("delivery {number} is cancelled {place}"));
                 self.duplicate_after();
@@ -508,7 +582,7 @@ impl Scene {
             let (scene, other) = (Rc::clone(self), other.clone());
             self.simulation.spawn(async move {
                 scene.world.clock().sleep(REDELIVERY).await;
-                scene.deliver("the message, of which nothing is heard,", other, false).await;
+                scene.deliver("the message, of which nothing is heard,", other, Watched::No).await;
             })
         };
         let scene = Rc::clone(self);

@@ -47,7 +47,7 @@ impl fmt::Display for Cut {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Point {
     Nowhere,
-    /// When the delivery is pending for the so-manieth time.
+    /// When the delivery is pending for the n-th time.
     Await(usize),
     /// When it has returned, before the message is acknowledged.
     Return,
@@ -104,6 +104,8 @@ pub(super) struct Scenario {
     pub(super) cut: Cut,
     pub(super) point: Point,
     pub(super) duplicate: Duplicate,
+    /// What happens to a later delivery, and at which of its awaits.
+    pub(super) then: Option<(Cut, usize)>,
     /// Which of several orders of the tasks.
     pub(super) order: u32,
 }
@@ -111,7 +113,7 @@ pub(super) struct Scenario {
 impl Scenario {
     /// The run that nothing happens to.
     pub(super) const PLAIN: Self =
-        Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Duplicate::Never, order: 0 };
+        Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Never, then: None, order: 0 };
 
     /// Whether its worker stands still for a while.
     fn stands_still(self) -> bool {
@@ -133,11 +135,11 @@ impl Scenario {
         let mut all = Vec::new();
         let mut add = |cut, point, duplicates: &[Duplicate]| {
             for &duplicate in duplicates {
-                let first = Self { cut, point, duplicate, order: 0 };
+                let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
                     // With one task at a time there is one order.
-                    Duplicate::Never if !first.stands_still() => 1,
-                    Duplicate::Late => 1,
+                    Never if !first.stands_still() => 1,
+                    Late => 1,
                     _ => orders.max(1),
                 };
                 all.extend((0..orders).map(|order| Self { order, ..first }));
@@ -169,12 +171,23 @@ impl Scenario {
         }
         all
     }
+
+    /// Every scenario in which two deliveries are cut, one after the other.
+    pub(super) fn twice(awaits: usize) -> impl Iterator<Item = Self> {
+        let cuts = move || (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
+        cuts().flat_map(move |(cut, at)| {
+            cuts().map(move |then| Self { cut, point: Point::Await(at), then: Some(then), ..Self::PLAIN })
+        })
+    }
 }
 
 impl fmt::Display for Scenario {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { cut, point, duplicate, order } = self;
+        let Self { cut, point, duplicate, then, order } = self;
         write!(f, "{cut}{point}{duplicate}")?;
+        if let Some((cut, at)) = then {
+            write!(f, "/{cut}{}", Point::Await(*at))?;
+        }
         if *order > 0 {
             write!(f, "/order:{order}")?;
         }

@@ -1,0 +1,138 @@
+//! Does my handler charge a customer once, whatever happens to it?
+//!
+//! `cargo run --example crash_at_every_await --features testing` asks that of four handlers. Each is killed at each of its
+//! awaits, cancelled there, stopped there while another worker takes over; its store and its bank lose requests and
+//! answers; duplicates are delivered before, beside and after. Time is simulated, so it takes a second. The first two
+//! handlers are wrong, and what is printed tells the story. In a project of yours this is a `#[test]` that ends with
+//! `assert_once()`.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use idem_runtime::testing::{Explorer, NoAnswer, Report, Worker, explore};
+use idem_runtime::{Error, Store, current, idempotent};
+use serde::{Deserialize, Serialize};
+
+// ---- The program ---------------------------------------------------------------------------------------------------
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Receipt {
+    order: u32,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum PaymentError {
+    /// The customer was charged, or was not.
+    NoAnswer,
+    AlreadyCharged,
+    /// Why the library did not run the handler, or could not record its result.
+    Idempotency(String),
+}
+
+impl From<Error> for PaymentError {
+    fn from(error: Error) -> Self {
+        Self::Idempotency(error.to_string())
+    }
+}
+
+/// A payment provider.
+trait Bank {
+    /// Charges the customer of `order`; does nothing if it has done so under this key before.
+    async fn charge(&self, order: u32, key: Option<String>) -> Result<(), PaymentError>;
+
+    /// Whether the customer of `order` has been charged.
+    async fn is_charged(&self, order: u32) -> Result<bool, PaymentError>;
+}
+
+/// What a worker has.
+struct App<B> {
+    store: Arc<dyn Store>,
+    bank: B,
+}
+
+/// Charges, and checks too late: who comes again has charged again already.
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
+    app.bank.charge(order, None).await?;
+    if !app.bank.is_charged(order).await? {
+        return Err(PaymentError::NoAnswer);
+    }
+    Ok(Receipt { order })
+}
+
+/// Checks, then charges. That helps against crashes; it does not against a worker that stands still in between, for as
+/// long as somebody else needs to take over.
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
+    if !app.bank.is_charged(order).await? {
+        app.bank.charge(order, None).await?;
+    }
+    Ok(Receipt { order })
+}
+
+/// Hands the bank a key that is the same on every attempt.
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
+    let key = current().map(|attempt| attempt.child_key("charge"));
+    app.bank.charge(order, key).await?;
+    Ok(Receipt { order })
+}
+
+/// For a bank that knows no keys: charges once or not at all. A run that was interrupted, and a charge without an answer,
+/// are set aside for a person; they are not tried again.
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_crash = fail, on_error = record)]
+async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
+    if app.bank.is_charged(order).await? {
+        return Err(PaymentError::AlreadyCharged);
+    }
+    app.bank.charge(order, None).await?;
+    Ok(Receipt { order })
+}
+
+// ---- Its test ------------------------------------------------------------------------------------------------------
+
+/// A bank that exists in a test only: its charges are counted.
+struct SimulatedBank(Worker);
+
+impl Bank for SimulatedBank {
+    async fn charge(&self, order: u32, key: Option<String>) -> Result<(), PaymentError> {
+        let mut charge = self.0.effect(format!("charge order {order}"));
+        if let Some(key) = key {
+            charge = charge.key(key);
+        }
+        charge.await.map(drop).map_err(no_answer)
+    }
+
+    async fn is_charged(&self, order: u32) -> Result<bool, PaymentError> {
+        self.0.happened(&format!("charge order {order}")).await.map_err(no_answer)
+    }
+}
+
+fn no_answer(_: NoAnswer) -> PaymentError {
+    PaymentError::NoAnswer
+}
+
+/// What a worker process has when it starts.
+fn app(worker: Worker) -> App<SimulatedBank> {
+    App { store: Arc::new(worker.store()), bank: SimulatedBank(worker) }
+}
+
+fn main() -> ExitCode {
+    let as_expected = [
+        show("charge_before_check", false, &explore(|worker| async { charge_before_check(&app(worker), 42).await })),
+        show("check_before_charge", false, &explore(|worker| async { check_before_charge(&app(worker), 42).await })),
+        show("charge_with_key", true, &explore(|worker| async { charge_with_key(&app(worker), 42).await })),
+        show(
+            "charge_at_most_once",
+            true,
+            &Explorer::new().at_most_once().explore(|worker| async { charge_at_most_once(&app(worker), 42).await }),
+        ),
+    ];
+    ExitCode::from(u8::from(as_expected != [true; 4]))
+}
+
+/// Prints what was found, and says whether that is as expected.
+fn show(handler: &str, right: bool, report: &Report) -> bool {
+    println!("{handler}: {report}\n");
+    report.findings().is_empty() == right
+}
