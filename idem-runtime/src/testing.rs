@@ -93,7 +93,8 @@
 //! # What it does not show
 //!
 //! One thing happens in a scenario, and to the first worker ([`Explorer::twice`] cuts two deliveries); it is not every
-//! interleaving of several faults. Your fakes are as good as you make them. A crash is simulated inside of this process: the values of a handler that is killed are
+//! interleaving of several faults. The awaits of a task that your handler spawns are not among the points, its effects and
+//! its calls of the store are. Your fakes are as good as you make them. A crash is simulated inside of this process: the values of a handler that is killed are
 //! dropped, and what their `Drop` does is done. And the store forgets nothing: what happens to your handler if a Redis
 //! loses records in a failover is not among the scenarios.
 

@@ -18,14 +18,16 @@ use super::simulation::{Simulation, Task};
 use super::worker::{SLOWER, Worker, World};
 use crate::clock::Clock;
 use crate::sync::lock;
-use crate::{Disposition, Outcome, observe};
+use crate::{Disposition, Outcome, Refusal, observe};
 
 /// When a broker delivers a message again of which it has heard nothing, or that was returned without a time; twice as
 /// late each time, up to a lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
-/// How often it delivers one message before that counts as never acknowledged.
+/// How often it delivers one message before that counts as never acknowledged; while an attempt runs, nothing counts.
 const DELIVERIES: u32 = 30;
-/// How long a scenario may take.
+/// How late the last duplicate comes where nothing else is said.
+const LATE: Duration = Duration::from_secs(3600);
+/// How long a scenario may take where nothing else is said.
 const PATIENCE: Duration = Duration::from_secs(3600);
 /// How long what is left of a scenario has to come to an end: late writes, and tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
@@ -129,6 +131,7 @@ pub struct Explorer {
     at_most_once: bool,
     twice: bool,
     redelivered_within: Duration,
+    patience: Duration,
     max_scenarios: Option<usize>,
     only: Option<String>,
 }
@@ -148,7 +151,8 @@ impl Explorer {
             duplicates: 1,
             at_most_once: false,
             twice: false,
-            redelivered_within: PATIENCE,
+            redelivered_within: LATE,
+            patience: PATIENCE,
             max_scenarios: None,
             only: None,
         }
@@ -190,6 +194,13 @@ impl Explorer {
     /// An hour if nothing is said.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
         self.redelivered_within = late;
+        self
+    }
+
+    /// How much simulated time a scenario may take, and at least 30 leases, before its handler counts as stuck. An hour if
+    /// nothing is said.
+    pub fn patience(mut self, limit: Duration) -> Self {
+        self.patience = limit;
         self
     }
 
@@ -279,7 +290,7 @@ impl Explorer {
             Duplicate::Late => self.redelivered_within,
             _ => Duration::ZERO,
         };
-        simulation.limit_time(late.saturating_add(PATIENCE.max(lease * DELIVERIES)).saturating_add(SETTLE));
+        simulation.limit_time(late.saturating_add(self.patience.max(lease * DELIVERIES)).saturating_add(SETTLE));
         let scene = Rc::new(Scene {
             world: World::new(simulation.clock(), scenario, lease),
             simulation: Rc::clone(&simulation),
@@ -386,6 +397,12 @@ enum Ended {
     Died,
 }
 
+impl Ended {
+    fn is_in_progress(&self) -> bool {
+        matches!(self, Self::Answered(answer) if answer.outcome.refused() == Some(Refusal::InProgress))
+    }
+}
+
 impl Scene {
     async fn play(self: &Rc<Self>, late: Duration) {
         self.start("the message", self.world.worker(), Watched::First);
@@ -433,11 +450,13 @@ impl Scene {
     async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: Watched) {
         let world = &self.world;
         let mut redelivery = REDELIVERY;
-        for _ in 0..DELIVERIES {
+        let mut left = DELIVERIES;
+        while left > 0 {
             let number = world.delivery();
             world.tell(&format!("delivery {number}: {what} to worker {}", worker.number()));
             let ended = self.deliver_once(number, &worker, watched).await;
             let mut again_after = None;
+            left -= u32::from(!ended.is_in_progress());
             match ended {
                 Ended::Answered(_) if watched == Watched::First && self.scenario.point == Point::Return => {
                     self.kill(&worker, "when the handler has returned, before the message is acknowledged");
