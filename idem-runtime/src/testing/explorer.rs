@@ -29,6 +29,8 @@ const DELIVERIES: u32 = 30;
 const LATE: Duration = Duration::from_secs(3600);
 /// How long a scenario may take where nothing else is said.
 const PATIENCE: Duration = Duration::from_secs(3600);
+/// How often its deliveries may be polled.
+const POLLS: u64 = 1_000_000;
 /// How long what is left of a scenario has to come to an end: late writes, and tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
 /// The least that the store is away for where no reservation says how long a lease is.
@@ -190,8 +192,8 @@ impl Explorer {
         self
     }
 
-    /// How late your broker may deliver a message again: a duplicate comes that late, and finds a `ttl` that is too short.
-    /// An hour if nothing is said.
+    /// How long after its first delivery your broker may deliver a message again: a duplicate comes right before that, and
+    /// finds a `ttl` that is too short. An hour if nothing is said.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
         self.redelivered_within = late;
         self
@@ -290,6 +292,7 @@ impl Explorer {
             Duplicate::Late => self.redelivered_within,
             _ => Duration::ZERO,
         };
+        simulation.limit_polls(POLLS);
         simulation.limit_time(late.saturating_add(self.patience.max(lease * DELIVERIES)).saturating_add(SETTLE));
         let scene = Rc::new(Scene {
             world: World::new(simulation.clock(), scenario, lease),
@@ -411,7 +414,9 @@ impl Scene {
         }
         self.all_ended().await;
         if self.scenario.duplicate == Duplicate::Late {
-            self.world.clock().sleep(late).await;
+            // The broker counts from its first delivery, and gives up then.
+            let passed = self.world.clock().now().since_origin();
+            self.world.clock().sleep(late.saturating_sub(passed).saturating_sub(SLOWER)).await;
             self.duplicate();
             self.all_ended().await;
         }
