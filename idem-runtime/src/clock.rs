@@ -138,7 +138,7 @@ pub struct ManualClock {
 #[derive(Debug, Default)]
 struct Manual {
     now: Duration,
-    seed: u64,
+    random: SplitMix,
     sleepers: Vec<(Duration, std::task::Waker)>,
 }
 
@@ -151,7 +151,7 @@ impl ManualClock {
     /// A clock whose entropy is derived from `seed`, for runs that must repeat exactly.
     pub fn seeded(seed: u64) -> Self {
         let clock = Self::default();
-        clock.lock().seed = seed;
+        clock.lock().random = SplitMix(seed);
         clock
     }
 
@@ -202,15 +202,72 @@ impl Clock for ManualClock {
     }
 
     fn entropy(&self) -> u128 {
-        // SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
-        let mut state = self.lock();
-        let mut next = || {
-            state.seed = state.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = state.seed;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
-        };
-        (u128::from(next()) << 64) | u128::from(next())
+        self.lock().random.bits()
+    }
+}
+
+/// `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SplitMix(pub(crate) u64);
+
+impl SplitMix {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn bits(&mut self) -> u128 {
+        (u128::from(self.next()) << 64) | u128::from(self.next())
+    }
+}
+
+/// The clock of a [`Simulation`](crate::testing::Simulation): its time passes while nothing else can go on.
+///
+/// It is the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler follows it as well.
+#[cfg(feature = "testing")]
+#[derive(Clone, Debug)]
+pub struct SimulatedClock {
+    runtime: tokio::runtime::Handle,
+    time: SystemClock,
+    random: std::sync::Arc<std::sync::Mutex<SplitMix>>,
+}
+
+#[cfg(feature = "testing")]
+impl SimulatedClock {
+    /// The clock of a runtime whose time is paused.
+    pub(crate) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
+        let _entered = runtime.enter();
+        let random = std::sync::Arc::new(std::sync::Mutex::new(SplitMix(seed)));
+        Self { runtime: runtime.clone(), time: SystemClock::default(), random }
+    }
+
+    /// Lets time jump, as it does for a process that was stopped: everything that was due in between is late.
+    ///
+    /// To let it pass, await [`sleep`](Clock::sleep).
+    pub fn advance(&self, duration: Duration) {
+        let _entered = self.runtime.enter();
+        // The jump is made by the first poll; what it yields for is up to the caller.
+        let jump = pin!(tokio::time::advance(duration));
+        let _ = jump.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
+    }
+}
+
+#[cfg(feature = "testing")]
+impl Clock for SimulatedClock {
+    fn now(&self) -> Instant {
+        let _entered = self.runtime.enter();
+        self.time.now()
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        let _entered = self.runtime.enter();
+        self.time.sleep(duration)
+    }
+
+    fn entropy(&self) -> u128 {
+        crate::sync::lock(&self.random).bits()
     }
 }

@@ -91,6 +91,8 @@ mod recorder;
 mod store;
 mod stores;
 mod sync;
+#[cfg(feature = "testing")]
+pub mod testing;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod within;
 

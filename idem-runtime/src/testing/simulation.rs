@@ -1,0 +1,489 @@
+//! Many tasks on one thread, in an order that a seed decides, on simulated time.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+
+use crate::clock::{Clock, SimulatedClock, SplitMix};
+use crate::sync::lock;
+
+/// How much simulated time a run may take.
+const TIME_LIMIT: Duration = Duration::from_secs(24 * 3600);
+/// How often a run may poll its tasks.
+const POLL_LIMIT: u64 = 10_000_000;
+
+/// Numbers that look random, and are the same for the same seed.
+///
+/// ```
+/// use idem_runtime::testing::Random;
+///
+/// let mut dice = Random::seeded(7);
+/// let thrown: Vec<u64> = (0..5).map(|_| 1 + dice.below(6)).collect();
+/// assert!(thrown.iter().all(|it| (1..=6).contains(it)));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Random(SplitMix);
+
+impl Random {
+    /// The numbers of `seed`.
+    pub const fn seeded(seed: u64) -> Self {
+        Self(SplitMix(seed))
+    }
+
+    /// The next number below `limit`; zero if that is zero.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        // The high half of the product: as even as 64 bits allow.
+        u64::try_from((u128::from(self.0.next()) * u128::from(limit)) >> 64).unwrap_or_default()
+    }
+
+    /// Whether the next throw of a coin shows heads.
+    pub fn coin(&mut self) -> bool {
+        self.below(2) == 0
+    }
+}
+
+/// Many tasks on one thread, in an order that a seed decides, on simulated time.
+///
+/// Of the tasks that can go on, the next one is drawn. While none can, time jumps to the next moment that somebody sleeps
+/// for: an hour takes no time. Nothing depends on the machine, so a seed repeats its run exactly.
+///
+/// What the library spawns (heartbeats, late writes) and what a handler does with `tokio::spawn` and `tokio::time` lives
+/// here as well. Real input and output does not belong here: time does not wait for it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use idem_runtime::testing::Simulation;
+/// use idem_runtime::{Clock, Error, MemoryStore, idempotent, observe};
+///
+/// #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, in_progress = wait("1m"))]
+/// async fn ship(store: &MemoryStore, order_id: u64) -> Result<String, Error> {
+///     tokio::time::sleep(Duration::from_secs(40)).await;
+///     Ok(format!("parcel for order {order_id}"))
+/// }
+///
+/// let simulation = Simulation::new(7);
+/// let store = MemoryStore::with_clock(simulation.clock());
+/// let call = |store: MemoryStore| async move { observe(ship(&store, 42)).await.1 };
+/// simulation.run(async {
+///     // A worker that is dropped at the first await of its handler; two others.
+///     let killed = simulation.spawn_killed_at(1, call(store.clone()));
+///     assert!(killed.await.is_err());
+///     let tasks = [simulation.spawn(call(store.clone())), simulation.spawn(call(store.clone()))];
+///     let mut executed = 0;
+///     for task in tasks {
+///         executed += u32::from(task.await.unwrap().executed());
+///     }
+///     assert_eq!(executed, 1);
+///     assert!(simulation.clock().now().since_origin() >= Duration::from_secs(40));
+/// });
+/// ```
+///
+/// It has a tokio runtime of its own, so it is used in a plain `#[test]` and not in a `#[tokio::test]`.
+pub struct Simulation {
+    // Before the runtime: what is left of the tasks is dropped on it.
+    tasks: Rc<Tasks>,
+    runtime: Option<Runtime>,
+    clock: SimulatedClock,
+    seed: u64,
+    time_limit: Cell<Duration>,
+    poll_limit: Cell<u64>,
+}
+
+impl Simulation {
+    /// A simulation whose order, and whose clock's entropy, are those of `seed`.
+    ///
+    /// # Panics
+    /// If no runtime can be built.
+    pub fn new(seed: u64) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            // One spawned task at a time, so that those of the simulation can come in between.
+            .event_interval(1)
+            .build()
+            .expect("a runtime can be built");
+        let mut seeds = SplitMix(seed);
+        let clock = SimulatedClock::new(runtime.handle(), seeds.next());
+        let random = RefCell::new(Random(SplitMix(seeds.next())));
+        let tasks = Tasks { random, slots: RefCell::default(), next: Cell::new(0), woken: Arc::default() };
+        Self {
+            tasks: Rc::new(tasks),
+            runtime: Some(runtime),
+            clock,
+            seed,
+            time_limit: Cell::new(TIME_LIMIT),
+            poll_limit: Cell::new(POLL_LIMIT),
+        }
+    }
+
+    /// How much simulated time a run may take before it counts as stuck: a day, if nothing is said. A task that waits for
+    /// nothing is found out by this.
+    pub fn limit_time(&self, limit: Duration) {
+        self.time_limit.set(limit);
+    }
+
+    /// How often the tasks of a run may be polled before it counts as stuck: ten million times, if nothing is said.
+    pub fn limit_polls(&self, limit: u64) {
+        self.poll_limit.set(limit);
+    }
+
+    /// Its clock, for stores.
+    pub fn clock(&self) -> SimulatedClock {
+        self.clock.clone()
+    }
+
+    /// Its seed.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// A number below `limit`, drawn from the same seed as the order.
+    pub fn random(&self, limit: u64) -> u64 {
+        self.tasks.random.borrow_mut().below(limit)
+    }
+
+    /// Runs `future` and everything that is spawned meanwhile until `future` is ready. What is still running then is
+    /// dropped.
+    ///
+    /// # Panics
+    /// If it gets [`Stuck`], if a task panics, or inside of another runtime.
+    pub fn run<F: Future>(&self, future: F) -> F::Output {
+        self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
+    }
+
+    /// As [`run`](Simulation::run), for those who want to know.
+    ///
+    /// # Errors
+    /// [`Stuck`] if `future` does not get ready.
+    ///
+    /// # Panics
+    /// If a task panics, or inside of another runtime.
+    pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, Stuck> {
+        let runtime = self.runtime.as_ref().expect("present until it is dropped");
+        let mut left = self.poll_limit.get();
+        let ran = runtime.block_on(async {
+            let mut future = pin!(future);
+            let mut limit = self.clock.sleep(self.time_limit.get());
+            let main = self.tasks.new_waker();
+            main.wake_by_ref();
+            poll_fn(|cx| {
+                self.tasks.polled_by(cx.waker());
+                if limit.as_mut().poll(cx).is_ready() || left == 0 {
+                    return Poll::Ready(Err(self.stuck(left == 0)));
+                }
+                let Some(id) = self.tasks.draw() else {
+                    self.tasks.go_on(cx.waker());
+                    return Poll::Pending;
+                };
+                left -= 1;
+                if id == main.id {
+                    let waker = Waker::from(Arc::clone(&main));
+                    if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                        return Poll::Ready(Ok(output));
+                    }
+                } else {
+                    self.tasks.poll(id);
+                }
+                self.tasks.go_on(cx.waker());
+                Poll::Pending
+            })
+            .await
+        });
+        let _entered = runtime.enter();
+        self.tasks.clear();
+        ran
+    }
+
+    /// Lets `future` run beside all others.
+    pub fn spawn<F: Future + 'static>(&self, future: F) -> Task<F::Output> {
+        self.spawn_killed_at(u64::MAX, future)
+    }
+
+    /// As [`spawn`](Simulation::spawn), and drops `future` at its `awaits`-th await: as soon as it has been polled that
+    /// often and is pending still. At 0 it is never polled.
+    pub fn spawn_killed_at<F: Future + 'static>(&self, awaits: u64, future: F) -> Task<F::Output> {
+        let state = Rc::new(TaskState { output: Cell::new(None), waiter: Cell::new(None) });
+        let waker = self.tasks.new_waker();
+        let finished = Rc::clone(&state);
+        let future = Box::pin(async move {
+            let output = future.await;
+            finished.end(Ok(output));
+        });
+        let ended = Rc::clone(&state);
+        let slot = Slot {
+            future: Some(future),
+            waker: Arc::clone(&waker),
+            polls: Rc::new(Cell::new(0)),
+            kill_at: Cell::new(awaits),
+            killed: Rc::new(move || ended.end(Err(Killed(())))),
+        };
+        let polls = Rc::clone(&slot.polls);
+        self.tasks.slots.borrow_mut().insert(waker.id, slot);
+        waker.wake_by_ref();
+        Task { id: waker.id, tasks: Rc::clone(&self.tasks), state, polls }
+    }
+
+    fn stuck(&self, spinning: bool) -> Stuck {
+        let after = self.clock.now().since_origin();
+        Stuck { seed: self.seed, after, spinning, tasks: self.tasks.slots.borrow().len() }
+    }
+}
+
+impl Drop for Simulation {
+    fn drop(&mut self) {
+        let runtime = self.runtime.take();
+        let _entered = runtime.as_ref().map(Runtime::enter);
+        self.tasks.clear();
+    }
+}
+
+impl fmt::Debug for Simulation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Simulation").field("seed", &self.seed).finish_non_exhaustive()
+    }
+}
+
+/// A run that did not end.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Stuck {
+    seed: u64,
+    after: Duration,
+    spinning: bool,
+    tasks: usize,
+}
+
+impl Stuck {
+    /// Whether its tasks are polled on and on. If not, they wait for something that does not come.
+    pub fn is_spinning(&self) -> bool {
+        self.spinning
+    }
+
+    /// The simulated time at which it was given up.
+    pub fn after(&self) -> Duration {
+        self.after
+    }
+}
+
+impl fmt::Display for Stuck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, after, spinning, tasks } = self;
+        let what = if *spinning { "polled without an end" } else { "waiting for what does not come" };
+        write!(
+            f,
+            "the simulation with seed {seed} was given up after {after:?} of its time: {what} (tasks left: {tasks})"
+        )
+    }
+}
+
+impl std::error::Error for Stuck {}
+
+/// A task was killed before it was ready.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Killed(());
+
+impl fmt::Display for Killed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the task was killed")
+    }
+}
+
+impl std::error::Error for Killed {}
+
+/// A task of a [`Simulation`]: awaited, it gives what its future gave. It runs on if this is dropped.
+pub struct Task<T> {
+    id: u64,
+    tasks: Rc<Tasks>,
+    state: Rc<TaskState<T>>,
+    polls: Rc<Cell<u64>>,
+}
+
+impl<T> Task<T> {
+    /// Drops its future, now or, from inside of it, as soon as it is pending. No effect on one that has ended.
+    pub fn kill(&self) {
+        self.tasks.kill(self.id);
+    }
+
+    /// How often it has been polled: at each of these but the last, if it has ended, it was pending at an await.
+    pub fn polls(&self) -> u64 {
+        self.polls.get()
+    }
+
+    /// Whether it has ended or was killed.
+    pub fn is_finished(&self) -> bool {
+        !self.tasks.slots.borrow().contains_key(&self.id)
+    }
+}
+
+impl<T> Future for Task<T> {
+    type Output = Result<T, Killed>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Some(output) = self.state.output.take() {
+            return Poll::Ready(output);
+        }
+        self.state.waiter.set(Some(cx.waker().clone()));
+        Poll::Pending
+    }
+}
+
+impl<T> fmt::Debug for Task<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Task").field("id", &self.id).field("polls", &self.polls()).finish_non_exhaustive()
+    }
+}
+
+struct TaskState<T> {
+    output: Cell<Option<Result<T, Killed>>>,
+    waiter: Cell<Option<Waker>>,
+}
+
+impl<T> TaskState<T> {
+    fn end(&self, output: Result<T, Killed>) {
+        self.output.set(Some(output));
+        if let Some(waiter) = self.waiter.take() {
+            waiter.wake();
+        }
+    }
+}
+
+struct Slot {
+    /// Empty while it is being polled.
+    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
+    waker: Arc<TaskWaker>,
+    polls: Rc<Cell<u64>>,
+    kill_at: Cell<u64>,
+    killed: Rc<dyn Fn()>,
+}
+
+struct Tasks {
+    random: RefCell<Random>,
+    slots: RefCell<BTreeMap<u64, Slot>>,
+    next: Cell<u64>,
+    woken: Arc<Mutex<Woken>>,
+}
+
+/// Who can go on. Wakers may come from anywhere, so it is behind a lock.
+#[derive(Default)]
+struct Woken {
+    tasks: BTreeSet<u64>,
+    scheduler: Option<Waker>,
+}
+
+struct TaskWaker {
+    id: u64,
+    woken: Arc<Mutex<Woken>>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let scheduler = {
+            let mut woken = lock(&self.woken);
+            woken.tasks.insert(self.id);
+            woken.scheduler.clone()
+        };
+        if let Some(scheduler) = scheduler {
+            scheduler.wake();
+        }
+    }
+}
+
+impl Tasks {
+    fn new_waker(&self) -> Arc<TaskWaker> {
+        let id = self.next.replace(self.next.get() + 1);
+        Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
+    }
+
+    fn polled_by(&self, scheduler: &Waker) {
+        lock(&self.woken).scheduler = Some(scheduler.clone());
+    }
+
+    /// One of those who can go on, or now and then nobody, so that a task of the runtime comes first.
+    fn draw(&self) -> Option<u64> {
+        let mut woken = lock(&self.woken);
+        if woken.tasks.is_empty() || self.random.borrow_mut().coin() {
+            return None;
+        }
+        let count = u64::try_from(woken.tasks.len()).unwrap_or(u64::MAX);
+        let at = usize::try_from(self.random.borrow_mut().below(count)).unwrap_or_default();
+        let id = woken.tasks.iter().nth(at).copied()?;
+        woken.tasks.remove(&id);
+        Some(id)
+    }
+
+    /// Has the scheduler called again if there is somebody who can go on.
+    fn go_on(&self, scheduler: &Waker) {
+        if !lock(&self.woken).tasks.is_empty() {
+            scheduler.wake_by_ref();
+        }
+    }
+
+    fn poll(&self, id: u64) {
+        let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
+            let future = slot.future.take()?;
+            Some((future, Waker::from(Arc::clone(&slot.waker))))
+        }) else {
+            return;
+        };
+        // Neither a poll nor a drop may find the slots borrowed: both may spawn, and kill.
+        let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
+        let ready = !kill_before && future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+        let killed = self.with(id, |slot| {
+            if !kill_before {
+                slot.polls.set(slot.polls.get() + 1);
+            }
+            slot.kill_at.get() <= slot.polls.get()
+        });
+        if ready || killed {
+            self.remove(id, future, !ready);
+        } else if let Some(slot) = self.slots.borrow_mut().get_mut(&id) {
+            slot.future = Some(future);
+        }
+    }
+
+    fn with(&self, id: u64, f: impl FnOnce(&Slot) -> bool) -> bool {
+        self.slots.borrow().get(&id).is_some_and(f)
+    }
+
+    fn kill(&self, id: u64) {
+        let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
+            // Found by the end of its poll if it is being polled.
+            slot.kill_at.set(0);
+            slot.future.take()
+        });
+        if let Some(future) = future {
+            self.remove(id, future, true);
+        }
+    }
+
+    fn remove(&self, id: u64, future: Pin<Box<dyn Future<Output = ()>>>, killed: bool) {
+        let slot = self.slots.borrow_mut().remove(&id);
+        drop(future);
+        lock(&self.woken).tasks.remove(&id);
+        if let Some(slot) = slot.filter(|_| killed) {
+            (slot.killed)();
+        }
+    }
+
+    fn clear(&self) {
+        loop {
+            let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
+            drop(slot);
+        }
+        let mut woken = lock(&self.woken);
+        woken.tasks.clear();
+        woken.scheduler = None;
+    }
+}
