@@ -92,11 +92,19 @@ pub(crate) struct Plain {
 }
 
 impl Plain {
+    #[allow(dead_code, reason = "simulations bring their own clock")]
     pub(crate) fn new(mistake: Mistake) -> Self {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
     }
 
+    /// A store that measures time by `clock`.
+    #[allow(dead_code, reason = "the suite runs on real time")]
+    pub(crate) fn with_clock(mistake: Mistake, clock: Arc<dyn Clock>) -> Self {
+        Self { mistake, reachable: true, shared: Arc::default(), heartbeats: Arc::new(Heartbeats::new(clock)) }
+    }
+
     /// With everything a subject can have.
+    #[allow(dead_code, reason = "simulations have no subject")]
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
         let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };

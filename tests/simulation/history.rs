@@ -4,14 +4,15 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use idem_runtime::{
-    Clock, Finish, Fingerprint, Inspection, Key, Lease, ManualClock, Owner, Record, Release, Reservation, Reserve, State,
+    Clock, Fingerprint, Finish, Inspection, Key, Lease, Owner, Record, Release, Reservation, Reserve, State,
     Write,
 };
+use idem_runtime::testing::SimulatedClock;
 
 use crate::reference::{Answer, Ask, Entry, Phase};
 
 /// One operation on one key. A renewal of several leases is one for each.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Reserve(Ask),
     Renew(Ask),
@@ -56,7 +57,7 @@ pub(crate) struct Op {
 /// runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
 #[derive(Debug)]
 pub(crate) struct History {
-    clock: ManualClock,
+    clock: SimulatedClock,
     keys: Vec<Key>,
     owners: Vec<Owner>,
     fingerprints: Vec<Fingerprint>,
@@ -80,7 +81,7 @@ fn number<T: PartialEq + Clone>(known: &mut Vec<T>, value: &T) -> usize {
 }
 
 impl History {
-    pub(crate) fn new(clock: ManualClock) -> Self {
+    pub(crate) fn new(clock: SimulatedClock) -> Self {
         Self {
             clock,
             keys: Vec::new(),

@@ -77,13 +77,16 @@ impl Search<'_> {
         if next_at < reference.now {
             return Some(false);
         }
-        let may_be_next: Vec<usize> =
-            (0..self.ops.len()).filter(|n| open(done, *n) && self.ops[*n].invoked < first_end).collect();
-        for n in may_be_next.iter().copied().filter(|n| answer(self.ops[*n]) == Some(next_at)) {
+        let may_be_next = (0..self.ops.len()).filter(|n| open(done, *n) && self.ops[*n].invoked < first_end);
+        let (answered, unanswered): (Vec<_>, Vec<_>) = may_be_next.partition(|n| answer(self.ops[*n]).is_some());
+        for n in answered {
             let op = self.ops[n];
+            let End::Answered { said, at } = &op.end else { continue };
+            if *at != next_at {
+                continue;
+            }
             let mut after = reference.clone();
             let expected = apply(&mut after, &op.asked, op.key, next_at);
-            let End::Answered { said, .. } = &op.end else { unreachable!("filtered") };
             if *said != expected {
                 if depth >= self.best {
                     self.best = depth;
@@ -99,7 +102,7 @@ impl Search<'_> {
             }
         }
         // What was never answered is tried last: mostly it never happened, or can wait.
-        for n in may_be_next.into_iter().filter(|n| answer(self.ops[*n]).is_none()) {
+        for n in unanswered {
             let op = self.ops[n];
             let from = self.ticks.partition_point(|tick| *tick < op.invoked_at.max(reference.now));
             let to = self.ticks.partition_point(|tick| *tick <= next_at);

@@ -10,9 +10,10 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use idem_runtime::{
-    Clock, Finish, Heartbeats, Inspection, Key, Lease, ManualClock, Payload, Release, Reservation, Reserve, Store,
+    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store,
     StoreError, StoreErrorKind, StoreFuture, Write,
 };
+use idem_runtime::testing::SimulatedClock;
 
 use crate::dice::Dice;
 use crate::history::{Asked, End, History, Said, nanos};
@@ -63,7 +64,7 @@ pub(crate) struct Met {
 
 /// Everything between the processes of a world and their store.
 pub(crate) struct Net {
-    pub(crate) clock: ManualClock,
+    pub(crate) clock: SimulatedClock,
     pub(crate) dice: Dice,
     /// A handle of nobody's, to see what is really there.
     truth: Arc<dyn Store>,
@@ -77,7 +78,7 @@ pub(crate) struct Net {
 }
 
 impl Net {
-    pub(crate) fn new(clock: ManualClock, dice: Dice, truth: Arc<dyn Store>, weather: Weather, prank: Prank) -> Self {
+    pub(crate) fn new(clock: SimulatedClock, dice: Dice, truth: Arc<dyn Store>, weather: Weather, prank: Prank) -> Self {
         Self {
             history: Mutex::new(History::new(clock.clone())),
             clock,
@@ -216,7 +217,7 @@ impl fmt::Debug for Line {
 
 /// A clock that goes half as fast.
 #[derive(Debug)]
-struct SlowClock(ManualClock);
+struct SlowClock(SimulatedClock);
 
 impl Clock for SlowClock {
     fn now(&self) -> idem_runtime::Instant {
