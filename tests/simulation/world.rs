@@ -573,13 +573,13 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     };
     let lease = Duration::from_millis(dice.pick(&[240, 1_200, 30_000]));
     let weather = Weather {
-        faults: dice.pick(&[0, 20, 80, 200]),
+        faults: dice.pick(&[0, 30, 100, 250]),
         late: dice.chance(500),
         // Three of them are less than a third of the shortest lease: a beat is not late for no reason.
         calm: lease / 20,
         lease,
     };
-    let often = dice.pick(&[0, 1, 1, 3]);
+    let often = dice.pick(&[0, 1, 2, 4]);
     let mishaps = Mishaps {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
@@ -598,7 +598,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         net.history().key(&operation.key);
     }
     let storm = lease * u32::try_from(dice.between(2, 12)).expect("few");
-    let messages = (0..dice.between(2, 7))
+    let messages = (0..dice.between(2, 16))
         .map(|_| Message {
             operation: usize::try_from(dice.between(0, operations.len() as u64 - 1)).expect("few"),
             payload: u8::from(dice.chance(80)),
