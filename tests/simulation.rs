@@ -42,16 +42,33 @@ fn explore() {
     use store::Prank;
     let mut all: Vec<Broken> = Mistake::ALL.iter().map(|it| Broken::Store(*it)).collect();
     all.push(Broken::Store(Mistake::None));
-    for prank in [Prank::FinishesNothing, Prank::ReleasesNothing, Prank::RenewsNothing, Prank::StaleReads, Prank::FailsAfterAll, Prank::SlowClock, Prank::OwnersRepeat] {
+    for prank in [
+        Prank::FinishesNothing,
+        Prank::ReleasesNothing,
+        Prank::RenewsNothing,
+        Prank::StaleReads,
+        Prank::FailsAfterAll,
+        Prank::SlowClock,
+        Prank::OwnersRepeat,
+    ] {
         all.push(Broken::Between(prank));
     }
     for broken in all {
         let mut found = std::collections::BTreeMap::new();
         for seed in 0..300 {
-            let report = match std::panic::catch_unwind(|| run(seed, broken)) { Ok(it) => it, Err(_) => { found.entry("panic".to_owned()).or_insert((seed, 0)).1 += 1; continue } };
+            let report = match std::panic::catch_unwind(|| run(seed, broken)) {
+                Ok(it) => it,
+                Err(_) => {
+                    found.entry("panic".to_owned()).or_insert((seed, 0)).1 += 1;
+                    continue;
+                }
+            };
             let mut checks: Vec<_> = report.findings.iter().map(|it| it.check).collect();
-            checks.sort(); checks.dedup();
-            for check in checks { found.entry(format!("{check:?}")).or_insert((seed, 0)).1 += 1; }
+            checks.sort();
+            checks.dedup();
+            for check in checks {
+                found.entry(format!("{check:?}")).or_insert((seed, 0)).1 += 1;
+            }
         }
         eprintln!("{broken:?}: {found:?}");
     }

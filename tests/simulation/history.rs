@@ -3,11 +3,10 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use idem_runtime::{
-    Clock, Fingerprint, Finish, Inspection, Key, Lease, Owner, Record, Release, Reservation, Reserve, State,
-    Write,
-};
 use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{
+    Clock, Fingerprint, Finish, Inspection, Key, Lease, Owner, Record, Release, Reservation, Reserve, State, Write,
+};
 
 use crate::reference::{Answer, Ask, Entry, Phase};
 
@@ -231,8 +230,12 @@ impl History {
                 End::NothingDone => "nothing done".to_owned(),
                 End::Answered { said, at } => format!("{said:?} at {} ms", millis(*at)),
             };
-            writeln!(text, "  {:>8} ms  #{invoked}{heard} process {process} key {key} {asked:?} -> {end}", millis(*invoked_at))
-                .unwrap();
+            writeln!(
+                text,
+                "  {:>8} ms  #{invoked}{heard} process {process} key {key} {asked:?} -> {end}",
+                millis(*invoked_at)
+            )
+            .unwrap();
         }
         text
     }

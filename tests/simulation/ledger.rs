@@ -53,7 +53,10 @@ impl fmt::Display for Finding {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum BodyEnd {
     Value(String),
-    Error { text: String, lasting: bool },
+    Error {
+        text: String,
+        lasting: bool,
+    },
     Panicked,
     /// With its call, or because the lease was lost.
     Dropped,
@@ -294,7 +297,8 @@ impl Ledger {
                 if self.reopened_between(key, run.started, later.started) {
                     continue;
                 }
-                let pair = || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
+                let pair =
+                    || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
                 // In the order of time; whoever starts late under an old token is not followed by the newer one.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
                 let disturbed = || self.disturbed(met, call.process, call.made_at, later.started_at);

@@ -27,7 +27,10 @@ const LIMIT: usize = 300_000;
 pub(crate) enum Verdict {
     Linearizable,
     /// How many operations the longest attempt explained, and which one it could not.
-    NotLinearizable { explained: usize, stuck_at: String },
+    NotLinearizable {
+        explained: usize,
+        stuck_at: String,
+    },
     /// The search was given up.
     Undecided,
 }

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use idem_runtime::{
-    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write,
-};
 use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{
+    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Write,
+};
 
 use crate::dice::Dice;
 use crate::history::{Asked, End, History, Said, nanos};
@@ -76,7 +76,13 @@ pub(crate) struct Net {
 }
 
 impl Net {
-    pub(crate) fn new(clock: SimulatedClock, dice: Dice, truth: Arc<dyn Store>, weather: Weather, prank: Prank) -> Self {
+    pub(crate) fn new(
+        clock: SimulatedClock,
+        dice: Dice,
+        truth: Arc<dyn Store>,
+        weather: Weather,
+        prank: Prank,
+    ) -> Self {
         Self {
             history: Mutex::new(History::new(clock.clone())),
             clock,
@@ -283,7 +289,8 @@ impl Line {
             let mut history = net.history();
             let ops = request.enter(&mut history, self.0.number);
             let fate = self.fate(&request);
-            let longest = if matches!(fate, Fate::Slow | Fate::Hangs) { net.weather.lease * 3 / 2 } else { Duration::ZERO };
+            let longest =
+                if matches!(fate, Fate::Slow | Fate::Hangs) { net.weather.lease * 3 / 2 } else { Duration::ZERO };
             let (before, after) = (net.weather.calm + longest, net.weather.calm + longest);
             if fate != Fate::Fine {
                 let from = history.now();
@@ -352,8 +359,10 @@ impl Line {
         if !net.is_stormy() || !net.dice.chance(net.weather.faults) {
             return Fate::Fine;
         }
-        let holds_result =
-            matches!(request, Request::Finish(_, Finish::Completed(Payload::Stored { .. }) | Finish::Failed(Payload::Stored { .. })));
+        let holds_result = matches!(
+            request,
+            Request::Finish(_, Finish::Completed(Payload::Stored { .. }) | Finish::Failed(Payload::Stored { .. }))
+        );
         match net.dice.between(0, 15) {
             0..3 => Fate::Slow,
             3..6 => Fate::Refused(StoreErrorKind::Unavailable),

@@ -16,8 +16,8 @@ use futures::FutureExt;
 use futures::future::{Either, select};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
-    Attempt, Clock, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal, State,
-    Store, current, idempotent, observe,
+    Attempt, Clock, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal,
+    State, Store, current, idempotent, observe,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
@@ -441,7 +441,8 @@ impl World {
     fn start_process(&self) {
         let number = self.processes.borrow().len();
         let line = Line::new(number, (self.open)(), Arc::clone(&self.net));
-        let workers = (0..self.dice.between(1, 3)).map(|_| self.simulation.spawn(self.clone().work(line.clone()))).collect();
+        let workers =
+            (0..self.dice.between(1, 3)).map(|_| self.simulation.spawn(self.clone().work(line.clone()))).collect();
         self.net.history().note(format!("process {number} starts"));
         self.processes.borrow_mut().push(Process { line, workers });
     }
