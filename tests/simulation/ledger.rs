@@ -14,7 +14,8 @@ use crate::world::Failure;
 pub(crate) enum Check {
     /// The answers of the store could have been given by one that does one thing after the other.
     Linearizable,
-    /// Whoever believes to hold a lease holds it, for at least as long: no two bodies run under live leases.
+    /// Bodies start under a lease, and whoever believes to hold one holds it, for at least as long: no two bodies run under
+    /// live leases.
     Belief,
     /// Fencing tokens never repeat and grow; the last one is told to the body.
     Fencing,
@@ -32,6 +33,8 @@ pub(crate) enum Check {
     MissingEffect,
     /// When all is over, nothing is held.
     Leak,
+    /// A waiting duplicate is woken by the end of what it waits for.
+    Woken,
     /// Everybody gets an answer.
     Stuck,
 }
@@ -71,8 +74,6 @@ pub(crate) struct Run {
     /// In the order of all events.
     pub(crate) started: u64,
     pub(crate) started_at: u64,
-    /// Whether its lease was sure to be held when it started.
-    pub(crate) held: bool,
     pub(crate) effect: Option<u64>,
     pub(crate) ended: Option<(u64, BodyEnd)>,
 }
@@ -167,9 +168,11 @@ impl Ledger {
     pub(crate) fn start(&mut self, net: &Net, call: usize, attempt: &Attempt) -> usize {
         let key = self.calls[call].key;
         let event = net.history().event();
-        let held = !attempt.lease_remaining().is_zero();
         if attempt.is_protected() {
             let number = attempt.number();
+            if attempt.lease_remaining().is_zero() {
+                self.find(Check::Belief, key, format!("attempt {number} starts although its lease has lapsed"));
+            }
             let record = net.truth(attempt.key()).map(|found| found.record);
             let latest = record.map_or(0, |record| record.attempt);
             if latest < number {
@@ -181,7 +184,6 @@ impl Ledger {
             attempt: attempt.number(),
             started: event,
             started_at: net.now(),
-            held,
             effect: None,
             ended: None,
         });
@@ -256,8 +258,11 @@ impl Ledger {
             let mut find = |check, text| findings.push(Finding { check, key, text });
             let runs = self.runs_of(key);
             self.fencing(&runs, &mut find);
-            self.effects(key, &runs, &met, &mut find);
-            self.answers(key, &runs, &met, &mut find);
+            self.effects(net, key, &runs, &met, &mut find);
+            self.answers(net, key, &runs, &met, &mut find);
+        }
+        for (key, text) in net.overslept() {
+            findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });
         }
         for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| call.end.is_none()) {
             findings.push(Finding { check: Check::Stuck, key: call.key, text: format!("call {n} never ended") });
@@ -269,8 +274,7 @@ impl Ledger {
         for (n, run) in runs.iter().enumerate().filter(|(_, run)| run.attempt > 0) {
             for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
                 let (first, then) = (run.attempt, later.attempt);
-                // Whoever starts late under a lease that has lapsed knows that.
-                if first == then || (first > then && later.held) {
+                if first >= then {
                     find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
                 }
             }
@@ -278,17 +282,18 @@ impl Ledger {
     }
 
     /// Whether something kept `process` from its work in this time.
-    fn disturbed(&self, met: &[Met], process: usize, from: u64, to: u64) -> bool {
-        met.iter().any(|it| it.process == process && it.from <= to && it.to >= from)
+    fn disturbed(&self, net: &Net, met: &[Met], process: usize, from: u64, to: u64) -> bool {
+        net.jumped(from, to)
+            || met.iter().any(|it| it.process == process && it.from <= to && it.to >= from)
             || self.kills.iter().any(|(killed, at)| *killed == process && *at <= to)
     }
 
-    fn effects(&self, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+    fn effects(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         for run in runs {
             let call = &self.calls[run.call];
             if run.attempt == 0 {
                 let allowed = call.terms.on_store_error == OnStoreError::Run;
-                if !allowed || !self.disturbed(met, call.process, call.made_at, run.started_at) {
+                if !allowed || !self.disturbed(net, met, call.process, call.made_at, run.started_at) {
                     find(Check::DoubleEffect, format!("{run:?} without a reservation and without need"));
                 }
                 continue;
@@ -301,11 +306,13 @@ impl Ledger {
                     || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
                 // In the order of time; whoever starts late under an old token is not followed by the newer one.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
-                let disturbed = || self.disturbed(met, call.process, call.made_at, later.started_at);
-                if call.terms.on_crash == OnCrash::Fail
-                    && run.started < later.started
-                    && !matches!(ended, Some(BodyEnd::Error { .. }))
-                {
+                let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
+                let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
+                // Whoever comes may have promised it, too, and does not take over.
+                let follows = &self.calls[later.call];
+                let took_over = later.attempt == run.attempt + 1
+                    && matches!(&follows.end, Some((_, CallEnd::Returned(_, outcome))) if outcome.took_over());
+                if promised || (took_over && follows.terms.on_crash == OnCrash::Fail) {
                     find(Check::AtMostOnce, pair());
                 }
                 match (ended, call.end.as_ref().map(|(_, end)| end)) {
@@ -321,9 +328,9 @@ impl Ledger {
         }
     }
 
-    fn answers(&self, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+    fn answers(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let by_number = |number: u32| runs.iter().find(|run| run.attempt == number);
-        let met_here = met.iter().any(|it| it.keys.contains(&key)) || !self.kills.is_empty();
+        let met_here = met.iter().any(|it| it.keys.contains(&key)) || !self.kills.is_empty() || net.jumped(0, u64::MAX);
         let mut first: Option<(&Result<String, Failure>, &Call)> = None;
         for call in self.calls.iter().filter(|call| call.key == key) {
             let Some((_, CallEnd::Returned(result, outcome))) = &call.end else { continue };
@@ -374,7 +381,12 @@ impl Ledger {
                     Error::ResultUnavailable { .. } => {
                         !disturbed
                             && !runs.iter().any(|run| {
-                                matches!(&run.ended, Some((_, BodyEnd::Value(value))) if value.len() + 2 > call.terms.max_result_bytes)
+                                match &run.ended {
+                                    Some((_, BodyEnd::Value(value))) => value.len() + 2 > call.terms.max_result_bytes,
+                                    // Told to a handler that does not read errors.
+                                    Some((_, BodyEnd::Error { lasting, .. })) => *lasting,
+                                    _ => false,
+                                }
                             })
                     }
                     Error::LeaseLost { .. } | Error::Unrecorded { .. } | Error::Store { .. } => !disturbed,

@@ -21,7 +21,7 @@ use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
 /// How many configurations are looked at before the search gives up. Histories of simulations need a few hundred.
-const LIMIT: usize = 300_000;
+const LIMIT: usize = 20_000;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {

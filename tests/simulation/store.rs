@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
-    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store, StoreError,
+    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store, StoreError,
     StoreErrorKind, StoreFuture, Write,
 };
 
@@ -73,6 +73,12 @@ pub(crate) struct Net {
     met: Mutex<Vec<Met>>,
     /// For [`Prank::StaleReads`].
     stale: Mutex<HashMap<Key, Reservation>>,
+    /// When which attempt ended, or lost its record.
+    ended: Mutex<HashMap<(Key, u32), u64>>,
+    /// When time jumped, and how far.
+    jumps: Mutex<Vec<(u64, u64)>>,
+    /// Waits that went on after what they waited for had ended.
+    overslept: Mutex<Vec<(Key, String)>>,
 }
 
 impl Net {
@@ -93,7 +99,33 @@ impl Net {
             prank,
             met: Mutex::default(),
             stale: Mutex::default(),
+            ended: Mutex::default(),
+            jumps: Mutex::default(),
+            overslept: Mutex::default(),
         }
+    }
+
+    /// Everything stands still for `duration` but the clock of the store: all timers are late.
+    pub(crate) fn jump(&self, duration: Duration) {
+        let from = self.now();
+        self.clock.advance(duration);
+        let to = self.now();
+        self.history().note(format!("time jumps by {duration:?}"));
+        self.jumps.lock().unwrap().push((from, to));
+    }
+
+    /// Whether time jumped between `from` and `to`.
+    pub(crate) fn jumped(&self, from: u64, to: u64) -> bool {
+        self.jumps.lock().unwrap().iter().any(|(start, end)| *start <= to && *end >= from)
+    }
+
+    pub(crate) fn overslept(&self) -> Vec<(Key, String)> {
+        self.overslept.lock().unwrap().clone()
+    }
+
+    /// The attempt that is pending for `key`.
+    fn pending(&self, key: &Key) -> Option<u32> {
+        self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
     pub(crate) fn history(&self) -> MutexGuard<'_, History> {
@@ -166,6 +198,15 @@ impl Request {
             Self::Release(lease, release) => store.release(lease, *release).await.map(write),
             Self::Reopen(key, attempt) => store.reopen(key, *attempt).await.map(write),
             Self::Inspect(key) => store.inspect(key).await.map(Reply::Inspection),
+        }
+    }
+
+    fn key(&self) -> Option<&Key> {
+        match self {
+            Self::Reserve(request) => Some(&request.key),
+            Self::Finish(lease, _) | Self::Release(lease, _) => Some(&lease.key),
+            Self::Reopen(key, _) => Some(key),
+            Self::Renew(_) | Self::Inspect(_) => None,
         }
     }
 
@@ -325,7 +366,7 @@ impl Line {
         let error = match (fate, done) {
             (Fate::Fine | Fate::Slow, Some((answer, at))) => match answer {
                 Ok(reply) => {
-                    self.respond(&mut history, &ops, &reply, at);
+                    respond(&mut history, &ops, &reply, at);
                     return Ok(reply);
                 }
                 Err(error) => error,
@@ -336,22 +377,6 @@ impl Line {
         let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone };
         ops.iter().for_each(|op| history.respond(*op, end.clone()));
         Err(error)
-    }
-
-    fn respond(&self, history: &mut History, ops: &[usize], reply: &Reply, at: (u64, Option<Said>)) {
-        let (at, said) = at;
-        match reply {
-            Reply::Writes(writes) => {
-                for (op, write) in ops.iter().zip(writes) {
-                    history.respond(*op, End::Answered { said: Said::Write(*write), at });
-                }
-            }
-            Reply::Reservation(_) | Reply::Inspection(_) => {
-                let said = said.expect("said when it was done");
-                history.respond(ops[0], End::Answered { said, at });
-            }
-        }
-        let _ = self;
     }
 
     fn fate(&self, request: &Request) -> Fate {
@@ -373,6 +398,20 @@ impl Line {
             12..14 if net.weather.late => Fate::Late,
             12..14 => Fate::AnswerLost,
             _ => Fate::Hangs,
+        }
+    }
+}
+
+fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64, Option<Said>)) {
+    match reply {
+        Reply::Writes(writes) => {
+            for (op, write) in ops.iter().zip(writes) {
+                history.respond(*op, End::Answered { said: Said::Write(*write), at });
+            }
+        }
+        Reply::Reservation(_) | Reply::Inspection(_) => {
+            let said = said.expect("said when it was done");
+            history.respond(ops[0], End::Answered { said, at });
         }
     }
 }
@@ -404,10 +443,16 @@ async fn land(net: &Net, store: &dyn Store, request: &Request) -> (Result<Reply,
         }
         _ => None,
     };
+    let running = request.key().and_then(|key| Some((key, net.pending(key)?)));
     let answer = match pretended {
         Some(reply) => Ok(reply),
         None => request.ask(store).await,
     };
+    if let Some((key, attempt)) = running
+        && net.pending(key) != Some(attempt)
+    {
+        net.ended.lock().unwrap().insert((key.clone(), attempt), at);
+    }
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
             if !matches!(reservation, Reservation::Reserved { .. }) {
@@ -488,7 +533,18 @@ impl Store for Line {
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
                 };
             }
-            self.0.inner.wait(key, attempt, at_most).await
+            let began = net.now();
+            let waited = self.0.inner.wait(key, attempt, at_most).await;
+            let now = net.now();
+            let ended = net.ended.lock().unwrap().get(&(key.clone(), attempt)).copied();
+            if let Some(ended) = ended
+                && now > ended.max(began)
+                && !net.jumped(ended.max(began), now)
+            {
+                let text = format!("attempt {attempt} ended at {ended}, process {} waited until {now}", self.number());
+                net.overslept.lock().unwrap().push((key.clone(), text));
+            }
+            waited
         })
     }
 

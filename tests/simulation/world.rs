@@ -80,6 +80,9 @@ impl Report {
     }
 }
 
+/// The payload of a message that has no fingerprint.
+const UNMARKED: u8 = 2;
+
 /// The operation behind one key.
 #[derive(Debug)]
 struct Operation {
@@ -87,6 +90,8 @@ struct Operation {
     /// A key that is never that of a message: bodies call it.
     inner: Option<usize>,
     terms: Terms,
+    /// Whether deliveries differ in `on_crash`, as in the middle of a deployment.
+    mixed: bool,
     /// Whether the handler records lasting errors.
     records: bool,
 }
@@ -111,6 +116,7 @@ struct Mishaps {
     slow: u64,
     kills: u64,
     operators: u64,
+    jumps: u64,
 }
 
 #[derive(Clone)]
@@ -162,7 +168,10 @@ struct Delivery {
 
 impl Delivery {
     fn new(world: &World, line: &Line, operation: usize, payload: u8) -> Self {
-        let terms = world.operations[operation].terms;
+        let Operation { mut terms, mixed, .. } = world.operations[operation];
+        if mixed {
+            terms.on_crash = world.dice.pick(&[OnCrash::Retry, OnCrash::Fail]);
+        }
         let call = world.ledger.borrow_mut().call(operation, line.number(), terms, world.net.now());
         Self { world: world.clone(), line: line.clone(), operation, payload, policy: terms.policy(), call }
     }
@@ -204,6 +213,12 @@ async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
     body(delivery).await
 }
 
+/// As before the handler was given a fingerprint.
+#[idempotent(key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy)]
+async fn unmarked(delivery: &Delivery) -> Result<String, Failure> {
+    body(delivery).await
+}
+
 fn decide(failure: &Failure) -> OnError {
     match failure {
         Failure::Lasting(_) => OnError::Record,
@@ -237,7 +252,7 @@ impl Drop for Running<'_> {
 }
 
 async fn body(delivery: &Delivery) -> Result<String, Failure> {
-    let Delivery { world, line, operation, payload, call, .. } = delivery;
+    let Delivery { world, line, payload, call, .. } = delivery;
     let World(shared) = world;
     let Shared { net, dice, mishaps, .. } = &**shared;
     let attempt = current().expect("inside of a handler");
@@ -297,15 +312,15 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
         false => name.clone(),
     };
     running.end(BodyEnd::Value(value.clone()));
-    let _ = operation;
     Ok(value)
 }
 
 /// Calls the handler of `delivery`, and enters how that ended.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
-    let (result, outcome) = match delivery.operation().records {
-        true => observe(recording(delivery)).await,
-        false => observe(releasing(delivery)).await,
+    let (result, outcome) = match (delivery.payload, delivery.operation().records) {
+        (UNMARKED, _) => observe(unmarked(delivery)).await,
+        (_, true) => observe(recording(delivery)).await,
+        (_, false) => observe(releasing(delivery)).await,
     };
     delivery.world.count_outcome(&result, &outcome);
     delivery.ended(CallEnd::Returned(result.clone(), outcome));
@@ -497,6 +512,17 @@ impl World {
         }
     }
 
+    /// Time jumps, as for processes that are stopped and go on.
+    async fn jump_now_and_then(self, storm: Duration) {
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 3)).await;
+            if self.net.is_stormy() && self.dice.chance(self.mishaps.jumps) {
+                self.count("jumps of time");
+                self.net.jump(self.dice.up_to(storm / 2));
+            }
+        }
+    }
+
     /// Everything, from the first message to the last.
     async fn live(self, storm: Duration) {
         for _ in 0..self.dice.between(1, 3) {
@@ -504,6 +530,7 @@ impl World {
         }
         self.simulation.spawn(self.clone().kill_now_and_then(storm));
         self.simulation.spawn(self.clone().decide_now_and_then(storm));
+        self.simulation.spawn(self.clone().jump_now_and_then(storm));
         self.net.clock.sleep(storm).await;
         self.net.clear_up();
         self.net.history().note("the weather clears up".to_owned());
@@ -547,7 +574,7 @@ impl World {
             let Some(found) = self.net.truth(&operation.key) else { continue };
             let Some(lapses_in) = found.lapses_in else { continue };
             let mut ledger = self.ledger.borrow_mut();
-            let excused = met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty();
+            let excused = met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
             if !lapses_in.is_zero() || !excused {
                 ledger.find(Check::Leak, n, format!("nobody is left, and the store holds {found:?}"));
             }
@@ -588,6 +615,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         slow: dice.pick(&[0, 300]),
         kills: often * dice.pick(&[0, 200]),
         operators: often * dice.pick(&[0, 0, 150]),
+        jumps: often * dice.pick(&[0, 0, 150]),
     };
     let prank = match broken {
         Broken::Between(prank) => prank,
@@ -599,10 +627,11 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         net.history().key(&operation.key);
     }
     let storm = lease * u32::try_from(dice.between(2, 12)).expect("few");
+    let with_payloads = dice.chance(500);
     let messages = (0..dice.between(2, 16))
         .map(|_| Message {
             operation: usize::try_from(dice.between(0, operations.len() as u64 - 1)).expect("few"),
-            payload: u8::from(dice.chance(80)),
+            payload: dice.pick(if with_payloads { &[0, 0, 0, 0, 0, 0, 1, UNMARKED, UNMARKED] } else { &[0] }),
             visible_at: nanos(dice.up_to(storm)) * dice.between(0, 1),
             settled: false,
         })
@@ -643,7 +672,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
         };
         let key = Key::new("simulation", format!("k{n}")).expect("valid");
         let inner = (nested && n < count).then_some(count);
-        operations.push(Operation { key, inner, terms, records: dice.chance(500) });
+        operations.push(Operation { key, inner, terms, mixed: dice.chance(200), records: dice.chance(500) });
     }
     operations
 }
