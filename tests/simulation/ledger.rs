@@ -369,9 +369,9 @@ impl Ledger {
                     // Somebody was at work and did not return, or could not say so.
                     Error::Interrupted { .. } => {
                         !disturbed
-                            && !runs.iter().any(|run| {
-                                matches!(run.ended, None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked)))
-                            })
+                            && !runs
+                                .iter()
+                                .any(|run| matches!(run.ended, None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked))))
                     }
                     Error::AttemptsExhausted { attempts, .. } => {
                         let limit = call.terms.max_attempts;

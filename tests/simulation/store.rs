@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
-    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store, StoreError,
-    StoreErrorKind, StoreFuture, Write,
+    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
+    StoreError, StoreErrorKind, StoreFuture, Write,
 };
 
 use crate::dice::Dice;

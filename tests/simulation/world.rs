@@ -268,7 +268,7 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
     };
     let longest = match stormy && dice.chance(mishaps.slow) {
         true => terms.lease * 2,
-        false => terms.lease / 4,
+        false => terms.lease / 2,
     };
     let steps = dice.between(1, 5);
     let effect_at = dice.between(0, steps - 1);
@@ -574,7 +574,8 @@ impl World {
             let Some(found) = self.net.truth(&operation.key) else { continue };
             let Some(lapses_in) = found.lapses_in else { continue };
             let mut ledger = self.ledger.borrow_mut();
-            let excused = met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
+            let excused =
+                met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
             if !lapses_in.is_zero() || !excused {
                 ledger.find(Check::Leak, n, format!("nobody is left, and the store holds {found:?}"));
             }
@@ -612,7 +613,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
         errors: often * dice.pick(&[0, 30]),
-        slow: dice.pick(&[0, 300]),
+        slow: dice.pick(&[0, 200, 500]),
         kills: often * dice.pick(&[0, 200]),
         operators: often * dice.pick(&[0, 0, 150]),
         jumps: often * dice.pick(&[0, 0, 150]),
