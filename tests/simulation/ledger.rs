@@ -14,6 +14,8 @@ use crate::world::Failure;
 pub(crate) enum Check {
     /// The answers of the store could have been given by one that does one thing after the other.
     Linearizable,
+    /// The search for such an order ends.
+    Undecided,
     /// Bodies start under a lease, and whoever believes to hold one holds it, for at least as long: no two bodies run under
     /// live leases.
     Belief,

@@ -688,9 +688,12 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
     }
     for key in 0..world.operations.len() {
         let verdict = linearize::check(&world.net.history(), key);
-        if verdict != Verdict::Linearizable {
-            world.ledger.borrow_mut().find(Check::Linearizable, key, format!("{verdict:?}"));
-        }
+        let check = match verdict {
+            Verdict::Linearizable => continue,
+            Verdict::NotLinearizable { .. } => Check::Linearizable,
+            Verdict::Undecided => Check::Undecided,
+        };
+        world.ledger.borrow_mut().find(check, key, format!("{verdict:?}"));
     }
     let mut counts = world.counts.take();
     counts.insert("operations of the store", world.net.history().ops.len() as u64);
