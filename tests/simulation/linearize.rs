@@ -182,3 +182,186 @@ fn hash(entry: &Entry, hasher: &mut impl Hasher) {
         }
     }
 }
+
+/// The search itself, on histories written by hand.
+mod by_hand {
+    use std::time::Duration;
+
+    use idem_runtime::testing::{SimulatedClock, Simulation};
+    use idem_runtime::{CodecName, Finish, Key, OnCrash, Payload, Write};
+
+    use super::{Verdict, check};
+    use crate::history::{Asked, End, History, Said, nanos};
+    use crate::reference::{Answer, Ask, Entry, Phase};
+
+    const LEASE: u64 = nanos_of_seconds(30);
+    const TTL: u64 = nanos_of_seconds(600);
+
+    const fn nanos_of_seconds(seconds: u64) -> u64 {
+        seconds * 1_000_000_000
+    }
+
+    /// One key, whose operations are entered one after the other, or overlap.
+    struct Script {
+        clock: SimulatedClock,
+        history: History,
+    }
+
+    fn script(write: impl FnOnce(&mut Script)) -> Verdict {
+        let simulation = Simulation::new(1);
+        let mut script = Script { clock: simulation.clock(), history: History::new(simulation.clock()) };
+        write(&mut script);
+        check(&script.history, 0)
+    }
+
+    impl Script {
+        fn pass(&self, seconds: u64) {
+            self.clock.advance(Duration::from_secs(seconds));
+        }
+
+        fn ask(&mut self, asked: Asked) -> usize {
+            self.history.invoke(0, &Key::new("by-hand", "k").unwrap(), asked)
+        }
+
+        fn answer(&mut self, op: usize, said: Said) {
+            let at = self.history.tick();
+            self.history.respond(op, End::Answered { said, at });
+        }
+
+        fn done(&mut self, asked: Asked, said: Said) {
+            let op = self.ask(asked);
+            self.answer(op, said);
+        }
+    }
+
+    fn by(owner: usize) -> Ask {
+        let on_crash = OnCrash::Retry;
+        Ask { key: 0, owner, lease: LEASE, ttl: TTL, fingerprint: None, on_crash, max_attempts: None }
+    }
+
+    fn reserve(owner: usize) -> Asked {
+        Asked::Reserve(by(owner))
+    }
+
+    fn reserved(attempt: u32, takeover: bool) -> Said {
+        Said::Reservation(Answer::Reserved { attempt, starts: attempt, fingerprint: None, takeover })
+    }
+
+    fn pending(attempt: u32, seconds: u64) -> Said {
+        Said::Reservation(Answer::Pending { attempt, lapses_in: nanos(Duration::from_secs(seconds)) })
+    }
+
+    fn result(byte: u8) -> Finish {
+        let codec = CodecName::new(b"hand").unwrap();
+        Finish::Completed(Payload::Stored { codec, bytes: vec![byte].into() })
+    }
+
+    fn finished(owner: usize, attempt: u32, byte: u8) -> Said {
+        let phase = Phase::Finished(result(byte));
+        let entry = Entry { owner, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
+        Said::Reservation(Answer::Finished(entry))
+    }
+
+    fn holds(verdict: &Verdict) -> bool {
+        assert_ne!(*verdict, Verdict::Undecided);
+        *verdict == Verdict::Linearizable
+    }
+
+    #[test]
+    fn one_key_is_reserved_once() {
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(reserve(2), reserved(1, false));
+        })));
+        assert!(holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(reserve(2), pending(1, 30));
+        })));
+    }
+
+    #[test]
+    fn concurrent_operations_have_the_order_that_explains_them() {
+        assert!(holds(&script(|it| {
+            let [first, second] = [1, 2].map(|owner| it.ask(reserve(owner)));
+            it.answer(first, pending(1, 30));
+            it.answer(second, reserved(1, false));
+        })));
+        // One after the other they have no choice.
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), pending(1, 30));
+            it.done(reserve(2), reserved(1, false));
+        })));
+    }
+
+    #[test]
+    fn what_is_not_answered_happens_at_some_time_or_never() {
+        for landed in [true, false] {
+            assert!(holds(&script(|it| {
+                it.ask(reserve(1));
+                it.history.tick();
+                it.pass(10);
+                it.done(reserve(2), if landed { pending(1, 20) } else { reserved(1, false) });
+            })));
+        }
+        // Not before it was asked for.
+        assert!(!holds(&script(|it| {
+            it.done(reserve(2), pending(1, 30));
+            it.ask(reserve(1));
+        })));
+        // Not twice.
+        assert!(!holds(&script(|it| {
+            it.ask(reserve(1));
+            it.done(reserve(2), pending(1, 30));
+            it.pass(30);
+            it.done(reserve(3), reserved(2, true));
+            it.pass(30);
+            it.done(reserve(4), pending(3, 30));
+        })));
+        // Not if the store says that it was not done.
+        assert!(!holds(&script(|it| {
+            let op = it.ask(reserve(1));
+            it.history.respond(op, End::NothingDone);
+            it.done(reserve(2), pending(1, 30));
+        })));
+    }
+
+    #[test]
+    fn a_late_finish_counts_until_somebody_has_taken_over() {
+        let finish = || Asked::Finish(by(1), result(7));
+        assert!(holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.ask(finish());
+            it.pass(40);
+            it.done(reserve(2), finished(1, 1, 7));
+        })));
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.ask(finish());
+            it.pass(40);
+            it.done(reserve(2), reserved(2, true));
+            it.done(reserve(3), finished(1, 1, 7));
+        })));
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(finish(), Said::Write(Write::Done));
+            it.done(reserve(2), finished(1, 1, 8));
+        })));
+    }
+
+    #[test]
+    fn leases_are_as_long_as_is_said() {
+        for (seconds, right) in [(29, true), (30, false), (1, false)] {
+            let verdict = script(|it| {
+                it.done(reserve(1), reserved(1, false));
+                it.pass(1);
+                it.done(reserve(2), pending(1, seconds));
+            });
+            assert_eq!(holds(&verdict), right, "{seconds} seconds");
+        }
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.pass(29);
+            it.done(reserve(2), reserved(2, true));
+        })));
+    }
+}

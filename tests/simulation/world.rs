@@ -465,7 +465,7 @@ impl World {
     /// Kills processes and starts others, until the weather clears up.
     async fn kill_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
-            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 4)).await;
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 6)).await;
             let alive: Vec<usize> = {
                 let processes = self.processes.borrow();
                 (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
@@ -602,7 +602,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     };
     let lease = Duration::from_millis(dice.pick(&[240, 1_200, 30_000]));
     let weather = Weather {
-        faults: dice.pick(&[0, 30, 100, 250]),
+        faults: dice.pick(&[0, 50, 150, 300]),
         late: dice.chance(500),
         // Three of them are less than a third of the shortest lease: a beat is not late for no reason.
         calm: lease / 20,
@@ -614,7 +614,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         panics: often * dice.pick(&[0, 20]),
         errors: often * dice.pick(&[0, 30]),
         slow: dice.pick(&[0, 200, 500]),
-        kills: often * dice.pick(&[0, 200]),
+        kills: often * dice.pick(&[0, 150, 300]),
         operators: often * dice.pick(&[0, 0, 150]),
         jumps: often * dice.pick(&[0, 0, 150]),
     };
