@@ -19,6 +19,7 @@ mod ledger;
 #[path = "simulation/linearize.rs"]
 mod linearize;
 #[path = "conformance/plain.rs"]
+#[allow(dead_code, reason = "some mistakes are those of the conformance suite alone")]
 mod plain;
 #[path = "model/reference.rs"]
 mod reference;
@@ -90,11 +91,12 @@ fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
 /// What to read first of a world in which something is wrong.
 fn story(report: &Report) -> Option<String> {
     let first = report.findings.first()?;
-    let all: String = report.findings.iter().map(|finding| format!("{finding}\n")).collect();
+    let all: Vec<String> = report.findings.iter().map(ToString::to_string).collect();
     let seed = report.seed;
     Some(format!(
-        "seed {seed}: {} promises are broken\n{all}history of key {}:\n{}\nrun again with IDEM_SIM_SEED={seed}",
-        report.findings.len(),
+        "seed {seed}: {} promises are broken\n{}\nhistory of key {}:\n{}\nrun again with IDEM_SIM_SEED={seed}",
+        all.len(),
+        all.join("\n"),
         first.key,
         report.transcript(Some(first.key)),
     ))

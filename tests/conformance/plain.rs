@@ -92,7 +92,6 @@ pub(crate) struct Plain {
 }
 
 impl Plain {
-    #[allow(dead_code, reason = "simulations bring their own clock")]
     pub(crate) fn new(mistake: Mistake) -> Self {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
     }
@@ -104,7 +103,6 @@ impl Plain {
     }
 
     /// With everything a subject can have.
-    #[allow(dead_code, reason = "simulations have no subject")]
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
         let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };

@@ -336,10 +336,9 @@ impl Stage {
             (None, true) if fail && protected => {
                 assert!(interrupted && !ran && effects.get() == before, "{context}");
             }
-            (None, true) => assert!(ran, "{context}"),
             // Of a reservation that died with its process nobody knows that its body never started.
             (None, false) if end == End::Crashed && fail => assert!(ran || interrupted, "{context}"),
-            (None, false) => assert!(ran, "{context}"),
+            (None, _) => assert!(ran, "{context}"),
         }
         if let (true, Some(before)) = (ran && protected, record) {
             assert!(outcome.attempt().is_some_and(|number| number > before.attempt), "{context}");

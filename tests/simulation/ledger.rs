@@ -1,6 +1,6 @@
 //! The books of a world: every call, every run of a body, every effect; and what must be true of them.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use std::time::Duration;
 
@@ -259,7 +259,7 @@ impl Ledger {
         for key in 0..net.history().keys() {
             let mut find = |check, text| findings.push(Finding { check, key, text });
             let runs = self.runs_of(key);
-            self.fencing(&runs, &mut find);
+            Self::fencing(&runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
         }
@@ -272,7 +272,7 @@ impl Ledger {
         self.findings.extend(findings);
     }
 
-    fn fencing(&self, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+    fn fencing(runs: &[&Run], find: &mut impl FnMut(Check, String)) {
         for (n, run) in runs.iter().enumerate().filter(|(_, run)| run.attempt > 0) {
             for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
                 let (first, then) = (run.attempt, later.attempt);
@@ -406,9 +406,9 @@ impl Ledger {
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| key.is_none_or(|key| call.key == key)) {
-            text += &format!("  call {n}: {call:?}\n");
+            writeln!(text, "  call {n}: {call:?}").unwrap();
             for run in self.runs.iter().filter(|run| run.call == n) {
-                text += &format!("    {run:?}\n");
+                writeln!(text, "    {run:?}").unwrap();
             }
         }
         text

@@ -375,7 +375,9 @@ impl Line {
             _ => unknown("no answer"),
         };
         let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone };
-        ops.iter().for_each(|op| history.respond(*op, end.clone()));
+        for op in &ops {
+            history.respond(*op, end.clone());
+        }
         Err(error)
     }
 
@@ -394,9 +396,8 @@ impl Line {
             6 => Fate::Refused(StoreErrorKind::Misconfigured),
             7 if holds_result => Fate::Refused(StoreErrorKind::TooLarge),
             7..9 => Fate::Lost,
-            9..12 => Fate::AnswerLost,
-            12..14 if net.weather.late => Fate::Late,
-            12..14 => Fate::AnswerLost,
+            9..11 if net.weather.late => Fate::Late,
+            9..14 => Fate::AnswerLost,
             _ => Fate::Hangs,
         }
     }
