@@ -202,6 +202,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Store(M::ResultRunsAgain), Check::DoubleEffect),
     (Broken::Store(M::FailedIsCompleted), Check::Linearizable),
     (Broken::Store(M::SizeIsForgotten), Check::Linearizable),
+    (Broken::Store(M::NeverForgets), Check::Linearizable),
     (Broken::Store(M::PendingNeverExpires), Check::Linearizable),
     (Broken::Store(M::TtlFromReservation), Check::Linearizable),
     (Broken::Store(M::PendingExpiresAtTtl), Check::Linearizable),

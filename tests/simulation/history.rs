@@ -213,6 +213,22 @@ impl History {
         }
     }
 
+    /// Whether somebody heard, after the event `from`, that attempt `attempt` of `key` has lost its lease.
+    pub(crate) fn was_refused(&self, key: usize, attempt: u32, from: u64) -> bool {
+        let ops = || self.ops.iter().filter(|op| op.key == key);
+        let owner = ops().find_map(|op| match (&op.asked, &op.end) {
+            (
+                Asked::Reserve(ask),
+                End::Answered { said: Said::Reservation(Answer::Reserved { attempt: it, .. }), .. },
+            ) if *it == attempt => Some(ask.owner),
+            _ => None,
+        });
+        ops().any(|op| {
+            let refused = matches!(op.end, End::Answered { said: Said::Write(Write::Refused), .. });
+            refused && op.invoked > from && matches!(&op.asked, Asked::Renew(ask) if Some(ask.owner) == owner)
+        })
+    }
+
     /// The operations on `key`, and what was noted beside them; all of them without a key.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();

@@ -25,6 +25,8 @@ pub(crate) enum Check {
     DoubleEffect,
     /// A lease is lost only after a fault or a crash.
     Lapse,
+    /// A heartbeat that finds the lease lost cancels the body.
+    Cancelled,
     /// Under `on_crash = fail`, a body that started and did not return is not followed by another.
     AtMostOnce,
     /// A replay is the result of the attempt that it names, and always the same.
@@ -77,6 +79,8 @@ pub(crate) struct Run {
     pub(crate) started: u64,
     pub(crate) started_at: u64,
     pub(crate) effect: Option<u64>,
+    /// Whether it asked for its lease itself.
+    pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
 }
 
@@ -90,12 +94,11 @@ pub(crate) enum CallEnd {
     Killed,
 }
 
-/// How long results are remembered: longer than any world lasts.
-const TTL: Duration = Duration::from_secs(30 * 86_400);
-
 /// What a handler asks of the library.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
+    /// How long results are remembered.
+    pub(crate) ttl: Duration,
     pub(crate) lease: Duration,
     pub(crate) on_crash: OnCrash,
     pub(crate) in_progress: InProgress,
@@ -104,9 +107,18 @@ pub(crate) struct Terms {
     pub(crate) max_result_bytes: usize,
 }
 
+/// Longer than any world lasts.
+pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
+
 impl Terms {
+    /// Whether nothing is forgotten; otherwise bodies run again and fencing tokens start anew, and what is left to check
+    /// is that the store forgets when it should.
+    fn remembers(&self) -> bool {
+        self.ttl == FOR_EVER
+    }
+
     pub(crate) fn policy(&self) -> Policy {
-        let policy = Policy::new(TTL)
+        let policy = Policy::new(self.ttl)
             .lease(self.lease)
             .on_crash(self.on_crash)
             .in_progress(self.in_progress)
@@ -177,7 +189,7 @@ impl Ledger {
             }
             let record = net.truth(attempt.key()).map(|found| found.record);
             let latest = record.map_or(0, |record| record.attempt);
-            if latest < number {
+            if latest < number && self.calls[call].terms.remembers() {
                 self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
             }
         }
@@ -187,6 +199,7 @@ impl Ledger {
             started: event,
             started_at: net.now(),
             effect: None,
+            confirms: false,
             ended: None,
         });
         self.believe(net, call, attempt);
@@ -219,6 +232,12 @@ impl Ledger {
     pub(crate) fn end_run(&mut self, net: &Net, run: usize, end: BodyEnd) {
         let event = net.history().event();
         if self.runs[run].ended.is_none() {
+            let Run { call, attempt, started, confirms, .. } = self.runs[run];
+            let key = self.calls[call].key;
+            if matches!(end, BodyEnd::Value(_)) && !confirms && net.history().was_refused(key, attempt, started) {
+                let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
+                self.find(Check::Cancelled, key, text);
+            }
             self.runs[run].ended = Some((event, end));
         }
     }
@@ -233,6 +252,7 @@ impl Ledger {
             && outcome.executed()
             && outcome.attempt().is_some()
             && !self.was_reopened(self.calls[call].key)
+            && self.calls[call].terms.remembers()
         {
             let number = outcome.attempt().unwrap_or_default();
             let found = net.truth(key).map(|found| found.record);
@@ -259,6 +279,9 @@ impl Ledger {
         for key in 0..net.history().keys() {
             let mut find = |check, text| findings.push(Finding { check, key, text });
             let runs = self.runs_of(key);
+            if runs.iter().any(|run| !self.calls[run.call].terms.remembers()) {
+                continue;
+            }
             Self::fencing(&runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);

@@ -454,6 +454,10 @@ async fn land(net: &Net, store: &dyn Store, request: &Request) -> (Result<Reply,
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
+    // Of a record that was forgotten, the numbers start anew.
+    if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
+        net.ended.lock().unwrap().remove(&(key.clone(), attempt));
+    }
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
             if !matches!(reservation, Reservation::Reserved { .. }) {

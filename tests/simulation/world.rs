@@ -24,7 +24,7 @@ use tokio::sync::Notify;
 
 use crate::dice::Dice;
 use crate::history::nanos;
-use crate::ledger::{BodyEnd, CallEnd, Check, Finding, Ledger, Terms};
+use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
 use crate::linearize::{self, Verdict};
 use crate::plain::{Mistake, Plain};
 use crate::store::{Line, Net, Prank, Weather};
@@ -277,6 +277,7 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
             0 => {}
             1 => tokio::task::yield_now().await,
             2 => {
+                world.ledger.borrow_mut().runs[run].confirms = true;
                 if running.attempt.confirm_lease().await.is_err() && dice.chance(500) {
                     world.count("bodies that could not confirm their lease");
                     return fail(false);
@@ -661,6 +662,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
     let mut operations: Vec<Operation> = Vec::new();
     for n in 0..count + usize::from(nested) {
         let terms = Terms {
+            ttl: if dice.chance(80) { lease * 3 } else { FOR_EVER },
             lease: lease / dice.pick(&[1, 1, 2]),
             on_crash: dice.pick(&[OnCrash::Retry, OnCrash::Retry, OnCrash::Fail]),
             in_progress: match dice.chance(500) {
