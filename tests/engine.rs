@@ -528,6 +528,57 @@ async fn a_reservation_whose_answer_got_lost_is_recognised() {
     assert_eq!(world.store.count(Call::Reserve), 2);
 }
 
+/// A call whose reservation has landed, and is answered only once its lease has lapsed.
+async fn answered_too_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
+    world.store.next(Call::Reserve, Fault::Slow(2));
+    let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), world.body()));
+    while world.record().await.is_none() {
+        assert!(poll_once(call.as_mut()).await.is_pending());
+    }
+    world.clock.advance(LEASE);
+    call
+}
+
+#[tokio::test]
+async fn a_reservation_that_is_answered_after_its_lease_is_renewed_before_the_body_starts() {
+    let world = World::new();
+    let call = answered_too_late(&world).await;
+    assert_eq!(call.await.unwrap(), 1);
+    assert_eq!((world.store.count(Call::Renew), world.runs()), (1, 1));
+    assert_eq!(world.record().await.unwrap().attempt, 1);
+}
+
+#[tokio::test]
+async fn a_reservation_that_is_answered_after_a_takeover_starts_no_body() {
+    let world = World::new();
+    let call = answered_too_late(&world).await;
+    assert!(world.call(POLICY).await.1.took_over());
+    let (result, outcome) = observe(call).await;
+    assert_eq!(result.unwrap(), 1, "what the other attempt returned");
+    assert!(outcome.replayed());
+    assert_eq!(world.runs(), 1);
+}
+
+#[tokio::test]
+async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_released() {
+    for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {
+        let world = World::new();
+        let mut call = answered_too_late(&world).await;
+        world.store.next(Call::Renew, fault);
+        if fault == Fault::Hang {
+            for _ in 0..4 {
+                assert!(poll_once(call.as_mut()).await.is_pending());
+            }
+            drop(call);
+        } else {
+            assert!(matches!(call.await, Err(Error::Store { started: false, .. })), "{fault:?}");
+        }
+        world.store.heartbeats().flush().await;
+        assert_eq!((world.state().await, world.runs()), (State::Released, 0), "{fault:?}");
+        assert_eq!(world.record().await.unwrap().starts, 0, "{fault:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_reservation_that_is_given_up_is_released() {
     let world = World::new();

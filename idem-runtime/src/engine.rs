@@ -20,9 +20,9 @@ use crate::ending::{self, Ending};
 use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
-    Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, MissingKey, Mode, OnCrash,
+    Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, Lease, MissingKey, Mode, OnCrash,
     OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve,
-    State, Store, StoreError, Unavailable, Write,
+    State, Store, StoreError, StoreErrorKind, Unavailable, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -171,7 +171,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     };
     let mut give_up_at = None;
     loop {
-        let (reservation, asked_at) = match reserve(store, &request).await {
+        let (reservation, mut asked_at) = match reserve(store, &request).await {
             Ok(answer) => answer,
             Err(source) => {
                 return Begun::Refused(Error::Store { key: request.key, store: name, started: false, source });
@@ -180,6 +180,21 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         let key = &request.key;
         match reservation {
             Reservation::Reserved { lease, takeover } => {
+                if store.heartbeats().clock().now() >= asked_at.saturating_add(lease.lease) {
+                    // The answer took longer than the lease: somebody else may have run since.
+                    match confirm(store, &request, &lease, &mut asked_at).await {
+                        Ok(Write::Done) => {}
+                        Ok(Write::Refused) => continue,
+                        Err(source) => {
+                            return Begun::Refused(Error::Store {
+                                key: request.key,
+                                store: name,
+                                started: false,
+                                source,
+                            });
+                        }
+                    }
+                }
                 if takeover {
                     tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
                 }
@@ -246,6 +261,29 @@ async fn reserve(store: &Arc<dyn Store>, request: &Reserve) -> Result<(Reservati
                     }
                 }
             }
+        }
+    }
+}
+
+/// Renews a lease that has lapsed before its body could start. A reservation that can't be used any more is released.
+async fn confirm(
+    store: &Arc<dyn Store>,
+    request: &Reserve,
+    lease: &Lease,
+    asked_at: &mut Instant,
+) -> Result<Write, StoreError> {
+    let clock = store.heartbeats().clock();
+    let mut unused = Unanswered { store, request, asked_at: *asked_at, may_have_landed: true };
+    loop {
+        let now = clock.now();
+        let answers = store.renew(std::slice::from_ref(lease)).await?;
+        let Some(answer) = answers.first().copied() else {
+            return Err(StoreError::new(StoreErrorKind::Unknown, "the store answered for no lease"));
+        };
+        *asked_at = now;
+        if answer == Write::Refused || clock.now() < now.saturating_add(lease.lease) {
+            unused.may_have_landed = false;
+            return Ok(answer);
         }
     }
 }

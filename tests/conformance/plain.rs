@@ -96,6 +96,12 @@ impl Plain {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
     }
 
+    /// A store that measures time by `clock`.
+    #[allow(dead_code, reason = "the suite runs on real time")]
+    pub(crate) fn with_clock(mistake: Mistake, clock: Arc<dyn Clock>) -> Self {
+        Self { mistake, reachable: true, shared: Arc::default(), heartbeats: Arc::new(Heartbeats::new(clock)) }
+    }
+
     /// With everything a subject can have.
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);

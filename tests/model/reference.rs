@@ -46,7 +46,7 @@ pub(crate) enum Answer {
     Exhausted { attempts: u32 },
 }
 
-#[derive(Default, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(crate) struct Reference {
     pub(crate) now: u64,
     entries: HashMap<usize, Entry>,

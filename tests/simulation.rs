@@ -1,0 +1,257 @@
+//! The real engine under a hostile scheduler: processes, workers, a broker and an operator in one thread, on simulated
+//! time, over a store that fails in every way the contract allows. One seed decides everything.
+//!
+//! Every history is checked for linearizability, and the books of what the bodies did for everything the README
+//! guarantees; see [`Check`]. That the checks can fail is checked by breaking the store, and what is around the engine.
+//!
+//! A failure prints its seed, the history of the key, and what it contradicts.
+//! `IDEM_SIM_SEED=… cargo test -p idem-tests --test simulation` repeats it and prints all of its history;
+//! `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed.
+
+#[path = "simulation/cancel.rs"]
+mod cancel;
+#[path = "simulation/dice.rs"]
+mod dice;
+#[path = "simulation/history.rs"]
+mod history;
+#[path = "simulation/ledger.rs"]
+mod ledger;
+#[path = "simulation/linearize.rs"]
+mod linearize;
+#[path = "conformance/plain.rs"]
+#[allow(dead_code, reason = "some mistakes are those of the conformance suite alone")]
+mod plain;
+#[path = "model/reference.rs"]
+mod reference;
+#[path = "simulation/store.rs"]
+mod store;
+#[path = "simulation/world.rs"]
+mod world;
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ledger::Check;
+use plain::Mistake as M;
+use store::Prank;
+use world::{Broken, Report, run};
+
+/// How many worlds are lived through if nothing is said.
+const RUNS: u64 = 1_000;
+
+/// What has to have happened in the worlds of [`RUNS`], so that no check is idle.
+const EVENTS: [&str; 22] = [
+    "AttemptsExhausted",
+    "FingerprintMismatch",
+    "InProgress",
+    "Interrupted",
+    "LeaseLost",
+    "ResultUnavailable",
+    "Store",
+    "Unrecorded",
+    "bodies that could not confirm their lease",
+    "callers that gave up",
+    "calls",
+    "calls that waited",
+    "completions without their result",
+    "decisions of operators",
+    "errors that were recorded or replayed",
+    "faults",
+    "jumps of time",
+    "kills",
+    "panics",
+    "replays",
+    "runs without protection",
+    "takeovers",
+];
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a whole number")))
+}
+
+/// Does `work` for each of `items`, on all processors.
+fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
+    let next = AtomicU64::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(item) =
+                    usize::try_from(next.fetch_add(1, Ordering::Relaxed)).ok().and_then(|n| items.get(n))
+                {
+                    work(item);
+                }
+            });
+        }
+    });
+}
+
+/// What to read first of a world in which something is wrong.
+fn story(report: &Report) -> Option<String> {
+    let first = report.findings.first()?;
+    let all: Vec<String> = report.findings.iter().map(ToString::to_string).collect();
+    let seed = report.seed;
+    Some(format!(
+        "seed {seed}: {} promises are broken\n{}\nhistory of key {}:\n{}\nrun again with IDEM_SIM_SEED={seed}",
+        all.len(),
+        all.join("\n"),
+        first.key,
+        report.transcript(Some(first.key)),
+    ))
+}
+
+#[test]
+fn worlds_keep_every_promise() {
+    if let Some(seed) = number("IDEM_SIM_SEED") {
+        let report = run(seed, Broken::Nothing);
+        println!("{}", report.transcript(None));
+        assert!(report.findings.is_empty(), "{}", story(&report).unwrap_or_default());
+        return;
+    }
+    let first = number("IDEM_SIM_FIRST").unwrap_or(0);
+    let runs = number("IDEM_SIM_RUNS").unwrap_or(RUNS);
+    let counts = Mutex::new(BTreeMap::<&str, u64>::new());
+    let broken = Mutex::new(BTreeMap::<u64, String>::new());
+    let seeds: Vec<u64> = (first..first + runs).collect();
+    in_parallel(&seeds, |seed| {
+        if !broken.lock().unwrap().is_empty() {
+            return;
+        }
+        let report = run(*seed, Broken::Nothing);
+        for (what, times) in &report.counts {
+            *counts.lock().unwrap().entry(what).or_default() += times;
+        }
+        if let Some(story) = story(&report) {
+            broken.lock().unwrap().insert(*seed, story);
+        }
+    });
+    if let Some((_, story)) = broken.into_inner().unwrap().pop_first() {
+        panic!("{story}");
+    }
+    let counts = counts.into_inner().unwrap();
+    println!("seeds {first} to {}: {counts:#?}", first + runs - 1);
+    if runs >= RUNS {
+        for event in EVENTS {
+            assert!(counts.contains_key(event), "nothing of this happened: {event}; {counts:#?}");
+        }
+    }
+}
+
+#[test]
+fn a_seed_repeats_its_history() {
+    for seed in 0..50 {
+        let [one, other] = [(); 2].map(|()| run(seed, Broken::Nothing).transcript(None));
+        assert!(one == other, "seed {seed}:\n{one}\n{other}");
+        assert!(seed == 0 || one != run(seed - 1, Broken::Nothing).transcript(None));
+    }
+}
+
+/// What is broken on purpose, and the check that has to notice. Mistakes of stores that no engine brings to light (how large
+/// results are kept, what two keys share) are those of the conformance suite.
+const BREAKS: &[(Broken, Check)] = &[
+    (Broken::Between(Prank::SlowClock), Check::Belief),
+    (Broken::Between(Prank::StaleReads), Check::Linearizable),
+    (Broken::Between(Prank::FailsAfterAll), Check::Linearizable),
+    (Broken::Between(Prank::RenewsNothing), Check::Lapse),
+    (Broken::Between(Prank::ReleasesNothing), Check::Leak),
+    (Broken::Between(Prank::FinishesNothing), Check::Recorded),
+    (Broken::Between(Prank::OwnersRepeat), Check::Fencing),
+    (Broken::Store(M::LeaseCutShort), Check::Linearizable),
+    (Broken::Store(M::RepeatIsADuplicate), Check::Linearizable),
+    (Broken::Store(M::RepeatIsATakeover), Check::Linearizable),
+    (Broken::Store(M::ReadThenWrite), Check::Recorded),
+    (Broken::Store(M::NobodyWaits), Check::Belief),
+    (Broken::Store(M::TakeoverKeepsNumber), Check::Fencing),
+    (Broken::Store(M::TakeoverUnannounced), Check::Linearizable),
+    (Broken::Store(M::ReleaseDeletes), Check::Fencing),
+    (Broken::Store(M::ReleaseRefunds), Check::Linearizable),
+    (Broken::Store(M::LapseDoesNotCount), Check::Linearizable),
+    (Broken::Store(M::NotStartedCounts), Check::Linearizable),
+    (Broken::Store(M::NotStartedTakesNumberBack), Check::Linearizable),
+    (Broken::Store(M::LimitBeforeResult), Check::Linearizable),
+    (Broken::Store(M::LimitBeforeLease), Check::Linearizable),
+    (Broken::Store(M::LiveLeaseHasNoTimeLeft), Check::Linearizable),
+    (Broken::Store(M::OneTimeForLeaseAndRetention), Check::Fencing),
+    (Broken::Store(M::HolderFailIgnored), Check::AtMostOnce),
+    (Broken::Store(M::NewcomerFailIgnored), Check::AtMostOnce),
+    (Broken::Store(M::InterruptedIsReleased), Check::AtMostOnce),
+    (Broken::Store(M::FailIsInterruptedAtOnce), Check::MissingEffect),
+    (Broken::Store(M::FingerprintOnlyOnceFinished), Check::Linearizable),
+    (Broken::Store(M::FingerprintNotOnReplay), Check::Linearizable),
+    (Broken::Store(M::AbsentFingerprintDiffers), Check::Linearizable),
+    (Broken::Store(M::FingerprintLostAtFinish), Check::Linearizable),
+    (Broken::Store(M::FingerprintLostAtTakeover), Check::Linearizable),
+    (Broken::Store(M::FingerprintLostAtRelease), Check::Linearizable),
+    (Broken::Store(M::RenewByKey), Check::Linearizable),
+    (Broken::Store(M::RenewDoesNothing), Check::Lapse),
+    (Broken::Store(M::NoLateRenew), Check::Linearizable),
+    (Broken::Store(M::RenewAfterTheEnd), Check::Linearizable),
+    (Broken::Store(M::RefusedRenewExtends), Check::Linearizable),
+    (Broken::Store(M::RenewGroupsAnswers), Check::Linearizable),
+    (Broken::Store(M::RenewAllOrNothing), Check::Linearizable),
+    (Broken::Store(M::FinishByKey), Check::Linearizable),
+    (Broken::Store(M::FinishNotRepeatable), Check::Linearizable),
+    (Broken::Store(M::FinishOverwrites), Check::Linearizable),
+    (Broken::Store(M::FinishRepeatedExtends), Check::Linearizable),
+    (Broken::Store(M::ReleaseByKey), Check::Lapse),
+    (Broken::Store(M::ReleaseNotRepeatable), Check::Linearizable),
+    (Broken::Store(M::ReleaseUpserts), Check::Linearizable),
+    (Broken::Store(M::ReleaseChecksNumber), Check::Linearizable),
+    (Broken::Store(M::ResultRunsAgain), Check::DoubleEffect),
+    (Broken::Store(M::FailedIsCompleted), Check::Linearizable),
+    (Broken::Store(M::SizeIsForgotten), Check::Linearizable),
+    (Broken::Store(M::NeverForgets), Check::Linearizable),
+    (Broken::Store(M::PendingNeverExpires), Check::Linearizable),
+    (Broken::Store(M::TtlFromReservation), Check::Linearizable),
+    (Broken::Store(M::PendingExpiresAtTtl), Check::Linearizable),
+    (Broken::Store(M::TtlSurvivesTakeover), Check::Linearizable),
+    (Broken::Store(M::LongTimesAreCut), Check::Linearizable),
+    (Broken::Store(M::NeverWakes), Check::Woken),
+    (Broken::Store(M::OnlyFinishWakes), Check::Woken),
+    (Broken::Store(M::WakesOne), Check::Woken),
+    (Broken::Store(M::WaitsForAnyAttempt), Check::Woken),
+    (Broken::Store(M::WaitsForFinished), Check::Woken),
+    (Broken::Store(M::WaiterReleases), Check::Lapse),
+    (Broken::Store(M::LapseHidden), Check::Leak),
+    (Broken::Store(M::CrashPolicyForgotten), Check::AtMostOnce),
+    (Broken::Store(M::ReopensLiveLease), Check::Belief),
+    (Broken::Store(M::ReopenDeletes), Check::Fencing),
+    (Broken::Store(M::ReopenSparesResults), Check::Linearizable),
+    (Broken::Store(M::ReopenKeepsStarts), Check::Linearizable),
+    (Broken::Store(M::ReopenRenewsRetention), Check::Linearizable),
+    (Broken::Store(M::TornWrites), Check::Replay),
+    (Broken::Store(M::NoLateFinish), Check::Linearizable),
+    (Broken::Store(M::FingerprintNotAtTakeover), Check::Linearizable),
+    (Broken::Store(M::FingerprintNotOnceReleased), Check::Linearizable),
+];
+
+/// The worlds in which a break has to be noticed.
+const WORLDS_TO_NOTICE: u64 = 1_500;
+
+#[test]
+fn every_break_is_noticed() {
+    let unnoticed = Mutex::new(Vec::new());
+    in_parallel(BREAKS, |(broken, check)| {
+        let noticed = (0..WORLDS_TO_NOTICE).find(|seed| {
+            let report = run(*seed, *broken);
+            report.findings.iter().any(|finding| finding.check == *check)
+        });
+        match noticed {
+            Some(seed) => println!("{broken:?}: {check:?}, after {} worlds", seed + 1),
+            None => unnoticed.lock().unwrap().push((*broken, *check)),
+        }
+    });
+    let unnoticed = unnoticed.into_inner().unwrap();
+    assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
+}
+
+/// The store of these worlds without a mistake, and nothing between: all is well.
+#[test]
+fn a_second_store_keeps_every_promise() {
+    for seed in 0..100 {
+        let report = run(seed, Broken::Store(M::None));
+        assert!(report.findings.is_empty(), "{}", story(&report).unwrap_or_default());
+    }
+}

@@ -1,0 +1,416 @@
+//! A call is dropped at each of its awaits, whichever there are: a first run counts its polls, and then each poll is the
+//! last one of a run of its own. Dropped with its caller, it leaves its key free, interrupted or recorded, at once; with
+//! its whole process, within a lease.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use futures::FutureExt;
+use idem_runtime::testing::Simulation;
+use idem_runtime::{
+    Clock, Error, InProgress, Json, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Reservation,
+    Reserve, State, Store, StoreErrorKind, observe, record_results, record_values, run,
+};
+use idem_tests::{Call, Fault, FaultyStore, yields};
+use serde::{Deserialize, Serialize};
+
+use crate::dice::Dice;
+use crate::store::{Line, Net, Prank, Weather};
+
+const LEASE: Duration = Duration::from_secs(30);
+const POLICY: Policy = Policy::new(Duration::from_secs(86_400));
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum Failure {
+    Declined,
+    #[serde(skip)]
+    Idempotency(Told),
+}
+
+/// What a caller was told, as far as it matters here.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Told {
+    Interrupted,
+    Other,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Idempotency(if matches!(error, Error::Interrupted { .. }) { Told::Interrupted } else { Told::Other })
+    }
+}
+
+/// What a call goes through.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Scenario {
+    First,
+    Replay,
+    WaitsForResult,
+    WaitsForFailure,
+    Takeover,
+    ReserveFails,
+    ReserveAnswerLost,
+    AnsweredTooLate,
+    FinishFails,
+    FinishAnswerLost,
+    ResultTooLarge,
+    ErrorReleased,
+    ReleaseFails,
+    ErrorRecorded,
+    Heartbeats,
+    LeaseLost,
+    Nested,
+    Unprotected,
+}
+
+use Scenario as S;
+
+const ALL: [Scenario; 18] = [
+    S::First,
+    S::Replay,
+    S::WaitsForResult,
+    S::WaitsForFailure,
+    S::Takeover,
+    S::ReserveFails,
+    S::ReserveAnswerLost,
+    S::AnsweredTooLate,
+    S::FinishFails,
+    S::FinishAnswerLost,
+    S::ResultTooLarge,
+    S::ErrorReleased,
+    S::ReleaseFails,
+    S::ErrorRecorded,
+    S::Heartbeats,
+    S::LeaseLost,
+    S::Nested,
+    S::Unprotected,
+];
+
+/// How a call ends before its time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    /// Its caller drops it.
+    Cancelled,
+    /// Its process dies: nothing is written late.
+    Crashed,
+}
+
+/// What is known of the body under test.
+#[derive(Default)]
+struct Facts {
+    started: Cell<bool>,
+    returned: RefCell<Option<Result<u32, Failure>>>,
+    effects: Cell<u32>,
+    inner_effects: Cell<u32>,
+}
+
+struct Stage {
+    simulation: Simulation,
+    scenario: Scenario,
+    policy: Policy,
+    /// What the call under test sees: a process of its own, with faults as the scenario says.
+    line: Line,
+    store: FaultyStore,
+    /// Another process.
+    other: MemoryStore,
+    facts: Facts,
+}
+
+fn key() -> Key {
+    Key::new("cancel", "k").unwrap()
+}
+
+impl Stage {
+    fn new(scenario: Scenario, on_crash: OnCrash, slow: u32) -> Rc<Self> {
+        let simulation = Simulation::new(1);
+        simulation.limit_polls(100_000);
+        let memory = MemoryStore::with_clock(simulation.clock());
+        let weather = Weather { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
+        let truth: Arc<dyn Store> = Arc::new(memory.peer());
+        let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, Prank::None));
+        let line = Line::new(0, Arc::new(memory.peer()), net);
+        let store = FaultyStore::new(&line);
+        for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
+            store.always(call, Fault::Slow(slow));
+        }
+        let mut policy = POLICY.lease(LEASE).on_crash(on_crash);
+        match scenario {
+            S::WaitsForResult | S::WaitsForFailure => policy = policy.in_progress(InProgress::Wait(2 * LEASE)),
+            S::ReserveFails => store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable)),
+            S::ReserveAnswerLost => store.next(Call::Reserve, Fault::After),
+            S::AnsweredTooLate => store.next(Call::Reserve, Fault::Slow(20)),
+            S::FinishFails => {
+                for _ in 0..2 {
+                    store.next(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+                }
+            }
+            S::FinishAnswerLost => store.next(Call::Finish, Fault::After),
+            S::ResultTooLarge => store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge)),
+            S::ReleaseFails => store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable)),
+            S::LeaseLost => store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable)),
+            S::Unprotected => {
+                policy = policy.on_store_error(OnStoreError::Run);
+                store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+            }
+            _ => {}
+        }
+        Rc::new(Self { simulation, scenario, policy, line, store, other: memory, facts: Facts::default() })
+    }
+
+    async fn body(self: Rc<Self>, store: Arc<dyn Store>) -> Result<u32, Failure> {
+        let facts = &self.facts;
+        facts.started.set(true);
+        yields(1).await;
+        if self.scenario == S::Nested {
+            let inner = Operation::new(&store, Key::new("cancel", "inner"), self.policy);
+            run(inner, record_values::<Json>(), async {
+                yields(1).await;
+                facts.inner_effects.set(facts.inner_effects.get() + 1);
+                yields(1).await;
+                Ok::<_, Failure>(1)
+            })
+            .await?;
+        }
+        facts.effects.set(facts.effects.get() + 1);
+        yields(1).await;
+        match self.scenario {
+            S::Heartbeats => self.simulation.clock().sleep(2 * LEASE).await,
+            S::LeaseLost => self.simulation.clock().sleep(4 * LEASE).await,
+            _ => {}
+        }
+        let result = match self.scenario {
+            S::ErrorReleased | S::ReleaseFails | S::ErrorRecorded => Err(Failure::Declined),
+            _ => Ok(7),
+        };
+        *facts.returned.borrow_mut() = Some(result.clone());
+        result
+    }
+
+    /// One call, by the process under test or by another one.
+    async fn call(self: Rc<Self>, store: &dyn Store) -> (Result<u32, Failure>, Outcome) {
+        let operation = Operation::new(store, Ok(key()), self.policy);
+        let body = Rc::clone(&self).body(store.handle());
+        match self.scenario {
+            S::ErrorRecorded => observe(run(operation, record_results::<Json>(), body)).await,
+            _ => observe(run(operation, record_values::<Json>(), body)).await,
+        }
+    }
+
+    /// One call by another process, whose body takes `time`.
+    async fn other(self: Rc<Self>, time: Duration, result: Result<u32, Failure>) -> Outcome {
+        let operation = Operation::new(&self.other, Ok(key()), POLICY.lease(LEASE));
+        let body = async {
+            self.simulation.clock().sleep(time).await;
+            result
+        };
+        observe(run(operation, record_values::<Json>(), body)).await.1
+    }
+
+    /// What is there before the call under test, and what happens beside it.
+    async fn prepare(self: &Rc<Self>) -> Option<idem_runtime::testing::Task<Outcome>> {
+        let clock = self.simulation.clock();
+        let stage = Rc::clone(self);
+        match self.scenario {
+            S::Replay => {
+                assert!(stage.other(Duration::ZERO, Ok(1)).await.executed());
+            }
+            S::WaitsForResult | S::WaitsForFailure => {
+                let result = if self.scenario == S::WaitsForResult { Ok(1) } else { Err(Failure::Declined) };
+                let other = self.simulation.spawn(stage.other(LEASE / 4, result));
+                while self.state().is_none() {
+                    yields(1).await;
+                }
+                return Some(other);
+            }
+            S::Takeover => {
+                // A process that died in its body: the record stays pending, and nobody renews it.
+                let dead = Reserve {
+                    key: key(),
+                    owner: self.other.heartbeats().new_owner(),
+                    lease: LEASE,
+                    ttl: LEASE * 100,
+                    fingerprint: None,
+                    on_crash: OnCrash::Retry,
+                    max_attempts: None,
+                };
+                assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Reserved { .. })));
+                clock.advance(LEASE);
+            }
+            S::AnsweredTooLate => {
+                self.simulation.spawn(async move {
+                    // As soon as it has landed; not for ever, because time stands still meanwhile.
+                    for _ in 0..200 {
+                        if stage.state().is_some() {
+                            stage.simulation.clock().advance(LEASE);
+                            break;
+                        }
+                        yields(1).await;
+                    }
+                });
+            }
+            S::LeaseLost => {
+                return Some(self.simulation.spawn(async move {
+                    clock.sleep(LEASE + Duration::from_secs(1)).await;
+                    let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
+                    // The line is well again, and says what happened.
+                    stage.store.always(Call::Renew, Fault::None);
+                    outcome
+                }));
+            }
+            _ => {}
+        }
+        None
+    }
+
+    fn state(&self) -> Option<State> {
+        let key = key();
+        let found = self.other.inspect(&key).now_or_never().expect("memory answers at once").expect("memory answers");
+        found.map(|found| found.record.state)
+    }
+
+    /// Everything is as promised, whatever was dropped where.
+    async fn check(self: &Rc<Self>, at: u64, end: End, beside: Option<idem_runtime::testing::Task<Outcome>>) {
+        let Facts { started, returned, effects, inner_effects } = &self.facts;
+        let (started, returned, before) = (started.get(), returned.borrow().clone(), effects.get());
+        let context = format!("{:?}, {end:?} at poll {at}, {:?}, {:?}", self.scenario, self.policy, self.state());
+        let clock = self.simulation.clock();
+        if let Some(beside) = beside {
+            beside.await.unwrap();
+        }
+        if end == End::Crashed {
+            clock.sleep(LEASE).await;
+        } else {
+            self.store.heartbeats().flush().await;
+            assert_eq!(self.store.heartbeats().live(), 0, "{context}");
+        }
+        let record = self.other.inspect(&key()).await.unwrap().map(|found| found.record);
+        let began = clock.now();
+        let (again, outcome) = Rc::clone(self).call(&self.other.peer()).await;
+        let took = clock.now().saturating_since(began);
+        let context = format!("{context}, then {record:?}, then {again:?}, {outcome:?} after {took:?}");
+        let ran = outcome.executed();
+        // At once, but for what the body itself takes.
+        let own = if ran { 4 * LEASE } else { Duration::ZERO };
+        assert!(took <= own, "{context}");
+        let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
+        let interrupted = again == Err(Failure::Idempotency(Told::Interrupted));
+        let protected = self.scenario != S::Unprotected;
+        match self.scenario {
+            S::Replay | S::WaitsForResult => {
+                assert!(!started && !ran && again == Ok(1), "{context}");
+                return;
+            }
+            S::LeaseLost if !fail => {
+                assert!(!ran && again == Ok(2) && before <= 1, "{context}");
+                return;
+            }
+            // The other one came first.
+            S::LeaseLost if !started => {
+                assert!(!ran && (again == Ok(2) || (end == End::Crashed && interrupted)), "{context}");
+                return;
+            }
+            // Nobody may follow the attempt that died before.
+            S::Takeover if fail => {
+                assert!(!started && interrupted, "{context}");
+                return;
+            }
+            _ => {}
+        }
+        match (returned, started) {
+            (Some(_), _) if !protected => assert!(ran, "{context}"),
+            (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {
+                let kept = self.scenario != S::ResultTooLarge;
+                let expected = if kept { result } else { Err(Failure::Idempotency(Told::Other)) };
+                assert!(!ran && again == expected && outcome.replayed() == kept && effects.get() == 1, "{context}");
+            }
+            // Whether that was recorded or released before the process died, nobody knows.
+            (Some(result), _) if end == End::Crashed => {
+                let kept = again == result || self.scenario == S::ResultTooLarge;
+                assert!(if ran { !fail || result.is_err() } else { kept || (fail && interrupted) }, "{context}");
+            }
+            (Some(_), _) => assert!(ran, "released: {context}"),
+            (None, true) if fail && protected => {
+                assert!(interrupted && !ran && effects.get() == before, "{context}");
+            }
+            // Of a reservation that died with its process nobody knows that its body never started.
+            (None, false) if end == End::Crashed && fail => assert!(ran || interrupted, "{context}"),
+            (None, _) => assert!(ran, "{context}"),
+        }
+        if let (true, Some(before)) = (ran && protected, record) {
+            assert!(outcome.attempt().is_some_and(|number| number > before.attempt), "{context}");
+            if !started && end == End::Cancelled && self.scenario != S::WaitsForFailure && self.scenario != S::Takeover
+            {
+                assert_eq!(before.starts, 0, "an attempt that never started is refunded: {context}");
+            }
+        }
+        // The inner operation has a key of its own, and keeps its result whatever becomes of the outer one.
+        if self.scenario == S::Nested && end == End::Cancelled {
+            assert!(
+                inner_effects.get() <= 2 && (returned_once(self) || inner_effects.get() >= u32::from(ran)),
+                "{context}"
+            );
+        }
+    }
+}
+
+fn returned_once(stage: &Stage) -> bool {
+    stage.facts.returned.borrow().is_some()
+}
+
+/// Plays `scenario` and ends the call at its poll `at`; says how often it was polled.
+fn play(scenario: Scenario, on_crash: OnCrash, slow: u32, at: u64, end: End) -> u64 {
+    let stage = Stage::new(scenario, on_crash, slow);
+    let polls = Cell::new(0);
+    let ended = stage.simulation.try_run(async {
+        let beside = stage.prepare().await;
+        {
+            let mut call = Box::pin(Rc::clone(&stage).call(&stage.store));
+            poll_fn(|cx| {
+                if polls.get() == at {
+                    return Poll::Ready(());
+                }
+                polls.set(polls.get() + 1);
+                match call.as_mut().poll(cx) {
+                    Poll::Ready(_) => Poll::Ready(()),
+                    Poll::Pending if polls.get() == at => Poll::Ready(()),
+                    Poll::Pending => Poll::Pending,
+                }
+            })
+            .await;
+            if end == End::Crashed {
+                stage.line.die();
+            }
+        }
+        stage.check(at, end, beside).await;
+    });
+    if let Err(stuck) = ended {
+        panic!("{scenario:?} {on_crash:?} {end:?} at poll {at}: {stuck}");
+    }
+    polls.get()
+}
+
+#[test]
+fn a_call_can_be_dropped_at_each_of_its_awaits() {
+    let mut awaits = 0;
+    for scenario in ALL {
+        for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+            for slow in [0, 2] {
+                let polls = play(scenario, on_crash, slow, u64::MAX, End::Cancelled);
+                assert!(polls > 1, "{scenario:?} has no await");
+                for end in [End::Cancelled, End::Crashed] {
+                    for at in 0..polls {
+                        let polled = play(scenario, on_crash, slow, at, end);
+                        assert_eq!(polled, at, "{scenario:?}: a run repeats up to where it is dropped");
+                        awaits += 1;
+                    }
+                }
+            }
+        }
+    }
+    println!("{awaits} ways to drop a call");
+    assert!(awaits > 1_000);
+}

@@ -1,0 +1,35 @@
+//! All chance of a simulation comes from one seed.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use idem_runtime::testing::Random;
+
+/// Dice that everybody in a world throws, in an order that the seed decides, too.
+#[derive(Clone, Debug)]
+pub(crate) struct Dice(Arc<Mutex<Random>>);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(Arc::new(Mutex::new(Random::seeded(seed))))
+    }
+
+    /// A number from `from` up to and with `to`.
+    pub(crate) fn between(&self, from: u64, to: u64) -> u64 {
+        from + self.0.lock().unwrap().below(to - from + 1)
+    }
+
+    pub(crate) fn pick<T: Copy>(&self, from: &[T]) -> T {
+        from[usize::try_from(self.between(0, from.len() as u64 - 1)).expect("less than `len`")]
+    }
+
+    /// Whether something happens that does so `permille` times out of a thousand.
+    pub(crate) fn chance(&self, permille: u64) -> bool {
+        self.between(1, 1000) <= permille
+    }
+
+    /// Whole milliseconds, up to and with `longest`.
+    pub(crate) fn up_to(&self, longest: Duration) -> Duration {
+        Duration::from_millis(self.between(0, u64::try_from(longest.as_millis()).unwrap_or(u64::MAX)))
+    }
+}

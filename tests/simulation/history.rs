@@ -1,0 +1,258 @@
+//! What the processes of a world asked of the store, and what they heard.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+
+use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{
+    Clock, Fingerprint, Finish, Inspection, Key, Lease, Owner, Record, Release, Reservation, Reserve, State, Write,
+};
+
+use crate::reference::{Answer, Ask, Entry, Phase};
+
+/// One operation on one key. A renewal of several leases is one for each.
+#[derive(Clone, Debug)]
+pub(crate) enum Asked {
+    Reserve(Ask),
+    Renew(Ask),
+    Finish(Ask, Finish),
+    Release(Ask, Release),
+    Reopen { attempt: u32 },
+    Inspect,
+}
+
+/// What an operation was answered.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum Said {
+    Reservation(Answer),
+    Write(Write),
+    Inspection(Option<Entry>),
+}
+
+/// How an operation ended for whoever asked.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum End {
+    /// It was never answered, or its answer got lost: it may take effect at any time from its invocation on, or never.
+    Unanswered,
+    /// The store said that nothing was written.
+    NothingDone,
+    /// The answer, and what the store's clock showed when it was made.
+    Answered { said: Said, at: u64 },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Op {
+    pub(crate) process: usize,
+    pub(crate) key: usize,
+    pub(crate) asked: Asked,
+    /// When it was invoked and when its answer was heard, in the one order of all such events.
+    pub(crate) invoked: u64,
+    pub(crate) responded: Option<u64>,
+    pub(crate) invoked_at: u64,
+    pub(crate) end: End,
+}
+
+/// Everything that happened at the store. Keys, owners and fingerprints are numbered as they are first seen, so that two
+/// runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
+#[derive(Debug)]
+pub(crate) struct History {
+    clock: SimulatedClock,
+    keys: Vec<Key>,
+    owners: Vec<Owner>,
+    fingerprints: Vec<Fingerprint>,
+    pub(crate) ops: Vec<Op>,
+    events: u64,
+    /// Every time at which the store did something.
+    pub(crate) ticks: BTreeSet<u64>,
+    /// What else is worth reading beside the operations, and after which of them it happened.
+    notes: Vec<(usize, u64, String)>,
+}
+
+pub(crate) fn nanos(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn number<T: PartialEq + Clone>(known: &mut Vec<T>, value: &T) -> usize {
+    known.iter().position(|it| it == value).unwrap_or_else(|| {
+        known.push(value.clone());
+        known.len() - 1
+    })
+}
+
+impl History {
+    pub(crate) fn new(clock: SimulatedClock) -> Self {
+        Self {
+            clock,
+            keys: Vec::new(),
+            owners: Vec::new(),
+            fingerprints: Vec::new(),
+            ops: Vec::new(),
+            events: 0,
+            ticks: BTreeSet::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        nanos(self.clock.now().since_origin())
+    }
+
+    /// The place of what happens now in the order of all events.
+    pub(crate) fn event(&mut self) -> u64 {
+        self.events += 1;
+        self.events
+    }
+
+    pub(crate) fn key(&mut self, key: &Key) -> usize {
+        number(&mut self.keys, key)
+    }
+
+    pub(crate) fn keys(&self) -> usize {
+        self.keys.len()
+    }
+
+    fn mark(&mut self, fingerprint: Option<Fingerprint>) -> Option<u8> {
+        fingerprint.map(|it| u8::try_from(number(&mut self.fingerprints, &it)).expect("few fingerprints"))
+    }
+
+    pub(crate) fn note(&mut self, text: String) {
+        let now = self.now();
+        self.notes.push((self.ops.len(), now, text));
+    }
+
+    pub(crate) fn reserve(&mut self, request: &Reserve) -> Asked {
+        Asked::Reserve(Ask {
+            key: self.key(&request.key),
+            owner: number(&mut self.owners, &request.owner),
+            lease: nanos(request.lease),
+            ttl: nanos(request.ttl),
+            fingerprint: self.mark(request.fingerprint),
+            on_crash: request.on_crash,
+            max_attempts: request.max_attempts.map(std::num::NonZero::get),
+        })
+    }
+
+    pub(crate) fn ask(&mut self, lease: &Lease) -> Ask {
+        Ask {
+            key: self.key(&lease.key),
+            owner: number(&mut self.owners, &lease.owner),
+            lease: nanos(lease.lease),
+            ttl: nanos(lease.ttl),
+            fingerprint: self.mark(lease.fingerprint),
+            on_crash: lease.on_crash,
+            max_attempts: None,
+        }
+    }
+
+    /// Notes that `process` asks for something, and names the operation.
+    pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: Asked) -> usize {
+        let key = self.key(key);
+        let (invoked, invoked_at) = (self.event(), self.now());
+        self.ops.push(Op { process, key, asked, invoked, responded: None, invoked_at, end: End::Unanswered });
+        self.ops.len() - 1
+    }
+
+    pub(crate) fn respond(&mut self, op: usize, end: End) {
+        let event = self.event();
+        let op = &mut self.ops[op];
+        op.responded = (end != End::Unanswered).then_some(event);
+        op.end = end;
+    }
+
+    /// Notes that something takes effect at the store now.
+    pub(crate) fn tick(&mut self) -> u64 {
+        let now = self.now();
+        self.ticks.insert(now);
+        now
+    }
+
+    pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {
+        Said::Reservation(match reservation {
+            Reservation::Reserved { lease, takeover } => Answer::Reserved {
+                attempt: lease.attempt,
+                starts: lease.starts,
+                fingerprint: self.mark(lease.fingerprint),
+                takeover: *takeover,
+            },
+            Reservation::Pending { attempt, lapses_in } => {
+                Answer::Pending { attempt: *attempt, lapses_in: nanos(*lapses_in) }
+            }
+            Reservation::Finished(record) => Answer::Finished(self.entry(record, 0, 0)),
+            Reservation::Mismatch { attempt } => Answer::Mismatch { attempt: *attempt },
+            Reservation::Interrupted { attempt } => Answer::Interrupted { attempt: *attempt },
+            Reservation::Exhausted { attempts } => Answer::Exhausted { attempts: *attempts },
+            other => panic!("an answer that nobody knows: {other:?}"),
+        })
+    }
+
+    pub(crate) fn inspection(&mut self, inspection: Option<&Inspection>) -> Said {
+        let now = self.now();
+        Said::Inspection(inspection.map(|found| {
+            let lapses_at = now + found.lapses_in.map_or(0, nanos);
+            self.entry(&found.record, lapses_at, now + nanos(found.expires_in))
+        }))
+    }
+
+    fn entry(&mut self, record: &Record, lapses_at: u64, forgotten_at: u64) -> Entry {
+        let phase = match &record.state {
+            State::Pending { lease, ttl, on_crash } => {
+                Phase::Pending { lease: nanos(*lease), ttl: nanos(*ttl), on_crash: *on_crash, lapses_at }
+            }
+            State::Released => Phase::Released,
+            State::Interrupted => Phase::Interrupted,
+            State::Completed(payload) => Phase::Finished(Finish::Completed(payload.clone())),
+            State::Failed(payload) => Phase::Finished(Finish::Failed(payload.clone())),
+        };
+        Entry {
+            owner: number(&mut self.owners, &record.owner),
+            attempt: record.attempt,
+            starts: record.starts,
+            fingerprint: self.mark(record.fingerprint),
+            phase,
+            forgotten_at,
+        }
+    }
+
+    /// Whether somebody heard, after the event `from`, that attempt `attempt` of `key` has lost its lease.
+    pub(crate) fn was_refused(&self, key: usize, attempt: u32, from: u64) -> bool {
+        let ops = || self.ops.iter().filter(|op| op.key == key);
+        let owner = ops().find_map(|op| match (&op.asked, &op.end) {
+            (
+                Asked::Reserve(ask),
+                End::Answered { said: Said::Reservation(Answer::Reserved { attempt: it, .. }), .. },
+            ) if *it == attempt => Some(ask.owner),
+            _ => None,
+        });
+        ops().any(|op| {
+            let refused = matches!(op.end, End::Answered { said: Said::Write(Write::Refused), .. });
+            refused && op.invoked > from && matches!(&op.asked, Asked::Renew(ask) if Some(ask.owner) == owner)
+        })
+    }
+
+    /// The operations on `key`, and what was noted beside them; all of them without a key.
+    pub(crate) fn transcript(&self, key: Option<usize>) -> String {
+        let mut text = String::new();
+        let mut notes = self.notes.iter().peekable();
+        let millis = |nanos: u64| nanos / 1_000_000;
+        for n in 0..=self.ops.len() {
+            while let Some((_, at, note)) = notes.next_if(|(before, ..)| *before <= n) {
+                writeln!(text, "  {:>8} ms        -- {note}", millis(*at)).unwrap();
+            }
+            let Some(op) = self.ops.get(n).filter(|op| key.is_none_or(|key| op.key == key)) else { continue };
+            let Op { process, key, asked, invoked, responded, invoked_at, end } = op;
+            let heard = responded.map_or_else(String::new, |event| format!("..{event}"));
+            let end = match end {
+                End::Unanswered => "?".to_owned(),
+                End::NothingDone => "nothing done".to_owned(),
+                End::Answered { said, at } => format!("{said:?} at {} ms", millis(*at)),
+            };
+            writeln!(
+                text,
+                "  {:>8} ms  #{invoked}{heard} process {process} key {key} {asked:?} -> {end}",
+                millis(*invoked_at)
+            )
+            .unwrap();
+        }
+        text
+    }
+}

@@ -1,0 +1,447 @@
+//! The books of a world: every call, every run of a body, every effect; and what must be true of them.
+
+use std::fmt::{self, Write as _};
+
+use std::time::Duration;
+
+use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy, State};
+
+use crate::store::{Met, Net};
+use crate::world::Failure;
+
+/// What a finding contradicts.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Check {
+    /// The answers of the store could have been given by one that does one thing after the other.
+    Linearizable,
+    /// The search for such an order ends.
+    Undecided,
+    /// Bodies start under a lease, and whoever believes to hold one holds it, for at least as long: no two bodies run under
+    /// live leases.
+    Belief,
+    /// Fencing tokens never repeat and grow; the last one is told to the body.
+    Fencing,
+    /// A body runs again only if the guarantees allow it.
+    DoubleEffect,
+    /// A lease is lost only after a fault or a crash.
+    Lapse,
+    /// A heartbeat that finds the lease lost cancels the body.
+    Cancelled,
+    /// Under `on_crash = fail`, a body that started and did not return is not followed by another.
+    AtMostOnce,
+    /// A replay is the result of the attempt that it names, and always the same.
+    Replay,
+    /// `Ok` is returned only once the result is recorded.
+    Recorded,
+    /// Every message ends, and for a reason.
+    MissingEffect,
+    /// When all is over, nothing is held.
+    Leak,
+    /// A waiting duplicate is woken by the end of what it waits for.
+    Woken,
+    /// Everybody gets an answer.
+    Stuck,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Finding {
+    pub(crate) check: Check,
+    pub(crate) key: usize,
+    pub(crate) text: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, key {}: {}", self.check, self.key, self.text)
+    }
+}
+
+/// How a body ended.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum BodyEnd {
+    Value(String),
+    Error {
+        text: String,
+        lasting: bool,
+    },
+    Panicked,
+    /// With its call, or because the lease was lost.
+    Dropped,
+}
+
+/// One run of a body.
+#[derive(Clone, Debug)]
+pub(crate) struct Run {
+    pub(crate) call: usize,
+    /// The fencing token; 0 without a reservation.
+    pub(crate) attempt: u32,
+    /// In the order of all events.
+    pub(crate) started: u64,
+    pub(crate) started_at: u64,
+    pub(crate) effect: Option<u64>,
+    /// Whether it asked for its lease itself.
+    pub(crate) confirms: bool,
+    pub(crate) ended: Option<(u64, BodyEnd)>,
+}
+
+/// How a call ended for whoever made it.
+#[derive(Debug)]
+pub(crate) enum CallEnd {
+    Returned(Result<String, Failure>, Outcome),
+    Panicked,
+    Cancelled,
+    /// With its process.
+    Killed,
+}
+
+/// What a handler asks of the library.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// How long results are remembered.
+    pub(crate) ttl: Duration,
+    pub(crate) lease: Duration,
+    pub(crate) on_crash: OnCrash,
+    pub(crate) in_progress: InProgress,
+    pub(crate) max_attempts: Option<u32>,
+    pub(crate) on_store_error: OnStoreError,
+    pub(crate) max_result_bytes: usize,
+}
+
+/// Longer than any world lasts.
+pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
+
+impl Terms {
+    /// Whether nothing is forgotten; otherwise bodies run again and fencing tokens start anew, and what is left to check
+    /// is that the store forgets when it should.
+    fn remembers(&self) -> bool {
+        self.ttl == FOR_EVER
+    }
+
+    pub(crate) fn policy(&self) -> Policy {
+        let policy = Policy::new(self.ttl)
+            .lease(self.lease)
+            .on_crash(self.on_crash)
+            .in_progress(self.in_progress)
+            .on_store_error(self.on_store_error)
+            .max_result_bytes(self.max_result_bytes);
+        self.max_attempts.map_or(policy, |limit| policy.max_attempts(limit))
+    }
+}
+
+/// One call of a handler.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) key: usize,
+    pub(crate) process: usize,
+    pub(crate) terms: Terms,
+    pub(crate) made_at: u64,
+    pub(crate) end: Option<(u64, CallEnd)>,
+}
+
+/// A decision of an operator that was done.
+#[derive(Clone, Copy, Debug)]
+struct Reopened {
+    key: usize,
+    at: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    pub(crate) calls: Vec<Call>,
+    pub(crate) runs: Vec<Run>,
+    /// When which process was killed.
+    pub(crate) kills: Vec<(usize, u64)>,
+    reopened: Vec<Reopened>,
+    pub(crate) findings: Vec<Finding>,
+}
+
+impl Ledger {
+    pub(crate) fn find(&mut self, check: Check, key: usize, text: String) {
+        self.findings.push(Finding { check, key, text });
+    }
+
+    pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64) -> usize {
+        self.calls.push(Call { key, process, terms, made_at: now, end: None });
+        self.calls.len() - 1
+    }
+
+    pub(crate) fn reopened(&mut self, key: usize, event: u64) {
+        self.reopened.push(Reopened { key, at: event });
+    }
+
+    fn was_reopened(&self, key: usize) -> bool {
+        self.reopened.iter().any(|it| it.key == key)
+    }
+
+    /// Whether an operator opened `key` between two events.
+    fn reopened_between(&self, key: usize, from: u64, to: u64) -> bool {
+        self.reopened.iter().any(|it| it.key == key && it.at > from && it.at < to)
+    }
+
+    /// A body starts.
+    pub(crate) fn start(&mut self, net: &Net, call: usize, attempt: &Attempt) -> usize {
+        let key = self.calls[call].key;
+        let event = net.history().event();
+        if attempt.is_protected() {
+            let number = attempt.number();
+            if attempt.lease_remaining().is_zero() {
+                self.find(Check::Belief, key, format!("attempt {number} starts although its lease has lapsed"));
+            }
+            let record = net.truth(attempt.key()).map(|found| found.record);
+            let latest = record.map_or(0, |record| record.attempt);
+            if latest < number && self.calls[call].terms.remembers() {
+                self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
+            }
+        }
+        self.runs.push(Run {
+            call,
+            attempt: attempt.number(),
+            started: event,
+            started_at: net.now(),
+            effect: None,
+            confirms: false,
+            ended: None,
+        });
+        self.believe(net, call, attempt);
+        self.runs.len() - 1
+    }
+
+    /// A body looks at its lease.
+    pub(crate) fn believe(&mut self, net: &Net, call: usize, attempt: &Attempt) {
+        let believed = attempt.lease_remaining();
+        if believed.is_zero() {
+            return;
+        }
+        let number = attempt.number();
+        let found = net.truth(attempt.key());
+        let (held, state) = match &found {
+            Some(found) => (
+                found.record.attempt == number
+                    && found.record.is_pending()
+                    && found.lapses_in.is_some_and(|left| left >= believed),
+                format!("attempt {}, {:?}, lapses in {:?}", found.record.attempt, found.record.state, found.lapses_in),
+            ),
+            None => (false, "nothing".to_owned()),
+        };
+        if !held {
+            let text = format!("attempt {number} believes to hold its lease for {believed:?}; the store holds {state}");
+            self.find(Check::Belief, self.calls[call].key, text);
+        }
+    }
+
+    pub(crate) fn end_run(&mut self, net: &Net, run: usize, end: BodyEnd) {
+        let event = net.history().event();
+        if self.runs[run].ended.is_none() {
+            let Run { call, attempt, started, confirms, .. } = self.runs[run];
+            let key = self.calls[call].key;
+            if matches!(end, BodyEnd::Value(_)) && !confirms && net.history().was_refused(key, attempt, started) {
+                let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
+                self.find(Check::Cancelled, key, text);
+            }
+            self.runs[run].ended = Some((event, end));
+        }
+    }
+
+    /// A call ends; whatever it says must be true by now.
+    pub(crate) fn end_call(&mut self, net: &Net, call: usize, key: &Key, end: CallEnd) {
+        let event = net.history().event();
+        if self.calls[call].end.is_some() {
+            return;
+        }
+        if let CallEnd::Returned(Ok(value), outcome) = &end
+            && outcome.executed()
+            && outcome.attempt().is_some()
+            && !self.was_reopened(self.calls[call].key)
+            && self.calls[call].terms.remembers()
+        {
+            let number = outcome.attempt().unwrap_or_default();
+            let found = net.truth(key).map(|found| found.record);
+            let recorded = found
+                .as_ref()
+                .is_some_and(|record| record.attempt == number && matches!(record.state, State::Completed(_)));
+            if !recorded || !outcome.recorded() {
+                let text = format!("attempt {number} returned Ok({value:?}), {outcome:?}; the store holds {found:?}");
+                self.find(Check::Recorded, self.calls[call].key, text);
+            }
+        }
+        self.calls[call].end = Some((event, end));
+    }
+
+    /// The runs of `key`.
+    fn runs_of(&self, key: usize) -> Vec<&Run> {
+        self.runs.iter().filter(|run| self.calls[run.call].key == key).collect()
+    }
+
+    /// Checks what can be known only in the end.
+    pub(crate) fn close(&mut self, net: &Net) {
+        let met = net.met();
+        let mut findings = Vec::new();
+        for key in 0..net.history().keys() {
+            let mut find = |check, text| findings.push(Finding { check, key, text });
+            let runs = self.runs_of(key);
+            if runs.iter().any(|run| !self.calls[run.call].terms.remembers()) {
+                continue;
+            }
+            Self::fencing(&runs, &mut find);
+            self.effects(net, key, &runs, &met, &mut find);
+            self.answers(net, key, &runs, &met, &mut find);
+        }
+        for (key, text) in net.overslept() {
+            findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });
+        }
+        for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| call.end.is_none()) {
+            findings.push(Finding { check: Check::Stuck, key: call.key, text: format!("call {n} never ended") });
+        }
+        self.findings.extend(findings);
+    }
+
+    fn fencing(runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+        for (n, run) in runs.iter().enumerate().filter(|(_, run)| run.attempt > 0) {
+            for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
+                let (first, then) = (run.attempt, later.attempt);
+                if first >= then {
+                    find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
+                }
+            }
+        }
+    }
+
+    /// Whether something kept `process` from its work in this time.
+    fn disturbed(&self, net: &Net, met: &[Met], process: usize, from: u64, to: u64) -> bool {
+        net.jumped(from, to)
+            || met.iter().any(|it| it.process == process && it.from <= to && it.to >= from)
+            || self.kills.iter().any(|(killed, at)| *killed == process && *at <= to)
+    }
+
+    fn effects(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+        for run in runs {
+            let call = &self.calls[run.call];
+            if run.attempt == 0 {
+                let allowed = call.terms.on_store_error == OnStoreError::Run;
+                if !allowed || !self.disturbed(net, met, call.process, call.made_at, run.started_at) {
+                    find(Check::DoubleEffect, format!("{run:?} without a reservation and without need"));
+                }
+                continue;
+            }
+            for later in runs.iter().filter(|later| later.attempt > run.attempt) {
+                if self.reopened_between(key, run.started, later.started) {
+                    continue;
+                }
+                let pair =
+                    || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
+                // In the order of time; whoever starts late under an old token is not followed by the newer one.
+                let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
+                let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
+                let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
+                // Whoever comes may have promised it, too, and does not take over.
+                let follows = &self.calls[later.call];
+                let took_over = later.attempt == run.attempt + 1
+                    && matches!(&follows.end, Some((_, CallEnd::Returned(_, outcome))) if outcome.took_over());
+                if promised || (took_over && follows.terms.on_crash == OnCrash::Fail) {
+                    find(Check::AtMostOnce, pair());
+                }
+                match (ended, call.end.as_ref().map(|(_, end)| end)) {
+                    (_, Some(CallEnd::Returned(Ok(_), _))) => find(Check::DoubleEffect, pair()),
+                    (_, Some(CallEnd::Returned(Err(_), outcome))) if outcome.recorded() => {
+                        find(Check::DoubleEffect, pair());
+                    }
+                    (Some(BodyEnd::Value(_)), _) if !disturbed() => find(Check::DoubleEffect, pair()),
+                    (None, _) if !disturbed() => find(Check::Lapse, pair()),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn answers(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+        let by_number = |number: u32| runs.iter().find(|run| run.attempt == number);
+        let met_here = met.iter().any(|it| it.keys.contains(&key)) || !self.kills.is_empty() || net.jumped(0, u64::MAX);
+        let mut first: Option<(&Result<String, Failure>, &Call)> = None;
+        for call in self.calls.iter().filter(|call| call.key == key) {
+            let Some((_, CallEnd::Returned(result, outcome))) = &call.end else { continue };
+            let told = match result {
+                Ok(value) => Some(BodyEnd::Value(value.clone())),
+                Err(Failure::Lasting(text)) => Some(BodyEnd::Error { text: text.clone(), lasting: true }),
+                Err(Failure::Passing(text)) => Some(BodyEnd::Error { text: text.clone(), lasting: false }),
+                Err(Failure::Idempotency(_)) => None,
+            };
+            if outcome.replayed() {
+                let run = by_number(outcome.attempt().unwrap_or_default());
+                if run.and_then(|run| run.ended.as_ref()).map(|(_, end)| end) != told.as_ref() {
+                    find(Check::Replay, format!("{call:?} replays something else than {run:?}"));
+                }
+            }
+            if outcome.result_stored() && !self.was_reopened(key) {
+                match first {
+                    Some((other, _)) if !same(other, result) => {
+                        find(Check::Replay, format!("{call:?} does not return {other:?}"));
+                    }
+                    Some(_) => {}
+                    None => first = Some((result, call)),
+                }
+            }
+            if let Some(told) = &told
+                && !runs.iter().any(|run| {
+                    run.ended.as_ref().is_some_and(|(_, end)| end == told)
+                        && (run.effect.is_some() || !matches!(told, BodyEnd::Value(_)))
+                })
+            {
+                find(Check::MissingEffect, format!("nobody's body returned what {call:?} did"));
+            }
+            let disturbed = met_here || met.iter().any(|it| it.process == call.process);
+            let unjustified = match result {
+                Err(Failure::Idempotency(refused)) => match &**refused {
+                    // Somebody was at work and did not return, or could not say so.
+                    Error::Interrupted { .. } => {
+                        !disturbed
+                            && !runs
+                                .iter()
+                                .any(|run| matches!(run.ended, None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked))))
+                    }
+                    Error::AttemptsExhausted { attempts, .. } => {
+                        let limit = call.terms.max_attempts;
+                        limit.is_none_or(|limit| *attempts < limit)
+                            || (!disturbed && !self.was_reopened(key) && runs.len() < *attempts as usize)
+                    }
+                    Error::ResultUnavailable { .. } => {
+                        !disturbed
+                            && !runs.iter().any(|run| {
+                                match &run.ended {
+                                    Some((_, BodyEnd::Value(value))) => value.len() + 2 > call.terms.max_result_bytes,
+                                    // Told to a handler that does not read errors.
+                                    Some((_, BodyEnd::Error { lasting, .. })) => *lasting,
+                                    _ => false,
+                                }
+                            })
+                    }
+                    Error::LeaseLost { .. } | Error::Unrecorded { .. } | Error::Store { .. } => !disturbed,
+                    _ => false,
+                },
+                _ => false,
+            };
+            if unjustified {
+                find(Check::MissingEffect, format!("{call:?} for no reason"));
+            }
+        }
+    }
+
+    /// What the books say, one line for each call and run.
+    pub(crate) fn transcript(&self, key: Option<usize>) -> String {
+        let mut text = String::new();
+        for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| key.is_none_or(|key| call.key == key)) {
+            writeln!(text, "  call {n}: {call:?}").unwrap();
+            for run in self.runs.iter().filter(|run| run.call == n) {
+                writeln!(text, "    {run:?}").unwrap();
+            }
+        }
+        text
+    }
+}
+
+fn same(one: &Result<String, Failure>, other: &Result<String, Failure>) -> bool {
+    match (one, other) {
+        (Ok(one), Ok(other)) => one == other,
+        (Err(one), Err(other)) => one.text() == other.text(),
+        _ => false,
+    }
+}

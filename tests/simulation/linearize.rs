@@ -1,0 +1,367 @@
+//! Whether a history could have happened to a store that does one thing after the other.
+//!
+//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
+//! configurations that Lowe added ("Testing for linearizability", 2017): pick an operation that no other one had ended
+//! before, let the sequential specification (`model/reference.rs`) do it, compare the answer, go on, and take it back if
+//! that leads nowhere. Keys are independent of each other, and linearizability is local, so each key is searched alone.
+//!
+//! Time is part of the specification. An answer carries what the store's clock showed when it was made, so an answered
+//! operation has one time at which it can have happened; that is stricter than any time between invocation and answer,
+//! and holds because the clock of a simulation stands still while the store works. An operation without an answer can
+//! have happened at any time from its invocation on, or never. It is enough to try the times at which the store did
+//! anything for anybody: at all others nothing happened, so if the history is linearizable, it is so with these.
+//! Operations of which the store said that nothing was done are none.
+
+use std::collections::HashSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use idem_runtime::{Finish, OnCrash, Payload};
+
+use crate::history::{Asked, End, History, Op, Said};
+use crate::reference::{Answer, Entry, Phase, Reference};
+
+/// How many configurations are looked at before the search gives up. Histories of simulations need a few hundred.
+const LIMIT: usize = 20_000;
+
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Linearizable,
+    /// How many operations the longest attempt explained, and which one it could not.
+    NotLinearizable {
+        explained: usize,
+        stuck_at: String,
+    },
+    /// The search was given up.
+    Undecided,
+}
+
+/// Whether the operations on `key` are linearizable.
+pub(crate) fn check(history: &History, key: usize) -> Verdict {
+    let ops = history.ops.iter().filter(|op| op.key == key && op.end != End::NothingDone).collect();
+    let ticks = history.ticks.iter().copied().collect();
+    let mut search = Search { ops, ticks, seen: HashSet::new(), best: 0, stuck_at: String::new() };
+    let mut done = vec![false; search.ops.len()];
+    match search.explain(&mut done, 0, &Reference::default()) {
+        Some(true) => Verdict::Linearizable,
+        Some(false) => Verdict::NotLinearizable { explained: search.best, stuck_at: search.stuck_at },
+        None => Verdict::Undecided,
+    }
+}
+
+struct Search<'a> {
+    /// In the order of their invocation.
+    ops: Vec<&'a Op>,
+    ticks: Vec<u64>,
+    seen: HashSet<u64>,
+    best: usize,
+    stuck_at: String,
+}
+
+impl Search<'_> {
+    /// Whether what is not `done` can follow on the state of `reference`; `None` if that is too much work.
+    fn explain(&mut self, done: &mut [bool], depth: usize, reference: &Reference) -> Option<bool> {
+        let open = |done: &[bool], n: usize| !done[n];
+        // Nothing may happen before an operation that had ended when it began.
+        let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
+        let Some(first_end) = first_end else { return Some(true) };
+        if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
+            return Some(false);
+        }
+        if self.seen.len() > LIMIT {
+            return None;
+        }
+        let answer = |op: &Op| match &op.end {
+            End::Answered { at, .. } => Some(*at),
+            _ => None,
+        };
+        // Time goes on, so the next answered operation is one of the earliest.
+        let next_at = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| answer(self.ops[n])).min();
+        let next_at = next_at.expect("what has ended was answered");
+        if next_at < reference.now {
+            return Some(false);
+        }
+        let may_be_next = (0..self.ops.len()).filter(|n| open(done, *n) && self.ops[*n].invoked < first_end);
+        let (answered, unanswered): (Vec<_>, Vec<_>) = may_be_next.partition(|n| answer(self.ops[*n]).is_some());
+        for n in answered {
+            let op = self.ops[n];
+            let End::Answered { said, at } = &op.end else { continue };
+            if *at != next_at {
+                continue;
+            }
+            let mut after = reference.clone();
+            let expected = apply(&mut after, &op.asked, op.key, next_at);
+            if *said != expected {
+                if depth >= self.best {
+                    self.best = depth;
+                    self.stuck_at = format!("{op:?}, expected {expected:?}");
+                }
+                continue;
+            }
+            done[n] = true;
+            let explained = self.explain(done, depth + 1, &after);
+            done[n] = false;
+            if explained != Some(false) {
+                return explained;
+            }
+        }
+        // What was never answered is tried last: mostly it never happened, or can wait.
+        for n in unanswered {
+            let op = self.ops[n];
+            let from = self.ticks.partition_point(|tick| *tick < op.invoked_at.max(reference.now));
+            let to = self.ticks.partition_point(|tick| *tick <= next_at);
+            for at in self.ticks.get(from..to).unwrap_or_default().to_vec() {
+                let mut after = reference.clone();
+                apply(&mut after, &op.asked, op.key, at);
+                let mut unchanged = reference.clone();
+                unchanged.now = at;
+                // Having changed nothing is the same as never having happened.
+                if after.look(op.key) == unchanged.look(op.key) {
+                    continue;
+                }
+                done[n] = true;
+                let explained = self.explain(done, depth + 1, &after);
+                done[n] = false;
+                if explained != Some(false) {
+                    return explained;
+                }
+            }
+        }
+        Some(false)
+    }
+}
+
+/// Does `asked` at time `at`, and says what has to be answered.
+fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said {
+    reference.now = at;
+    match asked {
+        Asked::Reserve(ask) => Said::Reservation(match reference.reserve(ask) {
+            // A replay says nothing of retention.
+            Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
+            answer => answer,
+        }),
+        Asked::Renew(ask) => Said::Write(reference.renew(key, ask.owner)),
+        Asked::Finish(ask, finish) => Said::Write(reference.finish(ask, finish)),
+        Asked::Release(ask, release) => Said::Write(reference.release(ask, *release)),
+        Asked::Reopen { attempt } => Said::Write(reference.reopen(key, *attempt)),
+        Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
+            if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
+                // Of a lease that has lapsed, nobody is told when.
+                *lapses_at = at.max(*lapses_at);
+            }
+            entry
+        })),
+    }
+}
+
+fn digest(done: &[bool], reference: &Reference, key: usize) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    done.hash(&mut hasher);
+    reference.now.hash(&mut hasher);
+    if let Some(entry) = reference.look(key) {
+        hash(entry, &mut hasher);
+    }
+    hasher.finish()
+}
+
+fn hash(entry: &Entry, hasher: &mut impl Hasher) {
+    let Entry { owner, attempt, starts, fingerprint, phase, forgotten_at } = entry;
+    (owner, attempt, starts, fingerprint, forgotten_at).hash(hasher);
+    match phase {
+        Phase::Pending { lease, ttl, on_crash, lapses_at } => {
+            (0, lease, ttl, *on_crash == OnCrash::Fail, lapses_at).hash(hasher);
+        }
+        Phase::Released => 1.hash(hasher),
+        Phase::Interrupted => 2.hash(hasher),
+        Phase::Finished(finish) => {
+            (3, matches!(finish, Finish::Completed(_))).hash(hasher);
+            match finish.payload() {
+                Payload::Stored { bytes, .. } => bytes.hash(hasher),
+                Payload::TooLarge { bytes } => bytes.hash(hasher),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The search itself, on histories written by hand.
+mod by_hand {
+    use std::time::Duration;
+
+    use idem_runtime::testing::{SimulatedClock, Simulation};
+    use idem_runtime::{CodecName, Finish, Key, OnCrash, Payload, Write};
+
+    use super::{Verdict, check};
+    use crate::history::{Asked, End, History, Said, nanos};
+    use crate::reference::{Answer, Ask, Entry, Phase};
+
+    const LEASE: u64 = nanos_of_seconds(30);
+    const TTL: u64 = nanos_of_seconds(600);
+
+    const fn nanos_of_seconds(seconds: u64) -> u64 {
+        seconds * 1_000_000_000
+    }
+
+    /// One key, whose operations are entered one after the other, or overlap.
+    struct Script {
+        clock: SimulatedClock,
+        history: History,
+    }
+
+    fn script(write: impl FnOnce(&mut Script)) -> Verdict {
+        let simulation = Simulation::new(1);
+        let mut script = Script { clock: simulation.clock(), history: History::new(simulation.clock()) };
+        write(&mut script);
+        check(&script.history, 0)
+    }
+
+    impl Script {
+        fn pass(&self, seconds: u64) {
+            self.clock.advance(Duration::from_secs(seconds));
+        }
+
+        fn ask(&mut self, asked: Asked) -> usize {
+            self.history.invoke(0, &Key::new("by-hand", "k").unwrap(), asked)
+        }
+
+        fn answer(&mut self, op: usize, said: Said) {
+            let at = self.history.tick();
+            self.history.respond(op, End::Answered { said, at });
+        }
+
+        fn done(&mut self, asked: Asked, said: Said) {
+            let op = self.ask(asked);
+            self.answer(op, said);
+        }
+    }
+
+    fn by(owner: usize) -> Ask {
+        let on_crash = OnCrash::Retry;
+        Ask { key: 0, owner, lease: LEASE, ttl: TTL, fingerprint: None, on_crash, max_attempts: None }
+    }
+
+    fn reserve(owner: usize) -> Asked {
+        Asked::Reserve(by(owner))
+    }
+
+    fn reserved(attempt: u32, takeover: bool) -> Said {
+        Said::Reservation(Answer::Reserved { attempt, starts: attempt, fingerprint: None, takeover })
+    }
+
+    fn pending(attempt: u32, seconds: u64) -> Said {
+        Said::Reservation(Answer::Pending { attempt, lapses_in: nanos(Duration::from_secs(seconds)) })
+    }
+
+    fn result(byte: u8) -> Finish {
+        let codec = CodecName::new(b"hand").unwrap();
+        Finish::Completed(Payload::Stored { codec, bytes: vec![byte].into() })
+    }
+
+    fn finished(owner: usize, attempt: u32, byte: u8) -> Said {
+        let phase = Phase::Finished(result(byte));
+        let entry = Entry { owner, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
+        Said::Reservation(Answer::Finished(entry))
+    }
+
+    fn holds(verdict: &Verdict) -> bool {
+        assert_ne!(*verdict, Verdict::Undecided);
+        *verdict == Verdict::Linearizable
+    }
+
+    #[test]
+    fn one_key_is_reserved_once() {
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(reserve(2), reserved(1, false));
+        })));
+        assert!(holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(reserve(2), pending(1, 30));
+        })));
+    }
+
+    #[test]
+    fn concurrent_operations_have_the_order_that_explains_them() {
+        assert!(holds(&script(|it| {
+            let [first, second] = [1, 2].map(|owner| it.ask(reserve(owner)));
+            it.answer(first, pending(1, 30));
+            it.answer(second, reserved(1, false));
+        })));
+        // One after the other they have no choice.
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), pending(1, 30));
+            it.done(reserve(2), reserved(1, false));
+        })));
+    }
+
+    #[test]
+    fn what_is_not_answered_happens_at_some_time_or_never() {
+        for landed in [true, false] {
+            assert!(holds(&script(|it| {
+                it.ask(reserve(1));
+                it.history.tick();
+                it.pass(10);
+                it.done(reserve(2), if landed { pending(1, 20) } else { reserved(1, false) });
+            })));
+        }
+        // Not before it was asked for.
+        assert!(!holds(&script(|it| {
+            it.done(reserve(2), pending(1, 30));
+            it.ask(reserve(1));
+        })));
+        // Not twice.
+        assert!(!holds(&script(|it| {
+            it.ask(reserve(1));
+            it.done(reserve(2), pending(1, 30));
+            it.pass(30);
+            it.done(reserve(3), reserved(2, true));
+            it.pass(30);
+            it.done(reserve(4), pending(3, 30));
+        })));
+        // Not if the store says that it was not done.
+        assert!(!holds(&script(|it| {
+            let op = it.ask(reserve(1));
+            it.history.respond(op, End::NothingDone);
+            it.done(reserve(2), pending(1, 30));
+        })));
+    }
+
+    #[test]
+    fn a_late_finish_counts_until_somebody_has_taken_over() {
+        let finish = || Asked::Finish(by(1), result(7));
+        assert!(holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.ask(finish());
+            it.pass(40);
+            it.done(reserve(2), finished(1, 1, 7));
+        })));
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.ask(finish());
+            it.pass(40);
+            it.done(reserve(2), reserved(2, true));
+            it.done(reserve(3), finished(1, 1, 7));
+        })));
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.done(finish(), Said::Write(Write::Done));
+            it.done(reserve(2), finished(1, 1, 8));
+        })));
+    }
+
+    #[test]
+    fn leases_are_as_long_as_is_said() {
+        for (seconds, right) in [(29, true), (30, false), (1, false)] {
+            let verdict = script(|it| {
+                it.done(reserve(1), reserved(1, false));
+                it.pass(1);
+                it.done(reserve(2), pending(1, seconds));
+            });
+            assert_eq!(holds(&verdict), right, "{seconds} seconds");
+        }
+        assert!(!holds(&script(|it| {
+            it.done(reserve(1), reserved(1, false));
+            it.pass(29);
+            it.done(reserve(2), reserved(2, true));
+        })));
+    }
+}

@@ -1,0 +1,579 @@
+//! A store that keeps the contract and is otherwise as bad as it may be: one handle for each simulated process, with a
+//! line in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land after
+//! whoever asked has given up. What is asked and answered goes into the [`History`].
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{
+    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
+    StoreError, StoreErrorKind, StoreFuture, Write,
+};
+
+use crate::dice::Dice;
+use crate::history::{Asked, End, History, Said, nanos};
+
+/// How bad the lines of a world are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Weather {
+    /// How many of a thousand calls meet a fault.
+    pub(crate) faults: u64,
+    /// Whether calls that nobody waits for any more may still land.
+    pub(crate) late: bool,
+    /// The longest delay on each way of a call that meets no fault.
+    pub(crate) calm: Duration,
+    /// The longest lease of the world: what hangs, hangs for about as long.
+    pub(crate) lease: Duration,
+}
+
+/// What is broken on purpose between the engine and the store, to see that it is found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Prank {
+    None,
+    /// A finish is confirmed and not done: a lost update, or an engine that returns before it has recorded.
+    FinishesNothing,
+    /// The same for a release: an engine that forgets to free its key.
+    ReleasesNothing,
+    /// The same for renewals: an engine whose heart does not beat.
+    RenewsNothing,
+    /// Now and then a reservation is answered with what was true some time ago.
+    StaleReads,
+    /// What is said not to have been done is done.
+    FailsAfterAll,
+    /// Lapsed leases are thought to be held: the engine's clock is slow.
+    SlowClock,
+    /// Two processes draw the same owner tokens.
+    OwnersRepeat,
+}
+
+/// A fault that was met: by whom, on which keys, from when to when.
+#[derive(Clone, Debug)]
+pub(crate) struct Met {
+    pub(crate) process: usize,
+    pub(crate) keys: Vec<usize>,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+}
+
+/// Everything between the processes of a world and their store.
+pub(crate) struct Net {
+    pub(crate) clock: SimulatedClock,
+    pub(crate) dice: Dice,
+    /// A handle of nobody's, to see what is really there.
+    truth: Arc<dyn Store>,
+    weather: Weather,
+    stormy: AtomicBool,
+    prank: Prank,
+    history: Mutex<History>,
+    met: Mutex<Vec<Met>>,
+    /// For [`Prank::StaleReads`].
+    stale: Mutex<HashMap<Key, Reservation>>,
+    /// When which attempt ended, or lost its record.
+    ended: Mutex<HashMap<(Key, u32), u64>>,
+    /// When time jumped, and how far.
+    jumps: Mutex<Vec<(u64, u64)>>,
+    /// Waits that went on after what they waited for had ended.
+    overslept: Mutex<Vec<(Key, String)>>,
+}
+
+impl Net {
+    pub(crate) fn new(
+        clock: SimulatedClock,
+        dice: Dice,
+        truth: Arc<dyn Store>,
+        weather: Weather,
+        prank: Prank,
+    ) -> Self {
+        Self {
+            history: Mutex::new(History::new(clock.clone())),
+            clock,
+            dice,
+            truth,
+            weather,
+            stormy: AtomicBool::new(true),
+            prank,
+            met: Mutex::default(),
+            stale: Mutex::default(),
+            ended: Mutex::default(),
+            jumps: Mutex::default(),
+            overslept: Mutex::default(),
+        }
+    }
+
+    /// Everything stands still for `duration` but the clock of the store: all timers are late.
+    pub(crate) fn jump(&self, duration: Duration) {
+        let from = self.now();
+        self.clock.advance(duration);
+        let to = self.now();
+        self.history().note(format!("time jumps by {duration:?}"));
+        self.jumps.lock().unwrap().push((from, to));
+    }
+
+    /// Whether time jumped between `from` and `to`.
+    pub(crate) fn jumped(&self, from: u64, to: u64) -> bool {
+        self.jumps.lock().unwrap().iter().any(|(start, end)| *start <= to && *end >= from)
+    }
+
+    pub(crate) fn overslept(&self) -> Vec<(Key, String)> {
+        self.overslept.lock().unwrap().clone()
+    }
+
+    /// The attempt that is pending for `key`.
+    fn pending(&self, key: &Key) -> Option<u32> {
+        self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
+    }
+
+    pub(crate) fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap()
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        nanos(self.clock.now().since_origin())
+    }
+
+    /// No call meets a fault from now on.
+    pub(crate) fn clear_up(&self) {
+        self.stormy.store(false, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_stormy(&self) -> bool {
+        self.stormy.load(Ordering::SeqCst)
+    }
+
+    /// The faults so far.
+    pub(crate) fn met(&self) -> Vec<Met> {
+        self.met.lock().unwrap().clone()
+    }
+
+    /// What the store really holds for `key`, past everything that is between.
+    pub(crate) fn truth(&self, key: &Key) -> Option<Inspection> {
+        let mut asked = self.truth.inspect(key);
+        match std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(found) => found.expect("nothing is between"),
+            // A store that is torn on purpose; nobody knows.
+            Poll::Pending => None,
+        }
+    }
+
+    /// Lets others go first, for a moment or for up to `longest`.
+    pub(crate) async fn delay(&self, longest: Duration) {
+        for _ in 0..self.dice.between(0, 3) {
+            tokio::task::yield_now().await;
+        }
+        if !longest.is_zero() && self.dice.chance(500) {
+            self.clock.sleep(self.dice.up_to(longest)).await;
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Request {
+    Reserve(Reserve),
+    Renew(Vec<Lease>),
+    Finish(Lease, Finish),
+    Release(Lease, Release),
+    Reopen(Key, u32),
+    Inspect(Key),
+}
+
+#[derive(Clone, Debug)]
+enum Reply {
+    Reservation(Reservation),
+    Writes(Vec<Write>),
+    Inspection(Option<Inspection>),
+}
+
+impl Request {
+    async fn ask(&self, store: &dyn Store) -> Result<Reply, StoreError> {
+        let write = |write| Reply::Writes(vec![write]);
+        match self {
+            Self::Reserve(request) => store.reserve(request).await.map(Reply::Reservation),
+            Self::Renew(leases) => store.renew(leases).await.map(Reply::Writes),
+            Self::Finish(lease, finish) => store.finish(lease, finish).await.map(write),
+            Self::Release(lease, release) => store.release(lease, *release).await.map(write),
+            Self::Reopen(key, attempt) => store.reopen(key, *attempt).await.map(write),
+            Self::Inspect(key) => store.inspect(key).await.map(Reply::Inspection),
+        }
+    }
+
+    fn key(&self) -> Option<&Key> {
+        match self {
+            Self::Reserve(request) => Some(&request.key),
+            Self::Finish(lease, _) | Self::Release(lease, _) => Some(&lease.key),
+            Self::Reopen(key, _) => Some(key),
+            Self::Renew(_) | Self::Inspect(_) => None,
+        }
+    }
+
+    /// The operations it consists of.
+    fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
+        let entered: Vec<(&Key, Asked)> = match self {
+            Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
+            Self::Renew(leases) => leases.iter().map(|it| (&it.key, Asked::Renew(history.ask(it)))).collect(),
+            Self::Finish(lease, finish) => vec![(&lease.key, Asked::Finish(history.ask(lease), finish.clone()))],
+            Self::Release(lease, release) => vec![(&lease.key, Asked::Release(history.ask(lease), *release))],
+            Self::Reopen(key, attempt) => vec![(key, Asked::Reopen { attempt: *attempt })],
+            Self::Inspect(key) => vec![(key, Asked::Inspect)],
+        };
+        entered.into_iter().map(|(key, asked)| history.invoke(process, key, asked)).collect()
+    }
+}
+
+/// How one call fares.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Fine,
+    /// Does what it should, and takes about a lease for it.
+    Slow,
+    /// Fails; nothing is done.
+    Refused(StoreErrorKind),
+    /// Fails without an answer; nothing is done.
+    Lost,
+    /// Is done; the answer gets lost.
+    AnswerLost,
+    /// Fails without an answer, and is done some time later.
+    Late,
+    /// Is not answered until about a lease is over; is done or not.
+    Hangs,
+}
+
+/// The store of one process.
+#[derive(Clone)]
+pub(crate) struct Line(Arc<Process>);
+
+struct Process {
+    number: usize,
+    inner: Arc<dyn Store>,
+    heartbeats: Heartbeats,
+    net: Arc<Net>,
+    dead: AtomicBool,
+}
+
+impl fmt::Debug for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Line({})", self.0.number)
+    }
+}
+
+/// A clock that goes half as fast.
+#[derive(Debug)]
+struct SlowClock(SimulatedClock);
+
+impl Clock for SlowClock {
+    fn now(&self) -> idem_runtime::Instant {
+        idem_runtime::Instant::new(self.0.now().since_origin() / 2)
+    }
+
+    fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
+        self.0.sleep(duration * 2)
+    }
+
+    fn entropy(&self) -> u128 {
+        self.0.entropy()
+    }
+}
+
+/// A clock that gives everybody the same chance.
+#[derive(Debug)]
+struct SameChance(SimulatedClock);
+
+impl Clock for SameChance {
+    fn now(&self) -> idem_runtime::Instant {
+        self.0.now()
+    }
+
+    fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
+        self.0.sleep(duration)
+    }
+
+    fn entropy(&self) -> u128 {
+        7
+    }
+}
+
+impl Line {
+    /// The line of process `number` to `inner`, a handle of its own.
+    pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>) -> Self {
+        let clock: Arc<dyn Clock> = match net.prank {
+            Prank::SlowClock => Arc::new(SlowClock(net.clock.clone())),
+            Prank::OwnersRepeat => Arc::new(SameChance(net.clock.clone())),
+            _ => Arc::new(net.clock.clone()),
+        };
+        let heartbeats = Heartbeats::new(clock);
+        Self(Arc::new(Process { number, inner, heartbeats, net, dead: AtomicBool::new(false) }))
+    }
+
+    pub(crate) fn number(&self) -> usize {
+        self.0.number
+    }
+
+    /// Nothing leaves the process any more, whoever in it may still be dropped. What has left may land.
+    pub(crate) fn die(&self) {
+        self.0.dead.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.0.dead.load(Ordering::SeqCst)
+    }
+
+    async fn exchange(&self, request: Request) -> Result<Reply, StoreError> {
+        let net = &self.0.net;
+        if self.is_dead() {
+            return std::future::pending().await;
+        }
+        let (ops, fate, before, after) = {
+            let mut history = net.history();
+            let ops = request.enter(&mut history, self.0.number);
+            let fate = self.fate(&request);
+            let longest =
+                if matches!(fate, Fate::Slow | Fate::Hangs) { net.weather.lease * 3 / 2 } else { Duration::ZERO };
+            let (before, after) = (net.weather.calm + longest, net.weather.calm + longest);
+            if fate != Fate::Fine {
+                let from = history.now();
+                let keys = ops.iter().map(|op| history.ops[*op].key).collect();
+                let to = from + nanos(before + after);
+                history.note(format!("process {}: {fate:?} for {} operations", self.0.number, ops.len()));
+                net.met.lock().unwrap().push(Met { process: self.0.number, keys, from, to });
+            }
+            (ops, fate, before, after)
+        };
+        let mut flight = Flight { line: self, request: Some(request), ops: &ops };
+        net.delay(before).await;
+        let unknown = |why| StoreError::new(StoreErrorKind::Unknown, why);
+        let done = match fate {
+            _ if self.is_dead() => None,
+            Fate::Fine | Fate::Slow | Fate::AnswerLost => Some(flight.land().await),
+            Fate::Hangs if net.dice.chance(500) => Some(flight.land().await),
+            Fate::Refused(_) if net.prank == Prank::FailsAfterAll => Some(flight.land().await),
+            Fate::Refused(_) | Fate::Lost => {
+                flight.request = None;
+                None
+            }
+            Fate::Late | Fate::Hangs => None,
+        };
+        net.delay(after).await;
+        // What is lost, lands late or not at all.
+        drop(flight);
+        if self.is_dead() {
+            return std::future::pending().await;
+        }
+        let mut history = net.history();
+        let error = match (fate, done) {
+            (Fate::Fine | Fate::Slow, Some((answer, at))) => match answer {
+                Ok(reply) => {
+                    respond(&mut history, &ops, &reply, at);
+                    return Ok(reply);
+                }
+                Err(error) => error,
+            },
+            (Fate::Refused(kind), _) => StoreError::new(kind, "refused"),
+            _ => unknown("no answer"),
+        };
+        let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone };
+        for op in &ops {
+            history.respond(*op, end.clone());
+        }
+        Err(error)
+    }
+
+    fn fate(&self, request: &Request) -> Fate {
+        let net = &self.0.net;
+        if !net.is_stormy() || !net.dice.chance(net.weather.faults) {
+            return Fate::Fine;
+        }
+        let holds_result = matches!(
+            request,
+            Request::Finish(_, Finish::Completed(Payload::Stored { .. }) | Finish::Failed(Payload::Stored { .. }))
+        );
+        match net.dice.between(0, 15) {
+            0..3 => Fate::Slow,
+            3..6 => Fate::Refused(StoreErrorKind::Unavailable),
+            6 => Fate::Refused(StoreErrorKind::Misconfigured),
+            7 if holds_result => Fate::Refused(StoreErrorKind::TooLarge),
+            7..9 => Fate::Lost,
+            9..11 if net.weather.late => Fate::Late,
+            9..14 => Fate::AnswerLost,
+            _ => Fate::Hangs,
+        }
+    }
+}
+
+fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64, Option<Said>)) {
+    match reply {
+        Reply::Writes(writes) => {
+            for (op, write) in ops.iter().zip(writes) {
+                history.respond(*op, End::Answered { said: Said::Write(*write), at });
+            }
+        }
+        Reply::Reservation(_) | Reply::Inspection(_) => {
+            let said = said.expect("said when it was done");
+            history.respond(ops[0], End::Answered { said, at });
+        }
+    }
+}
+
+/// A request on its way. Dropped before it has landed, it may do so later.
+struct Flight<'a> {
+    line: &'a Line,
+    request: Option<Request>,
+    ops: &'a [usize],
+}
+
+impl Flight<'_> {
+    /// Has its effect at the store now; and says what it was answered, and when.
+    async fn land(&mut self) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
+        let request = self.request.take().expect("lands once");
+        land(&self.line.0.net, &*self.line.0.inner, &request).await
+    }
+}
+
+async fn land(net: &Net, store: &dyn Store, request: &Request) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
+    let at = net.history().tick();
+    let pretended = match (net.prank, request) {
+        (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
+            Some(Reply::Writes(vec![Write::Done]))
+        }
+        (Prank::RenewsNothing, Request::Renew(leases)) => Some(Reply::Writes(vec![Write::Done; leases.len()])),
+        (Prank::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
+            net.stale.lock().unwrap().get(&request.key).cloned().map(Reply::Reservation)
+        }
+        _ => None,
+    };
+    let running = request.key().and_then(|key| Some((key, net.pending(key)?)));
+    let answer = match pretended {
+        Some(reply) => Ok(reply),
+        None => request.ask(store).await,
+    };
+    if let Some((key, attempt)) = running
+        && net.pending(key) != Some(attempt)
+    {
+        net.ended.lock().unwrap().insert((key.clone(), attempt), at);
+    }
+    // Of a record that was forgotten, the numbers start anew.
+    if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
+        net.ended.lock().unwrap().remove(&(key.clone(), attempt));
+    }
+    let said = match (&answer, request) {
+        (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
+            if !matches!(reservation, Reservation::Reserved { .. }) {
+                net.stale.lock().unwrap().insert(request.key.clone(), reservation.clone());
+            }
+            Some(net.history().reservation(reservation))
+        }
+        (Ok(Reply::Inspection(found)), _) => Some(net.history().inspection(found.as_ref())),
+        _ => None,
+    };
+    (answer, (at, said))
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        let Some(request) = self.request.take() else { return };
+        let net = Arc::clone(&self.line.0.net);
+        if !net.weather.late || !net.is_stormy() || !net.dice.chance(500) {
+            return;
+        }
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (from, longest) = (net.now(), net.weather.lease * 2);
+        let keys = self.ops.iter().map(|op| net.history().ops[*op].key).collect();
+        let met = Met { process: self.line.number(), keys, from, to: from + nanos(longest) };
+        net.met.lock().unwrap().push(met);
+        let store = Arc::clone(&self.line.0.inner);
+        runtime.spawn(async move {
+            net.delay(longest).await;
+            // Whoever asked is told nothing.
+            let _ = land(&net, &*store, &request).await;
+        });
+    }
+}
+
+impl Store for Line {
+    fn name(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.0.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        StoreFuture::new(async move {
+            match self.exchange(Request::Reserve(request.clone())).await? {
+                Reply::Reservation(reservation) => Ok(reservation),
+                other => unreachable!("{other:?}"),
+            }
+        })
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        StoreFuture::new(async move { self.exchange(Request::Renew(leases.to_vec())).await.map(writes) })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move { self.exchange(Request::Finish(lease.clone(), finish.clone())).await.map(one) })
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move { self.exchange(Request::Release(lease.clone(), release)).await.map(one) })
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move {
+            let net = &self.0.net;
+            net.delay(Duration::ZERO).await;
+            if net.is_stormy() && net.dice.chance(net.weather.faults) {
+                net.delay(net.weather.lease * 2).await;
+                // Early, or not at all.
+                return match net.dice.chance(500) {
+                    true => Ok(()),
+                    false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
+                };
+            }
+            let began = net.now();
+            let waited = self.0.inner.wait(key, attempt, at_most).await;
+            let now = net.now();
+            let ended = net.ended.lock().unwrap().get(&(key.clone(), attempt)).copied();
+            if let Some(ended) = ended
+                && now > ended.max(began)
+                && !net.jumped(ended.max(began), now)
+            {
+                let text = format!("attempt {attempt} ended at {ended}, process {} waited until {now}", self.number());
+                net.overslept.lock().unwrap().push((key.clone(), text));
+            }
+            waited
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            match self.exchange(Request::Inspect(key.clone())).await? {
+                Reply::Inspection(found) => Ok(found),
+                other => unreachable!("{other:?}"),
+            }
+        })
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move { self.exchange(Request::Reopen(key.clone(), attempt)).await.map(one) })
+    }
+}
+
+fn writes(reply: Reply) -> Vec<Write> {
+    match reply {
+        Reply::Writes(writes) => writes,
+        other => unreachable!("{other:?}"),
+    }
+}
+
+fn one(reply: Reply) -> Write {
+    writes(reply)[0]
+}

@@ -1,0 +1,706 @@
+//! A world: processes whose workers handle the messages of one broker, all of it from one seed.
+//!
+//! While the weather is bad, calls of the store fail, processes die, callers give up, bodies panic and operators decide;
+//! then it clears up, and everything has to come to an end.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::{Either, select};
+use idem_runtime::testing::{Simulation, Task};
+use idem_runtime::{
+    Attempt, Clock, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal,
+    State, Store, current, idempotent, observe,
+};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+
+use crate::dice::Dice;
+use crate::history::nanos;
+use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
+use crate::linearize::{self, Verdict};
+use crate::plain::{Mistake, Plain};
+use crate::store::{Line, Net, Prank, Weather};
+
+/// What handlers fail with.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Failure {
+    /// Recorded by handlers that record.
+    Lasting(String),
+    Passing(String),
+    #[serde(skip)]
+    Idempotency(Rc<Error>),
+}
+
+impl Failure {
+    pub(crate) fn text(&self) -> String {
+        match self {
+            Self::Lasting(text) | Self::Passing(text) => text.clone(),
+            Self::Idempotency(error) => error.to_string(),
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Idempotency(Rc::new(error))
+    }
+}
+
+/// What is broken on purpose.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Broken {
+    Nothing,
+    Store(Mistake),
+    Between(Prank),
+}
+
+/// What happened in a world.
+#[derive(Debug)]
+pub(crate) struct Report {
+    pub(crate) seed: u64,
+    pub(crate) findings: Vec<Finding>,
+    /// How often what happened.
+    pub(crate) counts: BTreeMap<&'static str, u64>,
+    world: World,
+}
+
+impl Report {
+    /// Everything, or what concerns one key.
+    pub(crate) fn transcript(&self, key: Option<usize>) -> String {
+        let history = self.world.net.history().transcript(key);
+        format!("{history}{}", self.world.ledger.borrow().transcript(key))
+    }
+}
+
+/// The payload of a message that has no fingerprint.
+const UNMARKED: u8 = 2;
+
+/// The operation behind one key.
+#[derive(Debug)]
+struct Operation {
+    key: Key,
+    /// A key that is never that of a message: bodies call it.
+    inner: Option<usize>,
+    terms: Terms,
+    /// Whether deliveries differ in `on_crash`, as in the middle of a deployment.
+    mixed: bool,
+    /// Whether the handler records lasting errors.
+    records: bool,
+}
+
+#[derive(Debug)]
+struct Message {
+    operation: usize,
+    payload: u8,
+    visible_at: u64,
+    settled: bool,
+}
+
+/// How bad it gets beyond the lines to the store; all out of a thousand.
+#[derive(Clone, Copy, Debug)]
+struct Mishaps {
+    /// Of deliveries: the caller gives up.
+    cancelled: u64,
+    /// Of steps of a body: it panics, or returns an error.
+    panics: u64,
+    errors: u64,
+    /// Of bodies: they take longer than their lease.
+    slow: u64,
+    kills: u64,
+    operators: u64,
+    jumps: u64,
+}
+
+#[derive(Clone)]
+struct World(Rc<Shared>);
+
+impl std::ops::Deref for World {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("World")
+    }
+}
+
+struct Shared {
+    simulation: Simulation,
+    net: Arc<Net>,
+    dice: Dice,
+    ledger: RefCell<Ledger>,
+    operations: Vec<Operation>,
+    messages: RefCell<Vec<Message>>,
+    changed: Notify,
+    mishaps: Mishaps,
+    open: Box<dyn Fn() -> Arc<dyn Store>>,
+    processes: RefCell<Vec<Process>>,
+    counts: RefCell<BTreeMap<&'static str, u64>>,
+    bodies: Cell<u64>,
+}
+
+struct Process {
+    line: Line,
+    workers: Vec<Task<()>>,
+}
+
+/// One delivery of a message, or a call that a body makes.
+struct Delivery {
+    world: World,
+    line: Line,
+    operation: usize,
+    payload: u8,
+    policy: Policy,
+    call: usize,
+}
+
+impl Delivery {
+    fn new(world: &World, line: &Line, operation: usize, payload: u8) -> Self {
+        let Operation { mut terms, mixed, .. } = world.operations[operation];
+        if mixed {
+            terms.on_crash = world.dice.pick(&[OnCrash::Retry, OnCrash::Fail]);
+        }
+        let call = world.ledger.borrow_mut().call(operation, line.number(), terms, world.net.now());
+        Self { world: world.clone(), line: line.clone(), operation, payload, policy: terms.policy(), call }
+    }
+
+    fn operation(&self) -> &Operation {
+        &self.world.operations[self.operation]
+    }
+
+    fn key(&self) -> &str {
+        self.operation().key.text()
+    }
+
+    fn ended(&self, end: CallEnd) {
+        let world = &self.world;
+        world.ledger.borrow_mut().end_call(&world.net, self.call, &self.operation().key, end);
+    }
+}
+
+/// Whoever drops a delivery that has not ended has killed its process.
+impl Drop for Delivery {
+    fn drop(&mut self) {
+        self.ended(CallEnd::Killed);
+    }
+}
+
+#[idempotent(
+    key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy,
+    fingerprint = delivery.payload, on_error = decide
+)]
+async fn recording(delivery: &Delivery) -> Result<String, Failure> {
+    body(delivery).await
+}
+
+#[idempotent(
+    key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy,
+    fingerprint = delivery.payload
+)]
+async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
+    body(delivery).await
+}
+
+/// As before the handler was given a fingerprint.
+#[idempotent(key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy)]
+async fn unmarked(delivery: &Delivery) -> Result<String, Failure> {
+    body(delivery).await
+}
+
+fn decide(failure: &Failure) -> OnError {
+    match failure {
+        Failure::Lasting(_) => OnError::Record,
+        _ => OnError::Release,
+    }
+}
+
+/// The books' view of a running body.
+struct Running<'a> {
+    delivery: &'a Delivery,
+    run: usize,
+    attempt: Attempt,
+}
+
+impl Running<'_> {
+    fn end(&self, end: BodyEnd) {
+        let world = &self.delivery.world;
+        world.ledger.borrow_mut().end_run(&world.net, self.run, end);
+    }
+
+    fn believe(&self) {
+        let world = &self.delivery.world;
+        world.ledger.borrow_mut().believe(&world.net, self.delivery.call, &self.attempt);
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.end(BodyEnd::Dropped);
+    }
+}
+
+async fn body(delivery: &Delivery) -> Result<String, Failure> {
+    let Delivery { world, line, payload, call, .. } = delivery;
+    let World(shared) = world;
+    let Shared { net, dice, mishaps, .. } = &**shared;
+    let attempt = current().expect("inside of a handler");
+    let run = world.ledger.borrow_mut().start(net, *call, &attempt);
+    let running = Running { delivery, run, attempt };
+    let number = world.bodies.replace(world.bodies.get() + 1);
+    let terms = delivery.operation().terms;
+    let stormy = net.is_stormy();
+    let name = format!("{}/{}/{number}", delivery.key(), running.attempt.number());
+    let fail = |lasting: bool| {
+        running.end(BodyEnd::Error { text: name.clone(), lasting });
+        Err(if lasting { Failure::Lasting(name.clone()) } else { Failure::Passing(name.clone()) })
+    };
+    let longest = match stormy && dice.chance(mishaps.slow) {
+        true => terms.lease * 2,
+        false => terms.lease / 2,
+    };
+    let steps = dice.between(1, 5);
+    let effect_at = dice.between(0, steps - 1);
+    for step in 0..steps {
+        match dice.between(0, 5) {
+            0 => {}
+            1 => tokio::task::yield_now().await,
+            2 => {
+                world.ledger.borrow_mut().runs[run].confirms = true;
+                if running.attempt.confirm_lease().await.is_err() && dice.chance(500) {
+                    world.count("bodies that could not confirm their lease");
+                    return fail(false);
+                }
+            }
+            3 if delivery.operation().inner.is_some() => {
+                let inner = delivery.operation().inner.expect("just seen");
+                let inner = Delivery::new(world, line, inner, *payload);
+                if let Err(Failure::Idempotency(_)) = Box::pin(call_once(&inner)).await {
+                    return fail(false);
+                }
+            }
+            _ => net.clock.sleep(dice.up_to(longest)).await,
+        }
+        running.believe();
+        if stormy && dice.chance(mishaps.panics) {
+            running.end(BodyEnd::Panicked);
+            // Not by `panic!`: nobody needs to read of it.
+            std::panic::resume_unwind(Box::new("a body panics"));
+        }
+        if step == effect_at {
+            let event = net.history().event();
+            net.history().note(format!("process {}: effect of {name}", line.number()));
+            world.ledger.borrow_mut().runs[run].effect = Some(event);
+        }
+        if stormy && dice.chance(mishaps.errors) {
+            return fail(dice.chance(500));
+        }
+    }
+    // Sometimes more than is kept.
+    let value = match dice.chance(60) {
+        true => format!("{name:-<99}"),
+        false => name.clone(),
+    };
+    running.end(BodyEnd::Value(value.clone()));
+    Ok(value)
+}
+
+/// Calls the handler of `delivery`, and enters how that ended.
+async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
+    let (result, outcome) = match (delivery.payload, delivery.operation().records) {
+        (UNMARKED, _) => observe(unmarked(delivery)).await,
+        (_, true) => observe(recording(delivery)).await,
+        (_, false) => observe(releasing(delivery)).await,
+    };
+    delivery.world.count_outcome(&result, &outcome);
+    delivery.ended(CallEnd::Returned(result.clone(), outcome));
+    result
+}
+
+impl World {
+    fn count(&self, what: &'static str) {
+        *self.counts.borrow_mut().entry(what).or_default() += 1;
+    }
+
+    fn count_outcome(&self, result: &Result<String, Failure>, outcome: &idem_runtime::Outcome) {
+        self.count("calls");
+        let facts = [
+            (outcome.executed(), "runs"),
+            (outcome.replayed(), "replays"),
+            (outcome.waited(), "calls that waited"),
+            (outcome.took_over(), "takeovers"),
+            (outcome.suppressed() == Some(Refusal::Store), "runs without protection"),
+            (outcome.recorded() && result.is_err(), "errors that were recorded or replayed"),
+            (outcome.recorded() && !outcome.result_stored(), "completions without their result"),
+        ];
+        facts.into_iter().filter(|(is, _)| *is).for_each(|(_, what)| self.count(what));
+        if let Err(Failure::Idempotency(error)) = result {
+            self.count(match &**error {
+                Error::InProgress { .. } => "InProgress",
+                Error::FingerprintMismatch { .. } => "FingerprintMismatch",
+                Error::Interrupted { .. } => "Interrupted",
+                Error::AttemptsExhausted { .. } => "AttemptsExhausted",
+                Error::LeaseLost { .. } => "LeaseLost",
+                Error::Unrecorded { .. } => "Unrecorded",
+                Error::ResultUnavailable { .. } => "ResultUnavailable",
+                Error::Store { .. } => "Store",
+                _ => "other errors",
+            });
+        }
+    }
+
+    /// A message that can be delivered now, or when to look again.
+    fn take(&self) -> Result<(usize, usize, u8), Option<u64>> {
+        let mut messages = self.messages.borrow_mut();
+        let now = self.net.now();
+        let visible: Vec<usize> =
+            (0..messages.len()).filter(|n| !messages[*n].settled && messages[*n].visible_at <= now).collect();
+        if visible.is_empty() {
+            return Err(messages.iter().filter(|it| !it.settled).map(|it| it.visible_at).min());
+        }
+        let n = self.dice.pick(&visible);
+        let lease = self.operations[messages[n].operation].terms.lease;
+        // Who does not acknowledge by then is thought to be dead. Often wrongly.
+        messages[n].visible_at = now + nanos(lease / 4 + self.dice.up_to(lease * 2));
+        Ok((n, messages[n].operation, messages[n].payload))
+    }
+
+    fn settle(&self, message: usize) {
+        self.messages.borrow_mut()[message].settled = true;
+        self.changed.notify_waiters();
+    }
+
+    fn retry(&self, message: usize, after: Duration) {
+        let at = self.net.now() + nanos(after);
+        self.messages.borrow_mut()[message].visible_at = at;
+        self.changed.notify_waiters();
+    }
+
+    fn is_over(&self) -> bool {
+        self.messages.borrow().iter().all(|message| message.settled)
+    }
+
+    async fn work(self, line: Line) {
+        while !self.is_over() {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let (message, operation, payload) = match self.take() {
+                Ok(taken) => taken,
+                Err(again) => {
+                    let wait = again.map_or(0, |at| at - self.net.now());
+                    select(changed, self.net.clock.sleep(Duration::from_nanos(wait))).await;
+                    continue;
+                }
+            };
+            self.handle(&line, message, operation, payload).await;
+        }
+    }
+
+    async fn handle(&self, line: &Line, message: usize, operation: usize, payload: u8) {
+        let delivery = Delivery::new(self, line, operation, payload);
+        let lease = self.operations[operation].terms.lease;
+        let gives_up = self.net.is_stormy() && self.dice.chance(self.mishaps.cancelled);
+        let ended = {
+            let called = pin!(AssertUnwindSafe(call_once(&delivery)).catch_unwind());
+            let patience = async {
+                if !gives_up {
+                    std::future::pending::<()>().await;
+                }
+                match self.dice.chance(500) {
+                    true => self.net.clock.sleep(self.dice.up_to(lease)).await,
+                    false => idem_tests::yields(u32::try_from(self.dice.between(0, 12)).expect("few")).await,
+                }
+            };
+            match select(called, pin!(patience)).await {
+                Either::Left((ended, _)) => Some(ended),
+                Either::Right(_) => None,
+            }
+            // Here the call is dropped.
+        };
+        match ended {
+            None => {
+                self.count("callers that gave up");
+                delivery.ended(CallEnd::Cancelled);
+                self.retry(message, self.dice.up_to(lease));
+            }
+            Some(Err(_)) => {
+                self.count("panics");
+                delivery.ended(CallEnd::Panicked);
+                self.retry(message, self.dice.up_to(lease));
+            }
+            Some(Ok(_)) => {
+                let disposition = match &self.ledger.borrow().calls[delivery.call].end {
+                    Some((_, CallEnd::Returned(_, outcome))) => outcome.disposition(),
+                    other => unreachable!("entered by `call_once`: {other:?}"),
+                };
+                match disposition {
+                    Disposition::Ack | Disposition::DeadLetter => self.settle(message),
+                    Disposition::Retry { after } => {
+                        self.retry(message, after.unwrap_or_else(|| self.dice.up_to(lease)));
+                    }
+                }
+            }
+        }
+    }
+
+    fn start_process(&self) {
+        let number = self.processes.borrow().len();
+        let line = Line::new(number, (self.open)(), Arc::clone(&self.net));
+        let workers =
+            (0..self.dice.between(1, 3)).map(|_| self.simulation.spawn(self.clone().work(line.clone()))).collect();
+        self.net.history().note(format!("process {number} starts"));
+        self.processes.borrow_mut().push(Process { line, workers });
+    }
+
+    /// Kills processes and starts others, until the weather clears up.
+    async fn kill_now_and_then(self, storm: Duration) {
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 6)).await;
+            let alive: Vec<usize> = {
+                let processes = self.processes.borrow();
+                (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
+            };
+            if !self.net.is_stormy() || !self.dice.chance(self.mishaps.kills) {
+                continue;
+            }
+            let n = self.dice.pick(&alive);
+            self.count("kills");
+            self.net.history().note(format!("process {n} is killed"));
+            self.ledger.borrow_mut().kills.push((n, self.net.now()));
+            let workers = {
+                let mut processes = self.processes.borrow_mut();
+                processes[n].line.die();
+                std::mem::take(&mut processes[n].workers)
+            };
+            workers.iter().for_each(Task::kill);
+            self.net.clock.sleep(self.dice.up_to(storm / 8)).await;
+            self.start_process();
+        }
+    }
+
+    /// Somebody who looks at a key, and decides that it is to run again.
+    async fn decide_now_and_then(self, storm: Duration) {
+        let line = Line::new(99, (self.open)(), Arc::clone(&self.net));
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 2)).await;
+            if !self.dice.chance(self.mishaps.operators) {
+                continue;
+            }
+            let n = usize::try_from(self.dice.between(0, self.operations.len() as u64 - 1)).expect("few");
+            let key = &self.operations[n].key;
+            let Ok(Some(found)) = line.inspect(key).await else { continue };
+            if matches!(found.record.state, State::Completed(_) | State::Failed(_)) && self.dice.chance(700) {
+                continue;
+            }
+            // Whatever he is told, it may have been done.
+            let from = self.net.history().event();
+            self.ledger.borrow_mut().reopened(n, from);
+            let _ = line.reopen(key, found.record.attempt).await;
+            let to = self.net.history().event();
+            self.ledger.borrow_mut().reopened(n, to);
+            self.count("decisions of operators");
+        }
+    }
+
+    /// Time jumps, as for processes that are stopped and go on.
+    async fn jump_now_and_then(self, storm: Duration) {
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 3)).await;
+            if self.net.is_stormy() && self.dice.chance(self.mishaps.jumps) {
+                self.count("jumps of time");
+                self.net.jump(self.dice.up_to(storm / 2));
+            }
+        }
+    }
+
+    /// Everything, from the first message to the last.
+    async fn live(self, storm: Duration) {
+        for _ in 0..self.dice.between(1, 3) {
+            self.start_process();
+        }
+        self.simulation.spawn(self.clone().kill_now_and_then(storm));
+        self.simulation.spawn(self.clone().decide_now_and_then(storm));
+        self.simulation.spawn(self.clone().jump_now_and_then(storm));
+        self.net.clock.sleep(storm).await;
+        self.net.clear_up();
+        self.net.history().note("the weather clears up".to_owned());
+        loop {
+            // Whoever was killed is replaced meanwhile.
+            let worker = self.processes.borrow_mut().iter_mut().find_map(|process| process.workers.pop());
+            let Some(worker) = worker else { break };
+            let _ = worker.await;
+        }
+        // Somebody may have been started after the last look.
+        while !self.is_over() {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            changed.await;
+        }
+        let lines: Vec<Line> = self.processes.borrow().iter().map(|process| process.line.clone()).collect();
+        for line in lines.iter().filter(|line| !line.is_dead()) {
+            line.heartbeats().flush().await;
+        }
+        // What still held a lease has lost it; what was still on its way has landed.
+        let longest = self.operations.iter().map(|it| it.terms.lease).max().unwrap_or_default();
+        self.net.clock.sleep(longest * 4).await;
+        for line in lines.iter().filter(|line| !line.is_dead()) {
+            if line.heartbeats().live() > 0 {
+                let text = format!("process {} still keeps a lease alive", line.number());
+                self.ledger.borrow_mut().find(Check::Leak, 0, text);
+            }
+            line.heartbeats().flush().await;
+        }
+        // The last words of every key.
+        let witness = Line::new(100, (self.open)(), Arc::clone(&self.net));
+        for operation in &self.operations {
+            let _ = witness.inspect(&operation.key).await;
+        }
+    }
+
+    /// What may be left when all is over.
+    fn check_leftovers(&self) {
+        let met = self.net.met();
+        for (n, operation) in self.operations.iter().enumerate() {
+            let Some(found) = self.net.truth(&operation.key) else { continue };
+            let Some(lapses_in) = found.lapses_in else { continue };
+            let mut ledger = self.ledger.borrow_mut();
+            let excused =
+                met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
+            if !lapses_in.is_zero() || !excused {
+                ledger.find(Check::Leak, n, format!("nobody is left, and the store holds {found:?}"));
+            }
+        }
+    }
+}
+
+/// Lives through the world of `seed`.
+pub(crate) fn run(seed: u64, broken: Broken) -> Report {
+    let simulation = Simulation::new(seed);
+    simulation.limit_time(Duration::from_secs(6 * 3600));
+    simulation.limit_polls(300_000);
+    let dice = Dice::new(seed);
+    let clock = simulation.clock();
+    let open: Box<dyn Fn() -> Arc<dyn Store>> = match broken {
+        Broken::Store(mistake) => {
+            let store = Plain::with_clock(mistake, Arc::new(clock.clone()));
+            Box::new(move || Arc::new(store.clone()))
+        }
+        _ => {
+            let store = MemoryStore::with_clock(clock.clone());
+            Box::new(move || Arc::new(store.peer()))
+        }
+    };
+    let lease = Duration::from_millis(dice.pick(&[240, 1_200, 30_000]));
+    let weather = Weather {
+        faults: dice.pick(&[0, 50, 150, 300]),
+        late: dice.chance(500),
+        // Three of them are less than a third of the shortest lease: a beat is not late for no reason.
+        calm: lease / 20,
+        lease,
+    };
+    let often = dice.pick(&[0, 1, 2, 4]);
+    let mishaps = Mishaps {
+        cancelled: often * dice.pick(&[0, 100]),
+        panics: often * dice.pick(&[0, 20]),
+        errors: often * dice.pick(&[0, 30]),
+        slow: dice.pick(&[0, 200, 500]),
+        kills: often * dice.pick(&[0, 150, 300]),
+        operators: often * dice.pick(&[0, 0, 150]),
+        jumps: often * dice.pick(&[0, 0, 150]),
+    };
+    let prank = match broken {
+        Broken::Between(prank) => prank,
+        _ => Prank::None,
+    };
+    let net = Arc::new(Net::new(clock, dice.clone(), open(), weather, prank));
+    let operations = operations(&dice, lease);
+    for operation in &operations {
+        net.history().key(&operation.key);
+    }
+    let storm = lease * u32::try_from(dice.between(2, 12)).expect("few");
+    let with_payloads = dice.chance(500);
+    let messages = (0..dice.between(2, 16))
+        .map(|_| Message {
+            operation: usize::try_from(dice.between(0, operations.len() as u64 - 1)).expect("few"),
+            payload: dice.pick(if with_payloads { &[0, 0, 0, 0, 0, 0, 1, UNMARKED, UNMARKED] } else { &[0] }),
+            visible_at: nanos(dice.up_to(storm)) * dice.between(0, 1),
+            settled: false,
+        })
+        .collect();
+    let world = World(Rc::new(Shared {
+        simulation,
+        net,
+        dice,
+        ledger: RefCell::default(),
+        operations,
+        messages: RefCell::new(messages),
+        changed: Notify::new(),
+        mishaps,
+        open,
+        processes: RefCell::default(),
+        counts: RefCell::default(),
+        bodies: Cell::new(0),
+    }));
+    let ended = world.simulation.try_run(world.clone().live(storm));
+    finish(world, seed, ended.err().map(|stuck| stuck.to_string()))
+}
+
+fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
+    let count = usize::try_from(dice.between(1, 3)).expect("few");
+    let nested = dice.chance(300);
+    let mut operations: Vec<Operation> = Vec::new();
+    for n in 0..count + usize::from(nested) {
+        let terms = Terms {
+            ttl: if dice.chance(80) { lease * 3 } else { FOR_EVER },
+            lease: lease / dice.pick(&[1, 1, 2]),
+            on_crash: dice.pick(&[OnCrash::Retry, OnCrash::Retry, OnCrash::Fail]),
+            in_progress: match dice.chance(500) {
+                true => InProgress::Wait(Duration::from_millis(1) + dice.up_to(lease * 3)),
+                false => InProgress::Reject,
+            },
+            max_attempts: dice.pick(&[None, None, Some(2), Some(4)]),
+            on_store_error: dice.pick(&[OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Run]),
+            max_result_bytes: 60,
+        };
+        let key = Key::new("simulation", format!("k{n}")).expect("valid");
+        let inner = (nested && n < count).then_some(count);
+        operations.push(Operation { key, inner, terms, mixed: dice.chance(200), records: dice.chance(500) });
+    }
+    operations
+}
+
+fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
+    if let Some(stuck) = stuck {
+        world.ledger.borrow_mut().find(Check::Stuck, 0, stuck);
+    } else {
+        world.check_leftovers();
+        let net = Arc::clone(&world.net);
+        world.ledger.borrow_mut().close(&net);
+    }
+    for key in 0..world.operations.len() {
+        let verdict = linearize::check(&world.net.history(), key);
+        let check = match verdict {
+            Verdict::Linearizable => continue,
+            Verdict::NotLinearizable { .. } => Check::Linearizable,
+            Verdict::Undecided => Check::Undecided,
+        };
+        world.ledger.borrow_mut().find(check, key, format!("{verdict:?}"));
+    }
+    let mut counts = world.counts.take();
+    counts.insert("operations of the store", world.net.history().ops.len() as u64);
+    counts.insert("faults", world.net.met().len() as u64);
+    counts.insert("processes", world.processes.borrow().len() as u64);
+    let findings = std::mem::take(&mut world.ledger.borrow_mut().findings);
+    Report { seed, findings, counts, world }
+}
