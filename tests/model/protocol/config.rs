@@ -47,7 +47,7 @@ const CALL: Plan = Plan {
 const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
 const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
-const WAITS: Plan = Plan { wait: Some(3), ..CALL };
+const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
 /// A configuration: the model itself.
 #[derive(Clone, Debug)]
@@ -69,6 +69,8 @@ pub(crate) struct Config {
     pub(crate) refusals: bool,
     /// Whether the end of an attempt replaces the whole record, as where a record is one value.
     pub(crate) whole: bool,
+    /// Whether a completion has to name the number of the attempt as well.
+    pub(crate) numbered: bool,
     /// The store has no clock; those of its clients differ by up to so many ticks.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
@@ -92,6 +94,7 @@ impl Config {
             budget,
             refusals: false,
             whole: false,
+            numbered: false,
             skew: None,
             scenes: &[],
             mutant: None,
@@ -146,7 +149,7 @@ pub(crate) fn all() -> Vec<Config> {
         config(
             "lost",
             "requests and answers that are lost, late, out of order and doubled; a reservation that is given up",
-            &[SUCCEEDS, CALL],
+            &[SUCCEEDS, SUCCEEDS],
             2,
             Budget { faults: 2, duplicates: 1, ticks: 3, ..nothing },
         )
@@ -156,51 +159,47 @@ pub(crate) fn all() -> Vec<Config> {
             "processes that die at every step, takeovers, and what the dead have still under way",
             &[CALL, SUCCEEDS, SUCCEEDS],
             2,
-            Budget { crashes: 2, faults: 1, ticks: 4, ..nothing },
+            Budget { crashes: 2, ticks: 3, ..nothing },
         )
         .scenes(&[Replay, Takeover, LeaseLost, InProgress]),
         config(
             "beats",
             "heartbeats that are late, lost and refused, and bodies that learn that their lease is gone",
-            &[CALL, SUCCEEDS],
+            &[SUCCEEDS, SUCCEEDS],
             2,
-            Budget { faults: 1, beats: 2, ticks: 5, ..nothing },
+            Budget { faults: 1, beats: 2, ticks: 3, ..nothing },
         )
         .scenes(&[LeaseLost, BelievesAfterRenewal, Unrecorded]),
         config(
             "drops",
             "calls that are dropped at every step, and their late writes",
-            &[CALL, CALL, SUCCEEDS],
+            &[CALL, CALL],
             2,
             Budget { cancels: 2, faults: 1, ticks: 2, ..nothing },
         )
-        .scenes(&[Replay, StoreFailed]),
+        .scenes(&[Replay, InProgress]),
         config(
-            "at most once",
+            "at_most_once",
             "`on_crash = fail` on both sides: crashes, drops, lost leases",
-            &[FAIL, FAIL, FAIL],
+            &[FAIL, FAIL],
             2,
-            Budget { crashes: 1, cancels: 1, faults: 1, ticks: 3, ..nothing },
+            Budget { crashes: 1, cancels: 1, faults: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Interrupted, InProgress]),
         config(
-            "one side fails",
+            "one_side_fails",
             "`on_crash = fail` on one side only, whichever came first",
             &[FAIL, CALL, FAIL],
             2,
-            Budget { crashes: 1, cancels: 1, beats: 1, ticks: 3, ..nothing },
+            Budget { crashes: 1, ticks: 2, ..nothing },
         )
-        .scenes(&[Interrupted, Takeover]),
+        .scenes(&[Interrupted]),
         config(
-            "errors recorded",
+            "errors_recorded",
             "`on_error = record`, and results that the store can't hold",
-            &[
-                Plan { record_errors: true, too_large: true, ..CALL },
-                Plan { record_errors: true, ..ERRS },
-                Plan { record_errors: true, ..CALL },
-            ],
+            &[Plan { record_errors: true, too_large: true, ..CALL }, Plan { record_errors: true, ..CALL }],
             2,
-            Budget { faults: 1, cancels: 1, ticks: 3, ..nothing },
+            Budget { faults: 1, cancels: 1, ticks: 2, ..nothing },
         )
         .scenes(&[TooLarge, ErrorRecorded, Replay]),
         config(
@@ -208,23 +207,31 @@ pub(crate) fn all() -> Vec<Config> {
             "duplicates that wait: for a completion, an error, a takeover, a restart, or in vain",
             &[CALL, WAITS, WAITS],
             3,
-            Budget { crashes: 1, restarts: 1, ticks: 3, ..nothing },
+            Budget { crashes: 1, ticks: 1, ..nothing },
         )
         .scenes(&[Waits, Replay, InProgress]),
         config(
-            "max attempts",
-            "`max_attempts = 2`: crashes, errors, drops and reservations that never ran a body",
-            &[Plan { max_attempts: Some(2), ..ERRS }; 4],
+            "max_attempts",
+            "`max_attempts = 1`: errors, drops, doubled requests, and reservations that never ran a body",
+            &[Plan { max_attempts: Some(1), ..ERRS }; 3],
             2,
-            Budget { crashes: 1, cancels: 1, duplicates: 1, ticks: 2, ..nothing },
+            Budget { cancels: 1, duplicates: 1, ticks: 1, ..nothing },
         )
         .scenes(&[Exhausted]),
         config(
+            "attempts_that_crash",
+            "`max_attempts = 2`: processes that die, and takeovers",
+            &[Plan { max_attempts: Some(2), ..ERRS }; 4],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Exhausted, Takeover]),
+        config(
             "fingerprints",
             "one key for two payloads, and a caller that names none",
-            &[Plan { mark: Some(1), ..CALL }, Plan { mark: Some(2), ..CALL }, CALL, Plan { mark: Some(1), ..CALL }],
+            &[Plan { mark: Some(1), ..CALL }, Plan { mark: Some(2), ..CALL }, CALL],
             2,
-            Budget { crashes: 1, duplicates: 1, ticks: 2, ..nothing },
+            Budget { crashes: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Mismatch, Replay]),
         config(
@@ -232,32 +239,32 @@ pub(crate) fn all() -> Vec<Config> {
             "a store that can't, now or ever, and callers that run all the same (`on_store_error = run`)",
             &[Plan { open: true, ..CALL }, SUCCEEDS],
             2,
-            Budget { faults: 3, ticks: 3, ..nothing },
+            Budget { faults: 2, ticks: 3, ..nothing },
         )
         .refusing()
         .scenes(&[Unprotected, Unrecorded, StoreFailed, Replay]),
         config(
-            "two keys",
+            "two_keys",
             "two operations side by side",
-            &[CALL, Plan { key: 1, ..CALL }, SUCCEEDS, Plan { key: 1, ..SUCCEEDS }],
+            &[CALL, Plan { key: 1, ..CALL }, SUCCEEDS],
             2,
-            Budget { crashes: 1, duplicates: 1, ticks: 2, ..nothing },
+            Budget { crashes: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Replay, Takeover]),
         config(
-            "three workers",
+            "three_workers",
             "three calls for one key at a time",
-            &[CALL, CALL, CALL],
+            &[CALL, CALL, SUCCEEDS],
             3,
-            Budget { faults: 1, crashes: 1, ticks: 2, ..nothing },
+            Budget { crashes: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Replay, InProgress, Takeover]),
         config(
             "restarts",
             "a store that restarts and loses nothing but its connections",
-            &[CALL, CALL, SUCCEEDS],
+            &[CALL, SUCCEEDS, SUCCEEDS],
             2,
-            Budget { restarts: 2, ticks: 2, beats: 1, ..nothing },
+            Budget { restarts: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Replay]),
         config(
@@ -265,37 +272,33 @@ pub(crate) fn all() -> Vec<Config> {
             "records whose retention ends, or that an operator reopens, under a running attempt and after it",
             &[FAIL, CALL, SUCCEEDS],
             2,
-            Budget { reopens: 1, ends: 1, crashes: 1, ticks: 3, ..nothing },
+            Budget { reopens: 1, ends: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Interrupted, LeaseLost, Replay]),
         config(
-            "clocks that differ",
+            "clocks_that_differ",
             "a store without a clock: three clients whose clocks differ by up to the skew",
-            &[
-                Plan { ahead: 0, ..CALL },
-                Plan { ahead: 2, ..SUCCEEDS },
-                Plan { ahead: 1, ..SUCCEEDS },
-            ],
+            &[SUCCEEDS, Plan { ahead: 2, ..SUCCEEDS }, Plan { ahead: 1, ..SUCCEEDS }],
             2,
-            Budget { crashes: 1, beats: 1, ticks: 11, ..nothing },
+            Budget { crashes: 1, ticks: 8, ..nothing },
         )
         .skewed(1)
         .scenes(&[Takeover, InProgress, LeaseLost]),
         config(
-            "late renewals between clocks",
+            "late_renewals_between_clocks",
             "renewals that overtake each other where the times are the senders'",
             &[SUCCEEDS, Plan { ahead: 2, ..SUCCEEDS }],
             2,
-            Budget { faults: 1, beats: 2, ticks: 11, ..nothing },
+            Budget { faults: 1, beats: 2, ticks: 5, ..nothing },
         )
         .skewed(1)
         .scenes(&[BelievesAfterRenewal]),
         config(
-            "one value",
+            "one_value",
             "a store that replaces the whole record at the end of an attempt",
             &[CALL, CALL, SUCCEEDS],
             2,
-            Budget { faults: 1, crashes: 1, ticks: 3, ..nothing },
+            Budget { crashes: 1, ticks: 2, ..nothing },
         )
         .whole()
         .scenes(&[Replay, Takeover, LeaseLost]),
@@ -308,12 +311,21 @@ impl Config {
     }
 
     fn skewed(self, skew: u8) -> Self {
-        Self { skew: Some(skew), ..self }
+        Self { skew: Some(skew), lease: 1, ..self }.prepared()
     }
 
     fn whole(self) -> Self {
         Self { whole: true, ..self }
     }
+}
+
+/// A store that replaces the whole record at the end of an attempt, and a reservation that arrives twice, the second time
+/// long after the first. `numbered` says whether a completion also has to name the number of its attempt.
+pub(crate) fn doubled_reservation(numbered: bool) -> Config {
+    let budget = Budget { duplicates: 1, ticks: 2, ..Budget::default() };
+    let about = "a reservation that arrives again when another attempt has come and gone";
+    let config = Config::new("doubled_reservation", about, &[CALL, CALL], 2, budget);
+    Config { numbered, ..config.whole() }
 }
 
 /// The configuration of that name.

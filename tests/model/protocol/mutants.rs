@@ -86,11 +86,11 @@ mutants! {
     /// An operator's reopening forgets the number of the attempt.
     ReopenForgetsNumber => Rule::S4, "operators";
     /// At takeover, `on_crash = fail` of the attempt that died is ignored.
-    FailOfOwnerIgnored => Rule::S5, "one side fails";
+    FailOfOwnerIgnored => Rule::S5, "one_side_fails";
     /// At takeover, `on_crash = fail` of the caller is ignored.
-    FailOfCallerIgnored => Rule::S5, "one side fails";
+    FailOfCallerIgnored => Rule::S5, "one_side_fails";
     /// An interrupted record may be reserved.
-    InterruptedRunsAgain => Rule::S5, "at most once";
+    InterruptedRunsAgain => Rule::S5, "at_most_once";
     /// A reservation that is repeated with the same owner token is taken for somebody else's.
     OwnReservationIsForeign => Rule::S8, "lost";
     /// A completion that is repeated is refused.
@@ -98,7 +98,7 @@ mutants! {
     /// A release that is repeated is refused.
     RepeatedReleaseRefused => Rule::S8, "drops";
     /// A release that is repeated refunds its attempt once more.
-    RefundRepeated => Rule::S8, "max attempts";
+    RefundRepeated => Rule::S8, "max_attempts";
     /// An attempt whose lease lapsed may not end, although nobody took over.
     LapsedOwnerRefused => Rule::LateEnd, "lost";
     /// The fingerprint is not looked at while an attempt runs.
@@ -110,9 +110,9 @@ mutants! {
     /// The fingerprint is not looked at before a replay.
     FingerprintSkippedAtReplay => Rule::Fingerprint, "fingerprints";
     /// `max_attempts` is not looked at.
-    MaxAttemptsIgnored => Rule::MaxAttempts, "max attempts";
+    MaxAttemptsIgnored => Rule::MaxAttempts, "max_attempts";
     /// Two keys share a record.
-    KeysShareRecord => Rule::KeysApart, "two keys";
+    KeysShareRecord => Rule::KeysApart, "two_keys";
     /// A lapsed lease is honoured for ever, so that a crash never frees its key.
     LapsedStaysLive => Rule::L1, "crashes";
     /// A completion wakes nobody.
@@ -124,11 +124,11 @@ mutants! {
     /// A duplicate waits without a look whether the attempt has ended meanwhile.
     WaitsWithoutLooking => Rule::L3, "waiting";
     /// Where clocks differ, times are compared as if they did not.
-    SkewIgnored => Rule::S1, "clocks that differ";
+    SkewIgnored => Rule::S1, "clocks_that_differ";
     /// Where clocks differ, the part of a tick that a reading leaves out is forgotten.
-    SkewNotRoundedUp => Rule::S1, "clocks that differ";
+    SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
     /// Where the times are the senders', a late renewal cuts short what a later one has confirmed.
-    LateRenewalCutsShort => Rule::S1, "late renewals between clocks";
+    LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
     // What a call does.
     /// The lease counts from when the answer to the reservation came.
@@ -138,7 +138,7 @@ mutants! {
     /// A rejected duplicate releases the record it met.
     RejectedDuplicateReleases => Rule::S2, "crashes";
     /// A body that is dropped under `on_crash = fail` is released.
-    DroppedUnderFailIsReleased => Rule::S5, "at most once";
+    DroppedUnderFailIsReleased => Rule::S5, "at_most_once";
     /// A store that fails is read as "no record".
     ErrorReadAsNoRecord => Rule::S6, "refusals";
     /// `Ok` is told while the completion is under way.
@@ -152,7 +152,7 @@ mutants! {
     /// A success that could not be recorded is released.
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
     /// A body that is dropped counts as not started.
-    DroppedCountsAsNotStarted => Rule::MaxAttempts, "max attempts";
+    DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
     /// A call that is dropped frees nothing.
     DropWritesNothing => Rule::L2, "drops";
     /// A reservation whose answer is not awaited is not released.

@@ -5,9 +5,7 @@
 use stateright::Property;
 
 use super::config::Config;
-use super::state::{
-    Answer, Ask, Beat, Body, Class, Done, KEYS, NOBODY, Phase, Request, Slot, Stand, Who, World,
-};
+use super::state::{Answer, Ask, Beat, Body, Class, Done, KEYS, NOBODY, Phase, Request, Slot, Stand, Who, World};
 use super::steps::{Trouble, is_fail};
 
 /// The rules that are kept in every state.
@@ -183,12 +181,13 @@ impl Scene {
             Self::TooLarge => ("a completion is recorded without its result", |_, world| {
                 any(world, |slot| matches!(slot.stand, Stand::Completed(super::state::Kept::TooLarge(_))))
             }),
-            Self::ErrorRecorded => ("an error is recorded", |_, world| {
-                any(world, |slot| matches!(slot.stand, Stand::Failed(_)))
-            }),
+            Self::ErrorRecorded => {
+                ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, Stand::Failed(_))))
+            }
             Self::BelievesAfterRenewal => ("a renewal prolongs a lease", |config, world| {
                 let renewed = |who| world.believed(config, who) > 0 && world.call(who).asked_at > 0;
-                world.now >= config.span() && (0..config.count()).any(|who| world.holds_in_body_or_end(who) && renewed(who))
+                world.now >= config.span()
+                    && (0..config.count()).any(|who| world.holds_in_body_or_end(who) && renewed(who))
             }),
         };
         Property::sometimes(name, condition)
@@ -206,7 +205,13 @@ pub(crate) fn all(config: &Config) -> Vec<Property<Config>> {
 }
 
 /// Looks at what the store made of a request.
-pub(crate) fn audit(config: &Config, world: &mut World, before: &[Option<Slot>; KEYS], request: Request, answer: Answer) {
+pub(crate) fn audit(
+    config: &Config,
+    world: &mut World,
+    before: &[Option<Slot>; KEYS],
+    request: Request,
+    answer: Answer,
+) {
     let Request { who, ask } = request;
     let plan = &config.plans[usize::from(who)];
     let key = usize::from(plan.key);
@@ -244,7 +249,9 @@ pub(crate) fn audit(config: &Config, world: &mut World, before: &[Option<Slot>; 
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
-    broken.note(Rule::LateEnd, was_pending && holds && answer == Answer::Write(Done::Refused));
+    // One that was granted anew without its knowledge has lost what it knows of.
+    let overtaken = config.numbered && world.calls[usize::from(who)].attempt != past.attempt;
+    broken.note(Rule::LateEnd, was_pending && holds && !overtaken && answer == Answer::Write(Done::Refused));
     broken.note(Rule::S4, new.is_none_or(|new| new.attempt < past.attempt) && changed);
     if !done || !was_pending || !holds {
         return;
@@ -324,8 +331,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         let promised = promise(config, world, who, ask);
         let call = world.call_mut(who);
         let stray = match call.phase {
-            Phase::Reserving { .. } => false,
-            Phase::Ending { line, .. } => line != super::state::Line::Sent,
+            // Its answer is not the one that the call will hear.
+            Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line != super::state::Line::Sent,
             _ => true,
         };
         let deed = &mut call.deed;
@@ -379,7 +386,6 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
 pub(crate) fn caller_hears(_: &Config, world: &mut World, who: Who, told: Class) {
     let deed = world.call(who).deed;
     world.broken.note(Rule::S7, told == Class::Ok && !deed.recorded);
-    world.broken.note(Rule::S6, told == Class::Unprotected && deed.body != Body::NotStarted);
 }
 
 /// Looks at a call that stops trying to record its result.

@@ -85,11 +85,20 @@ pub(crate) struct Request {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Ask {
     /// With the true time it was sent at, where the clocks of the senders count; 0 elsewhere.
-    Reserve { sent: u8 },
+    Reserve {
+        sent: u8,
+    },
     /// As above.
-    Renew { sent: u8 },
+    Renew {
+        sent: u8,
+    },
     /// The number of the attempt, which goes into the record where records are written whole.
-    Finish { kept: Kept, ok: bool, attempt: u8, starts: u8 },
+    Finish {
+        kept: Kept,
+        ok: bool,
+        attempt: u8,
+        starts: u8,
+    },
     Release(How),
 }
 
@@ -119,9 +128,19 @@ impl How {
 /// What the store answers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Answer {
-    Reserved { attempt: u8, starts: u8, takeover: bool },
-    Pending { attempt: u8, lapses_in: u8 },
-    Finished { kept: Kept, ok: bool },
+    Reserved {
+        attempt: u8,
+        starts: u8,
+        takeover: bool,
+    },
+    Pending {
+        attempt: u8,
+        lapses_in: u8,
+    },
+    Finished {
+        kept: Kept,
+        ok: bool,
+    },
     Mismatch,
     Interrupted,
     Exhausted,
@@ -275,10 +294,12 @@ pub(crate) struct Deed {
 pub(crate) enum Body {
     NotStarted,
     Running,
-    Returned { ok: bool },
+    Returned {
+        ok: bool,
+    },
     /// It started and will not return: crashed, cancelled, panicked, or stopped because the lease was lost.
     Gone,
-    /// As above, and an operator or the end of the retention has drawn a line under it.
+    /// An operator, or the end of the retention, has drawn a line under the attempt, whether or not its body had started.
     Forgiven,
 }
 
@@ -322,4 +343,24 @@ pub(crate) struct Budget {
     pub(crate) reopens: u8,
     /// Restarts of the store, or breaks of all connections.
     pub(crate) restarts: u8,
+}
+
+impl std::fmt::Display for Budget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { faults, duplicates, crashes, cancels, beats, ticks, ends, reopens, restarts } = *self;
+        let parts = [
+            (faults, "failed calls"),
+            (duplicates, "doubled requests"),
+            (crashes, "crashes"),
+            (cancels, "drops"),
+            (beats, "beats"),
+            (ticks, "ticks"),
+            (ends, "ends of retention"),
+            (reopens, "reopenings"),
+            (restarts, "restarts"),
+        ];
+        let shown: Vec<_> =
+            parts.iter().filter(|(count, _)| *count > 0).map(|(count, name)| format!("{name} {count}")).collect();
+        f.write_str(&shown.join(", "))
+    }
 }

@@ -10,7 +10,8 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Phase, Request, Slot, Who, World,
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Phase, Request, Slot, Who,
+    World,
 };
 use super::store::{self, End, Reading};
 
@@ -242,7 +243,8 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         actions.push(Action::Restarts);
     }
     // Time goes on beyond its budget where somebody waits for it and nothing else can happen.
-    let waits = || world.calls.iter().any(|call| matches!(call.phase, Phase::Waiting { until, .. } if until > world.now));
+    let waits =
+        || world.calls.iter().any(|call| matches!(call.phase, Phase::Waiting { until, .. } if until > world.now));
     if left.ticks > 0 || (actions.is_empty() && waits()) {
         actions.push(Action::Tick);
     }
@@ -380,7 +382,7 @@ fn tidy(config: &Config, world: &mut World) {
         if call.asked_at + config.span() <= now {
             call.asked_at = 0;
         }
-        if call.deed.promised_until <= now {
+        if config.skew.is_none() && call.deed.promised_until <= now {
             call.deed.promised_until = 0;
         }
     }
@@ -532,7 +534,8 @@ fn reopens(config: &Config, world: &mut World, key: u8) {
 /// An operator, or the end of the retention, allows what follows.
 fn forgive(config: &Config, world: &mut World, key: u8) {
     for (plan, call) in config.plans.iter().zip(&mut world.calls) {
-        if plan.key == key && matches!(call.deed.body, Body::Running | Body::Gone) {
+        let granted = call.deed.body == Body::NotStarted && call.deed.granted;
+        if plan.key == key && (granted || matches!(call.deed.body, Body::Running | Body::Gone)) {
             call.deed.body = Body::Forgiven;
         }
     }
@@ -623,7 +626,9 @@ fn starts_body(config: &Config, world: &mut World, who: Who) {
     properties::body_starts(config, world, who);
     let call = world.call_mut(who);
     call.give_up_at = 0;
-    call.deed.body = Body::Running;
+    if call.deed.body == Body::NotStarted {
+        call.deed.body = Body::Running;
+    }
     call.phase = Phase::Body;
 }
 

@@ -212,12 +212,7 @@ impl End {
 }
 
 /// Ends the attempt of `who`: a pending record of its own changes, and an earlier end of it is recognised.
-pub(crate) fn ends(
-    config: &Config,
-    slot: &mut Option<Slot>,
-    who: Who,
-    end: End,
-) -> Done {
+pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End) -> Done {
     let End { stand, refund, numbers, now } = end;
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
@@ -236,6 +231,9 @@ pub(crate) fn ends(
         };
     }
     if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
+        return Done::Refused;
+    }
+    if config.numbered && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
         return Done::Refused;
     }
     if mutant == Some(Mutant::ReleaseForgets) && !with_result {
