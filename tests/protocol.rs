@@ -69,7 +69,7 @@ macro_rules! configurations {
 }
 
 configurations! {
-    lost crashes beats drops at_most_once one_side_fails errors_recorded waiting max_attempts attempts_that_crash
+    lost crashes beats drops at_most_once one_side_fails errors_recorded waiting max_attempts attempts_refunded
     fingerprints refusals two_keys three_workers restarts operators clocks_that_differ late_renewals_between_clocks
     one_value
 }

@@ -44,6 +44,13 @@ const CALL: Plan = Plan {
     may_fail: true,
     ahead: 0,
 };
+
+impl Default for Plan {
+    fn default() -> Self {
+        CALL
+    }
+}
+
 const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
 const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
@@ -101,6 +108,13 @@ impl Config {
             requests: Vec::new(),
         };
         base.prepared()
+    }
+
+    /// Calls for a trace, which says itself what goes wrong; reservations are tried as often as the engine does.
+    pub(crate) fn of(plans: &[Plan]) -> Self {
+        let plenty = 100;
+        let budget = Budget { faults: plenty, cancels: plenty, beats: plenty, ticks: plenty, ..Budget::default() };
+        Self { refusals: true, tries: 3, ..Self::new("trace", "", plans, plans.len(), budget) }
     }
 
     fn prepared(mut self) -> Self {
@@ -212,20 +226,19 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Waits, Replay, InProgress]),
         config(
             "max_attempts",
-            "`max_attempts = 1`: errors, drops, doubled requests, and reservations that never ran a body",
+            "`max_attempts = 1`: errors, crashes, drops, and reservations that never ran a body",
             &[Plan { max_attempts: Some(1), ..ERRS }; 3],
             2,
-            Budget { cancels: 1, duplicates: 1, ticks: 1, ..nothing },
+            Budget { crashes: 1, cancels: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Exhausted]),
         config(
-            "attempts_that_crash",
-            "`max_attempts = 2`: processes that die, and takeovers",
-            &[Plan { max_attempts: Some(2), ..ERRS }; 4],
+            "attempts_refunded",
+            "`max_attempts = 2`: drops and doubled requests",
+            &[Plan { max_attempts: Some(2), ..ERRS }; 3],
             2,
-            Budget { crashes: 1, ticks: 2, ..nothing },
-        )
-        .scenes(&[Exhausted, Takeover]),
+            Budget { cancels: 1, duplicates: 1, ticks: 1, ..nothing },
+        ),
         config(
             "fingerprints",
             "one key for two payloads, and a caller that names none",

@@ -98,7 +98,7 @@ mutants! {
     /// A release that is repeated is refused.
     RepeatedReleaseRefused => Rule::S8, "drops";
     /// A release that is repeated refunds its attempt once more.
-    RefundRepeated => Rule::S8, "max_attempts";
+    RefundRepeated => Rule::S8, "attempts_refunded";
     /// An attempt whose lease lapsed may not end, although nobody took over.
     LapsedOwnerRefused => Rule::LateEnd, "lost";
     /// The fingerprint is not looked at while an attempt runs.

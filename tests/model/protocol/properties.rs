@@ -5,7 +5,10 @@
 use stateright::Property;
 
 use super::config::Config;
-use super::state::{Answer, Ask, Beat, Body, Class, Done, KEYS, NOBODY, Phase, Request, Slot, Stand, Who, World};
+use super::state::{
+    Answer, Ask, Beat, Body, Call, Class, Done, Ending, How, KEYS, Kept, Line, NOBODY, Phase, Request, Slot, Stand,
+    Who, World,
+};
 use super::steps::{Trouble, is_fail};
 
 /// The rules that are kept in every state.
@@ -169,7 +172,7 @@ impl Scene {
                 })
             }),
             Self::Waits => ("a waiting duplicate is woken and replays", |config, world| {
-                let waits = |call: &super::state::Call| matches!(call.phase, Phase::Waiting { woken: true, .. });
+                let waits = |call: &Call| matches!(call.phase, Phase::Waiting { woken: true, .. });
                 config.plans.iter().any(|plan| plan.wait.is_some()) && world.calls.iter().any(waits)
             }),
             Self::Interrupted => ("an interrupted operation is refused", |_, world| told(world, Class::Interrupted)),
@@ -179,7 +182,7 @@ impl Scene {
             Self::StoreFailed => ("a store failure is told", |_, world| told(world, Class::StoreFailed)),
             Self::Unprotected => ("a body runs unprotected", |_, world| told(world, Class::Unprotected)),
             Self::TooLarge => ("a completion is recorded without its result", |_, world| {
-                any(world, |slot| matches!(slot.stand, Stand::Completed(super::state::Kept::TooLarge(_))))
+                any(world, |slot| matches!(slot.stand, Stand::Completed(Kept::TooLarge(_))))
             }),
             Self::ErrorRecorded => {
                 ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, Stand::Failed(_))))
@@ -332,7 +335,9 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         let call = world.call_mut(who);
         let stray = match call.phase {
             // Its answer is not the one that the call will hear.
-            Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line != super::state::Line::Sent,
+            Phase::Reserving { line, .. } => line != Line::Sent,
+            // The release that is under way is for it.
+            Phase::Ending { ending: Ending::Release(How::NotStarted), line, .. } => line != Line::Sent,
             _ => true,
         };
         let deed = &mut call.deed;
@@ -372,7 +377,8 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
-    world.broken.note(Rule::S5, followed);
+    // What an operator has declared dead before its body began is the operator's to answer for.
+    world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;

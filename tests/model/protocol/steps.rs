@@ -468,7 +468,7 @@ fn orphan_beat(config: &Config, world: &mut World, who: Who) {
 }
 
 /// The store does what is asked, and the properties look at it.
-fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
+pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
     let who = request.who;
     let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
     let before = world.slots;
