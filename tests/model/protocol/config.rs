@@ -21,6 +21,8 @@ pub(crate) struct Plan {
     pub(crate) record_errors: bool,
     /// `on_store_error = run`.
     pub(crate) open: bool,
+    /// `mode = shadow`: it is reserved and recorded, but nothing is refused.
+    pub(crate) shadow: bool,
     /// Its result is larger than the store can hold.
     pub(crate) too_large: bool,
     /// How its body may return.
@@ -39,6 +41,7 @@ const CALL: Plan = Plan {
     wait: None,
     record_errors: false,
     open: false,
+    shadow: false,
     too_large: false,
     may_succeed: true,
     may_fail: true,
@@ -256,6 +259,14 @@ pub(crate) fn all() -> Vec<Config> {
         )
         .refusing()
         .scenes(&[Unprotected, Unrecorded, StoreFailed, Replay]),
+        config(
+            "shadow",
+            "`mode = shadow` beside calls that are enforced: it refuses nothing, and changes nothing for them",
+            &[Plan { shadow: true, ..CALL }, SUCCEEDS],
+            2,
+            Budget { faults: 1, crashes: 1, beats: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Unprotected, Replay, Takeover]),
         config(
             "two_keys",
             "two operations side by side",

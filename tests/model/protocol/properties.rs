@@ -334,10 +334,10 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         let promised = promise(config, world, who, ask);
         let call = world.call_mut(who);
         let stray = match call.phase {
-            // Its answer is not the one that the call will hear.
-            Phase::Reserving { line, .. } => line != Line::Sent,
-            // The release that is under way is for it.
-            Phase::Ending { ending: Ending::Release(How::NotStarted), line, .. } => line != Line::Sent,
+            // Its answer is the one that the call will hear, or the release that is under way is for it.
+            Phase::Reserving { line, .. } | Phase::Ending { ending: Ending::Release(How::NotStarted), line, .. } => {
+                line != Line::Sent
+            }
             _ => true,
         };
         let deed = &mut call.deed;
@@ -389,9 +389,10 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
 }
 
 /// Looks at what the caller is told.
-pub(crate) fn caller_hears(_: &Config, world: &mut World, who: Who, told: Class) {
+pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: Class) {
     let deed = world.call(who).deed;
-    world.broken.note(Rule::S7, told == Class::Ok && !deed.recorded);
+    let enforced = !config.plans[usize::from(who)].shadow;
+    world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
 /// Looks at a call that stops trying to record its result.
@@ -409,7 +410,8 @@ pub(crate) fn look(config: &Config, world: &mut World) {
         let key = usize::from(config.plans[usize::from(who)].key);
         let slot = world.slots[key];
         quiet &= !call.is_active();
-        broken.note(Rule::L4, call.phase == Phase::Body && call.lost);
+        let enforced = !config.plans[usize::from(who)].shadow;
+        broken.note(Rule::L4, enforced && call.phase == Phase::Body && call.lost);
         if let Phase::Waiting { attempt, woken: false, .. } = call.phase {
             let runs = slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt);
             broken.note(Rule::L3, !runs);

@@ -248,8 +248,13 @@ pub(crate) enum Beat {
 /// How an attempt ends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Ending {
-    Finish { kept: Kept, ok: bool },
+    Finish {
+        kept: Kept,
+        ok: bool,
+    },
     Release(How),
+    /// A release in place of an error that the store can't hold: tried again as the completion it stands for.
+    Instead,
 }
 
 /// What the caller gets.

@@ -263,7 +263,7 @@ fn beats(call: &Call) -> bool {
 /// Makes the step, and notes what it breaks.
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
-        Action::Deliver(who) => reserve_anew(world, who),
+        Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(world, who),
         Action::StoreDoes(who) => {
             let request = pending_request(config, world, who).expect("the call waits for an answer");
             let answer = store_does(config, world, request);
@@ -327,7 +327,6 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             body_is_gone(world, who);
             rest(world, who, Phase::Dead);
         }
-        Action::StopsWaiting(who) => reserve_anew(world, who),
         Action::Tick => {
             world.left.ticks = world.left.ticks.saturating_sub(1);
             world.now += 1;
@@ -431,6 +430,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => Ask::Release(how),
+            Ending::Instead => Ask::Release(How::Returned),
         },
         _ => return None,
     };
@@ -565,7 +565,8 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             starts_body(config, world, who);
         }
         (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
-            let limit = plan.wait.unwrap_or_default();
+            // A shadow must not slow anybody down.
+            let limit = plan.wait.filter(|_| !plan.shadow).unwrap_or_default();
             let call = world.call_mut(who);
             if call.give_up_at == 0 {
                 call.give_up_at = now + limit;
@@ -580,7 +581,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
                     let request = Request { who, ask: Ask::Release(How::Returned) };
                     properties::audit(config, world, &before, request, Answer::Write(done));
                 }
-                return over(config, world, who, Class::InProgress);
+                return refused(config, world, who, Class::InProgress);
             }
             // The store looks before it lets anybody wait, so that no end is missed in between.
             let slot = world.slots[usize::from(plan.key)];
@@ -589,25 +590,39 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             let until = now + left.min(lapses_in * config.unit());
             world.call_mut(who).phase = Phase::Waiting { attempt, until, woken };
         }
-        (Phase::Reserving { .. }, Answer::Finished { .. }) => over(config, world, who, Class::Replayed),
-        (Phase::Reserving { .. }, Answer::Mismatch) => over(config, world, who, Class::Mismatch),
-        (Phase::Reserving { .. }, Answer::Interrupted) => over(config, world, who, Class::Interrupted),
-        (Phase::Reserving { .. }, Answer::Exhausted) => over(config, world, who, Class::Exhausted),
+        (Phase::Reserving { .. }, Answer::Finished { .. }) => refused(config, world, who, Class::Replayed),
+        (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
+        (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
+        (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
         (Phase::Ending { ending, late, .. }, Answer::TooLarge) => match without_result(ending) {
             Some(ending) => world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent },
-            None => over(config, world, who, late.unwrap_or(Class::Unrecorded)),
+            None => unrecorded(config, world, who, late, Class::Unrecorded),
         },
         (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
             let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
-            let told = match (refused, ending) {
-                (true, _) => Class::LeaseLost,
-                (false, Ending::Finish { ok: true, .. }) => Class::Ok,
-                (false, _) => Class::Err,
-            };
+            if refused {
+                return unrecorded(config, world, who, late, Class::LeaseLost);
+            }
+            let told = if matches!(ending, Ending::Finish { ok: true, .. }) { Class::Ok } else { Class::Err };
             over(config, world, who, late.unwrap_or(told));
         }
         (phase, answer) => unreachable!("{answer:?} is no answer to {phase:?}"),
     }
+}
+
+/// The body does not run; in shadow mode it does, without a reservation.
+fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
+    over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
+}
+
+/// Nothing is recorded, which a shadow does not tell.
+fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
+    let own = if matches!(world.call(who).phase, Phase::Ending { ending: Ending::Finish { ok: true, .. }, .. }) {
+        Class::Ok
+    } else {
+        Class::Err
+    };
+    over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
 /// What is written if the store can't hold the result.
@@ -617,7 +632,7 @@ fn without_result(ending: Ending) -> Option<Ending> {
             Some(Ending::Finish { kept: Kept::TooLarge(who), ok: true })
         }
         // An error that can't be replayed is not worth ending the operation for.
-        Ending::Finish { kept: Kept::Stored(_), ok: false } => Some(Ending::Release(How::Returned)),
+        Ending::Finish { kept: Kept::Stored(_), ok: false } => Some(Ending::Instead),
         _ => None,
     }
 }
@@ -646,16 +661,16 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, line: Line::Sent };
                 return;
             }
-            let told = if config.plan(who).open { Class::Unprotected } else { Class::StoreFailed };
+            let plan = config.plan(who);
+            let told = if plan.open || plan.shadow { Class::Unprotected } else { Class::StoreFailed };
             if landed && !config.is(Mutant::UnansweredNotReleased) {
                 late(config, world, who, Ending::Release(How::NotStarted), told);
             } else {
                 over(config, world, who, told);
             }
         }
-        Phase::Ending { ending: Ending::Release(_), late: None, .. } => {
+        Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
             // The caller gets the body's own error, and does not wait for its key to be freed.
-            let how = released_how(world, who);
             late(config, world, who, Ending::Release(how), Class::Err);
         }
         Phase::Ending { ending, late, .. } => {
@@ -665,24 +680,20 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
             }
             let impatient = config.is(Mutant::GivesUpWithinLease);
             if !trouble.is_transient() || world.believed(config, who) == 0 || impatient {
+                if ending == Ending::Instead && late.is_none() {
+                    return self::late(config, world, who, ending, Class::Err);
+                }
                 if late.is_none() {
                     properties::gives_up(config, world, who, trouble);
                     if config.is(Mutant::UnrecordedIsReleased) {
                         return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
                     }
                 }
-                return over(config, world, who, late.unwrap_or(Class::Unrecorded));
+                return unrecorded(config, world, who, late, Class::Unrecorded);
             }
             world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
         }
         phase => unreachable!("{phase:?} waits for no answer"),
-    }
-}
-
-fn released_how(world: &World, who: Who) -> How {
-    match world.call(who).phase {
-        Phase::Ending { ending: Ending::Release(how), .. } => how,
-        _ => How::Returned,
     }
 }
 
@@ -699,7 +710,8 @@ fn hears_beat(config: &Config, world: &mut World, who: Who) {
         Done::Refused => {
             call.lost = true;
             // The body is dropped, and there is nothing to write: the key is another's.
-            if call.phase == Phase::Body && !config.is(Mutant::LostLeaseRunsOn) {
+            let runs_on = config.plan(who).shadow || config.is(Mutant::LostLeaseRunsOn);
+            if call.phase == Phase::Body && !runs_on {
                 body_is_gone(world, who);
                 over(config, world, who, Class::LeaseLost);
             }
@@ -754,6 +766,8 @@ fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Clas
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
     call.give_up_at = 0;
+    // What a late write knows of its lease is when it was last confirmed.
+    call.lost = false;
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
 }

@@ -1,8 +1,10 @@
 //! Where the model does not share the runtime's code, both are run side by side on random traces: its store beside the
 //! real memory store, its calls beside the real engine.
 //!
-//! A failure prints the shortest trace that proptest finds.
+//! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces again,
+//! `IDEM_PROTOCOL_TIMES=10` ten times as many.
 
+use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -10,12 +12,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use idem_runtime::{
-    Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore, OnCrash, OnError,
-    OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve, State, Store, StoreError,
-    StoreErrorKind, StoreFuture, Write, observe, record_results_if, run,
+    Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore, Mode,
+    OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve, State,
+    Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, observe, record_results_if, run,
 };
+use proptest::bool::weighted;
 use proptest::prelude::*;
-use proptest::test_runner::{Config as Runner, TestCaseError, TestRunner};
+use proptest::test_runner::{Config as Runner, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use serde::{Deserialize, Serialize};
 use stateright::Model;
 use tokio::sync::oneshot;
@@ -68,16 +71,30 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().build().unwrap()
 }
 
+fn new_seed() -> u64 {
+    u64::try_from(SystemClock::default().entropy() >> 64).expect("the upper half")
+}
+
+/// Runs as many random traces; a failure says how to run them again.
+fn many<S: Strategy>(cases: u32, traces: &S, compare: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    let seed: u64 =
+        std::env::var("IDEM_PROTOCOL_SEED").map_or_else(|_| new_seed(), |text| text.parse().expect("a whole number"));
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_be_bytes());
+    let times: u32 = std::env::var("IDEM_PROTOCOL_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
+    let config = Runner { cases: cases.saturating_mul(times), failure_persistence: None, ..Runner::default() };
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
+    if let Err(error) = TestRunner::new_with_rng(config, rng).run(traces, compare) {
+        panic!("{error}\nrun again with IDEM_PROTOCOL_SEED={seed}");
+    }
+}
+
 /// The model's store answers every request as the real one does, and holds the same records.
 #[test]
 fn the_store_agrees_with_the_memory_store() {
     let runtime = runtime();
-    let mut runner = TestRunner::new(Runner { cases: 1_000, failure_persistence: None, ..Runner::default() });
     let traces = (plans(), proptest::collection::vec(step(), 1..60));
-    let result = runner.run(&traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
-    if let Err(error) = result {
-        panic!("{error}");
-    }
+    many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
 }
 
 async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
@@ -299,6 +316,7 @@ fn policy(config: &Config, plan: &Plan) -> Policy {
         None => policy,
     };
     let policy = if plan.open { policy.on_store_error(OnStoreError::Run) } else { policy };
+    let policy = if plan.shadow { policy.mode(Mode::Shadow) } else { policy };
     match plan.max_attempts {
         Some(max) => policy.max_attempts(max.into()),
         None => policy,
@@ -464,11 +482,11 @@ impl<'a> Pair<'a> {
                     body.send(true).unwrap();
                     self.settle().await;
                 }
-                let Some((Ok(7), outcome)) = &self.ended else { return fail(&self.ended, phase) };
+                let Some((Ok(7), outcome)) = &self.ended else { return fail(self.ended.as_ref(), phase) };
                 prop_assert!(outcome.executed() && !outcome.recorded());
             }
             Some(told) => {
-                let Some(ended) = &self.ended else { return fail(&self.ended, phase) };
+                let Some(ended) = &self.ended else { return fail(self.ended.as_ref(), phase) };
                 prop_assert_eq!(class(ended), Some(told));
             }
             None => prop_assert!(self.ended.is_none(), "ended with {:?} in {:?}", self.ended, phase),
@@ -496,31 +514,35 @@ impl<'a> Pair<'a> {
         let mut moves = Vec::new();
         let faulty = self.faults < 5;
         if self.main.is_some() {
-            moves.extend([Move::Answer; 4]);
+            moves.extend([Move::Answer; 8]);
             if faulty {
                 moves.extend([Move::LoseAnswer, Move::LoseRequest, Move::TurnAway, Move::RefuseForGood]);
             }
         }
         if self.phase() == Phase::Body {
-            moves.extend([Move::Return(true), Move::Return(false)]);
+            moves.extend([Move::Return(true), Move::Return(false), Move::Return(true)]);
         }
         if self.call.is_some() {
             moves.push(Move::Drop);
         }
         if self.beat.is_some() {
-            moves.push(Move::AnswerBeat);
+            moves.extend([Move::AnswerBeat; 4]);
             if faulty {
                 moves.push(Move::FailBeat);
             }
         } else if self.world.now < 20 {
             // A beat that is not answered within a lease is given up.
-            moves.extend([Move::Tick; 3]);
+            moves.extend([Move::Tick; 8]);
         }
         for at in 0..self.late.len() {
             moves.extend([Move::Arrive(at), Move::Lose(at)]);
         }
         for who in 1..self.config.count() {
-            moves.extend([Move::OtherReserves(who), Move::OtherFinishes(who), Move::OtherReleases(who)]);
+            moves.extend([Move::OtherReserves(who); 2]);
+            if self.world.slots[0].is_some_and(|slot| slot.is_pending() && slot.lapses_at <= self.world.now) {
+                moves.extend([Move::OtherReserves(who); 8]);
+            }
+            moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
         }
         moves
     }
@@ -648,7 +670,7 @@ impl Request {
     }
 }
 
-fn fail(ended: &Option<Ended>, phase: Phase) -> Result<(), TestCaseError> {
+fn fail(ended: Option<&Ended>, phase: Phase) -> Result<(), TestCaseError> {
     Err(TestCaseError::fail(format!("the engine has {ended:?}, the model {phase:?}")))
 }
 
@@ -667,31 +689,50 @@ fn class((result, outcome): &Ended) -> Option<Class> {
 #[test]
 fn the_calls_agree_with_the_engine() {
     let runtime = runtime();
-    let mut runner = TestRunner::new(Runner { cases: 1_500, failure_persistence: None, ..Runner::default() });
-    let plan = (any::<[bool; 4]>(), proptest::option::of(1..3_u8), proptest::option::of(1..4_u8));
-    let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..40));
-    let result = runner.run(&traces, |((switches, max_attempts, wait), other_fails, choices)| {
-        let [fail, record_errors, open, too_large] = switches;
+    let told = Mutex::new(BTreeMap::new());
+    let plan = (
+        (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
+        proptest::option::of(1..3_u8),
+        proptest::option::of(1..4_u8),
+    );
+    let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
+    many(6_000, &traces, |((switches, max_attempts, wait), other_fails, choices)| {
+        let ([fail, record_errors, too_large], open, shadow) = switches;
         let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
-        let plan =
-            Plan { on_crash: on_crash(fail), record_errors, open, too_large, max_attempts, wait, ..Plan::default() };
+        let plan = Plan {
+            on_crash: on_crash(fail),
+            record_errors,
+            open,
+            shadow,
+            too_large,
+            max_attempts,
+            wait,
+            ..Plan::default()
+        };
         let other = Plan { on_crash: on_crash(other_fails), ..Plan::default() };
         let config = Config::of(&[plan, other, Plan::default()]);
         runtime.block_on(async {
             let mut pair = Pair::new(&config);
             pair.meet().await?;
+            let mut made = Vec::new();
             for choice in &choices {
                 let moves = pair.moves();
                 let it = moves[usize::from(*choice) % moves.len()];
+                made.push(it);
                 pair.make(it).await;
                 let met = pair.meet().await;
-                met.map_err(|error| TestCaseError::fail(format!("after {it:?}: {error}")))?;
+                met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
+            }
+            if let Phase::Over(class) = pair.phase() {
+                *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
             }
             Ok(())
         })
     });
-    if let Err(error) = result {
-        panic!("{error}");
+    let told = told.into_inner().unwrap();
+    println!("what the callers were told: {told:?}");
+    for class in [Class::Ok, Class::Err, Class::Replayed, Class::InProgress, Class::LeaseLost, Class::Unrecorded] {
+        assert!(told.contains_key(&class), "no trace ends with {class:?}");
     }
 }
 
