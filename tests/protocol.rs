@@ -16,6 +16,10 @@
 //!   clock, each call has one that is ahead of true time, read in whole ticks.
 //! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators reopen.
 //!
+//! What is not shared with the runtime is compared with it on random traces (`model/protocol/traces.rs`): the store with the
+//! memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request and result by
+//! result.
+//!
 //! # What is not
 //!
 //! Bytes, statements and scripts of the stores (the conformance suite has them), the batching of heartbeats, pauses (a

@@ -752,3 +752,96 @@ fn another_ending_is_not_agreed_with() {
     });
     assert!(disagrees.is_err());
 }
+
+/// The model's store, with the clocks of its clients, answers as the store that has none.
+#[cfg(feature = "dynamodb")]
+#[test]
+fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
+    use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+
+    use idem_runtime::DynamoStore;
+    use idem_tests::dynamo::{Kind, TABLE, Wire, client};
+
+    const LEASE: u8 = 5;
+    const SKEW: u8 = 2;
+    let endpoint = Kind::Dynoxide.shared();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let clocks: [_; 4] = std::array::from_fn(|_| Arc::new(AtomicI64::new(0)));
+    let stores = clocks.each_ref().map(|clock| {
+        let clock = Arc::clone(clock);
+        DynamoStore::options()
+            .prefix("protocol:")
+            .call_timeout(Duration::from_secs(60))
+            .max_clock_skew(Duration::from_millis(SKEW.into()))
+            .wall_clock(move || clock.load(Ordering::SeqCst))
+            .open(client(&Wire::to(&endpoint)), TABLE)
+    });
+    let histories = AtomicU32::new(0);
+    let traces = (plans(), any::<[bool; 4]>(), proptest::collection::vec(step(), 1..40));
+    many(40, &traces, |(plans, ahead, steps)| {
+        let mut config = Config::of(&plans);
+        config.lease = LEASE;
+        let history = histories.fetch_add(1, Ordering::SeqCst);
+        let of = |request: &Reserve| Reserve {
+            key: Key::new("model", format!("{history}:{}", request.key.text())).unwrap(),
+            lease: Duration::from_millis(LEASE.into()),
+            ..request.clone()
+        };
+        let requests: Vec<_> = config.requests.iter().map(of).collect();
+        let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
+        runtime.block_on(async {
+            // Here a tick is a millisecond, in which these clocks count.
+            let (mut slots, mut now) = ([None; 2], 20);
+            for step in steps {
+                let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };
+                for (who, clock) in (0..).zip(&clocks) {
+                    clock.store(read(who).into(), Ordering::SeqCst);
+                }
+                let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
+                let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
+                match step {
+                    Step::Reserve(who) => {
+                        let at = usize::from(who);
+                        let found = stores[at].reserve(&requests[at]).await.unwrap();
+                        if let Reservation::Reserved { lease, .. } = &found {
+                            leases[at] = lease.clone();
+                        }
+                        let found = match found {
+                            Reservation::Pending { attempt, lapses_in } => Answer::Pending {
+                                attempt: attempt.try_into().unwrap(),
+                                lapses_in: lapses_in.as_millis().try_into().unwrap(),
+                            },
+                            found => store::answer(&found),
+                        };
+                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, reading(who));
+                        prop_assert_eq!(modelled, found, "{:?}", step);
+                    }
+                    Step::Renew(who) => {
+                        let at = usize::from(who);
+                        let found = stores[at].renew(std::slice::from_ref(&leases[at])).await.unwrap();
+                        let modelled = store::renews(&config, &mut slots[slot(who)], who, reading(who));
+                        prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
+                    }
+                    Step::Finish(who, ok, large) => {
+                        let at = usize::from(who);
+                        let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
+                        let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
+                        let found = stores[at].finish(&leases[at], &finish).await.unwrap();
+                        let modelled =
+                            store::ends(&config, &mut slots[slot(who)], who, End::finish(kept, ok, (0, 0), now));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+                    }
+                    Step::Release(who, how) => {
+                        let at = usize::from(who);
+                        let found = stores[at].release(&leases[at], how.release()).await.unwrap();
+                        let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+                    }
+                    Step::Reopen(..) => {}
+                    Step::Tick => now += 1,
+                }
+            }
+            Ok(())
+        })
+    });
+}
