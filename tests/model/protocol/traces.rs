@@ -24,6 +24,7 @@ use stateright::Model;
 use tokio::sync::oneshot;
 
 use super::config::{Config, Plan};
+use super::mutants::Mutant;
 use super::state::{Answer, Ask, Beat, Body, Class, Done, Ending, How, Kept, Line, Phase, Request, Slot, Who, World};
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -95,6 +96,51 @@ fn the_store_agrees_with_the_memory_store() {
     let runtime = runtime();
     let traces = (plans(), proptest::collection::vec(step(), 1..60));
     many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
+}
+
+/// The traces are telling: a store with a mistake is found to differ.
+#[test]
+fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
+    use Mutant::{
+        FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
+        FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver,
+        MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, ReleaseAnybodys, ReleaseForgets,
+        ReleaseOverFinished, RenewAnybodys, ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused,
+        RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber, TakeoverKeepsToken,
+    };
+    let runtime = runtime();
+    for mutant in [
+        FailOfCallerIgnored,
+        FailOfOwnerIgnored,
+        FingerprintSkippedAtReplay,
+        FingerprintSkippedAtTakeover,
+        FinishAnybodys,
+        FinishOverFinished,
+        InterruptedRunsAgain,
+        LapsedOwnerRefused,
+        LapsedStaysLive,
+        LiveTakenOver,
+        MaxAttemptsIgnored,
+        OwnReservationIsForeign,
+        RefundRepeated,
+        ReleaseAnybodys,
+        ReleaseForgets,
+        ReleaseOverFinished,
+        RenewAnybodys,
+        ReopenForgetsNumber,
+        ReopenLive,
+        RepeatedFinishRefused,
+        RepeatedReleaseRefused,
+        ReserveOverFinished,
+        TakeoverKeepsNumber,
+        TakeoverKeepsToken,
+    ] {
+        let config = Runner { cases: 20_000, max_shrink_iters: 0, failure_persistence: None, ..Runner::default() };
+        let traces = (plans(), proptest::collection::vec(step(), 1..60));
+        let result = TestRunner::new(config)
+            .run(&traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans).with(mutant), &steps)));
+        assert!(result.is_err(), "{mutant:?} makes no difference");
+    }
 }
 
 async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
@@ -778,7 +824,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
     });
     let histories = AtomicU32::new(0);
     let traces = (plans(), any::<[bool; 4]>(), proptest::collection::vec(step(), 1..40));
-    many(40, &traces, |(plans, ahead, steps)| {
+    many(100, &traces, |(plans, ahead, steps)| {
         let mut config = Config::of(&plans);
         config.lease = LEASE;
         let history = histories.fetch_add(1, Ordering::SeqCst);
