@@ -1,0 +1,359 @@
+//! The configurations that are checked: who calls with which policy, and how much goes wrong.
+
+use idem_runtime::{OnCrash, Reserve};
+
+use super::mutants::Mutant;
+use super::properties::Scene;
+use super::state::{Budget, CALLS, Who};
+use super::store;
+
+/// One call that will be made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    pub(crate) key: u8,
+    /// The payload, as a fingerprint tells it apart from others.
+    pub(crate) mark: Option<u8>,
+    pub(crate) on_crash: OnCrash,
+    pub(crate) max_attempts: Option<u8>,
+    /// For how long it waits for a running attempt; `None` is `in_progress = reject`.
+    pub(crate) wait: Option<u8>,
+    /// `on_error = record`.
+    pub(crate) record_errors: bool,
+    /// `on_store_error = run`.
+    pub(crate) open: bool,
+    /// `mode = shadow`: it is reserved and recorded, but nothing is refused.
+    pub(crate) shadow: bool,
+    /// Its result is larger than the store can hold.
+    pub(crate) too_large: bool,
+    /// How its body may return.
+    pub(crate) may_succeed: bool,
+    pub(crate) may_fail: bool,
+    /// By how much its clock is ahead of true time, in steps of true time.
+    pub(crate) ahead: u8,
+}
+
+/// A call by the default policy, whose body may do anything.
+const CALL: Plan = Plan {
+    key: 0,
+    mark: None,
+    on_crash: OnCrash::Retry,
+    max_attempts: None,
+    wait: None,
+    record_errors: false,
+    open: false,
+    shadow: false,
+    too_large: false,
+    may_succeed: true,
+    may_fail: true,
+    ahead: 0,
+};
+
+impl Default for Plan {
+    fn default() -> Self {
+        CALL
+    }
+}
+
+const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
+const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
+const ERRS: Plan = Plan { may_succeed: false, ..CALL };
+const WAITS: Plan = Plan { wait: Some(2), ..CALL };
+
+/// A configuration: the model itself.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) name: &'static str,
+    /// What it is about.
+    pub(crate) about: &'static str,
+    /// The calls, in the order in which their messages are delivered.
+    pub(crate) plans: Vec<Plan>,
+    /// How many of them are under way at a time.
+    pub(crate) workers: usize,
+    pub(crate) keys: u8,
+    /// How long a lease is, in ticks.
+    pub(crate) lease: u8,
+    /// How often a reservation is tried.
+    pub(crate) tries: u8,
+    pub(crate) budget: Budget,
+    /// Whether the store also answers that it can't do what is asked, now or ever.
+    pub(crate) refusals: bool,
+    /// Whether the end of an attempt replaces the whole record, as where a record is one value.
+    pub(crate) whole: bool,
+    /// Whether a completion has to name the number of the attempt as well.
+    pub(crate) numbered: bool,
+    /// The store has no clock; those of its clients differ by up to so many ticks.
+    pub(crate) skew: Option<u8>,
+    pub(crate) scenes: &'static [Scene],
+    pub(crate) mutant: Option<Mutant>,
+    /// What each call asks for, ready for the runtime's own functions.
+    pub(crate) requests: Vec<Reserve>,
+}
+
+impl Config {
+    fn new(name: &'static str, about: &'static str, plans: &[Plan], workers: usize, budget: Budget) -> Self {
+        assert!(plans.len() <= CALLS, "at most {CALLS} calls");
+        let keys = plans.iter().map(|plan| plan.key + 1).max().unwrap_or(1);
+        let base = Self {
+            name,
+            about,
+            plans: plans.to_vec(),
+            workers,
+            keys,
+            lease: 2,
+            tries: 2,
+            budget,
+            refusals: false,
+            whole: false,
+            numbered: false,
+            skew: None,
+            scenes: &[],
+            mutant: None,
+            requests: Vec::new(),
+        };
+        base.prepared()
+    }
+
+    /// Calls for a trace, which says itself what goes wrong; reservations are tried as often as the engine does.
+    pub(crate) fn of(plans: &[Plan]) -> Self {
+        let plenty = 100;
+        let budget = Budget { faults: plenty, cancels: plenty, beats: plenty, ticks: plenty, ..Budget::default() };
+        Self { refusals: true, tries: 3, ..Self::new("trace", "", plans, plans.len(), budget) }
+    }
+
+    fn prepared(mut self) -> Self {
+        let lease = self.lease;
+        self.requests = (0..).zip(&self.plans).map(|(who, plan)| store::reserve(who, plan, lease)).collect();
+        self
+    }
+
+    fn scenes(self, scenes: &'static [Scene]) -> Self {
+        Self { scenes, ..self }
+    }
+
+    /// The same with a mistake in it.
+    pub(crate) fn with(&self, mutant: Mutant) -> Self {
+        Self { mutant: Some(mutant), scenes: &[], ..self.clone() }
+    }
+
+    /// The same with more of everything that goes wrong.
+    pub(crate) fn larger(mut self) -> Self {
+        let budget = &mut self.budget;
+        for more in [&mut budget.faults, &mut budget.ticks, &mut budget.beats] {
+            *more += u8::from(*more > 0);
+        }
+        self
+    }
+
+    pub(crate) fn count(&self) -> Who {
+        Who::try_from(self.plans.len()).expect("few calls")
+    }
+
+    /// Whether the number of bodies makes a difference; where it doesn't, it is not part of the state.
+    pub(crate) fn counts_bodies(&self) -> bool {
+        self.plans.iter().any(|plan| plan.max_attempts.is_some())
+    }
+}
+
+/// Every configuration.
+pub(crate) fn all() -> Vec<Config> {
+    use Scene::{
+        BelievesAfterRenewal, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion, LeaseLost, Mismatch,
+        Replay, StoreFailed, Takeover, TooLarge, Unprotected, Unrecorded, Waits,
+    };
+    let nothing = Budget::default();
+    let config = Config::new;
+    vec![
+        config(
+            "lost",
+            "requests and answers that are lost, late, out of order and doubled; a reservation that is given up",
+            &[SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { faults: 2, duplicates: 1, ticks: 3, ..nothing },
+        )
+        .scenes(&[Replay, InProgress, LeaseLost, StoreFailed, LateCompletion]),
+        config(
+            "crashes",
+            "processes that die at every step, takeovers, and what the dead have still under way",
+            &[CALL, SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { crashes: 2, ticks: 3, ..nothing },
+        )
+        .scenes(&[Replay, Takeover, LeaseLost, InProgress]),
+        config(
+            "beats",
+            "heartbeats that are late, lost and refused, and bodies that learn that their lease is gone",
+            &[SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { faults: 1, beats: 2, ticks: 3, ..nothing },
+        )
+        .scenes(&[LeaseLost, BelievesAfterRenewal, Unrecorded]),
+        config(
+            "drops",
+            "calls that are dropped at every step, and their late writes",
+            &[CALL, CALL],
+            2,
+            Budget { cancels: 2, faults: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Replay, InProgress]),
+        config(
+            "at_most_once",
+            "`on_crash = fail` on both sides: crashes, drops, lost leases",
+            &[FAIL, FAIL],
+            2,
+            Budget { crashes: 1, cancels: 1, faults: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Interrupted, InProgress]),
+        config(
+            "one_side_fails",
+            "`on_crash = fail` on one side only, whichever came first",
+            &[FAIL, CALL, FAIL],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Interrupted]),
+        config(
+            "errors_recorded",
+            "`on_error = record`, and results that the store can't hold",
+            &[Plan { record_errors: true, too_large: true, ..CALL }, Plan { record_errors: true, ..CALL }],
+            2,
+            Budget { faults: 1, cancels: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[TooLarge, ErrorRecorded, Replay]),
+        config(
+            "waiting",
+            "duplicates that wait: for a completion, an error, a takeover, a restart, or in vain",
+            &[CALL, WAITS, WAITS],
+            3,
+            Budget { crashes: 1, ticks: 1, ..nothing },
+        )
+        .scenes(&[Waits, Replay, InProgress]),
+        config(
+            "max_attempts",
+            "`max_attempts = 1`: errors, crashes, drops, and reservations that never ran a body",
+            &[Plan { max_attempts: Some(1), ..ERRS }; 3],
+            2,
+            Budget { crashes: 1, cancels: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Exhausted]),
+        config(
+            "attempts_refunded",
+            "`max_attempts = 2`: drops and doubled requests",
+            &[Plan { max_attempts: Some(2), ..ERRS }; 3],
+            2,
+            Budget { cancels: 1, duplicates: 1, ticks: 1, ..nothing },
+        ),
+        config(
+            "fingerprints",
+            "one key for two payloads, and a caller that names none",
+            &[Plan { mark: Some(1), ..CALL }, Plan { mark: Some(2), ..CALL }, CALL],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Mismatch, Replay]),
+        config(
+            "refusals",
+            "a store that can't, now or ever, and callers that run all the same (`on_store_error = run`)",
+            &[Plan { open: true, ..CALL }, SUCCEEDS],
+            2,
+            Budget { faults: 2, ticks: 3, ..nothing },
+        )
+        .refusing()
+        .scenes(&[Unprotected, Unrecorded, StoreFailed, Replay]),
+        config(
+            "shadow",
+            "`mode = shadow` beside calls that are enforced: it refuses nothing, and changes nothing for them",
+            &[Plan { shadow: true, ..CALL }, SUCCEEDS],
+            2,
+            Budget { faults: 1, crashes: 1, beats: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Unprotected, Replay, Takeover]),
+        config(
+            "two_keys",
+            "two operations side by side",
+            &[CALL, Plan { key: 1, ..CALL }, SUCCEEDS],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Replay, Takeover]),
+        config(
+            "three_workers",
+            "three calls for one key at a time",
+            &[CALL, CALL, SUCCEEDS],
+            3,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Replay, InProgress, Takeover]),
+        config(
+            "restarts",
+            "a store that restarts and loses nothing but its connections",
+            &[CALL, SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { restarts: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Replay]),
+        config(
+            "operators",
+            "records whose retention ends, or that an operator reopens, under a running attempt and after it",
+            &[FAIL, CALL, SUCCEEDS],
+            2,
+            Budget { reopens: 1, ends: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Interrupted, LeaseLost, Replay]),
+        config(
+            "clocks_that_differ",
+            "a store without a clock: three clients whose clocks differ by up to the skew",
+            &[SUCCEEDS, Plan { ahead: 2, ..SUCCEEDS }, Plan { ahead: 1, ..SUCCEEDS }],
+            2,
+            Budget { crashes: 1, ticks: 8, ..nothing },
+        )
+        .skewed(1)
+        .scenes(&[Takeover, InProgress, LeaseLost]),
+        config(
+            "late_renewals_between_clocks",
+            "renewals that overtake each other where the times are the senders'",
+            &[SUCCEEDS, Plan { ahead: 2, ..SUCCEEDS }],
+            2,
+            Budget { faults: 1, beats: 2, ticks: 5, ..nothing },
+        )
+        .skewed(1)
+        .scenes(&[BelievesAfterRenewal]),
+        config(
+            "one_value",
+            "a store that replaces the whole record at the end of an attempt",
+            &[CALL, CALL, SUCCEEDS],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .whole()
+        .scenes(&[Replay, Takeover, LeaseLost]),
+    ]
+}
+
+impl Config {
+    fn refusing(self) -> Self {
+        Self { refusals: true, tries: 3, ..self }
+    }
+
+    fn skewed(self, skew: u8) -> Self {
+        Self { skew: Some(skew), lease: 1, ..self }.prepared()
+    }
+
+    fn whole(self) -> Self {
+        Self { whole: true, ..self }
+    }
+}
+
+/// A store that replaces the whole record at the end of an attempt, and a reservation that arrives twice, the second time
+/// long after the first. `numbered` says whether a completion also has to name the number of its attempt.
+pub(crate) fn doubled_reservation(numbered: bool) -> Config {
+    let budget = Budget { duplicates: 1, ticks: 2, ..Budget::default() };
+    let about = "a reservation that arrives again when another attempt has come and gone";
+    let config = Config::new("doubled_reservation", about, &[CALL, CALL], 2, budget);
+    Config { numbered, ..config.whole() }
+}
+
+/// The configuration of that name.
+pub(crate) fn named(name: &str) -> Config {
+    let found = all().into_iter().find(|config| config.name == name);
+    found.unwrap_or_else(|| panic!("no configuration is called {name:?}"))
+}

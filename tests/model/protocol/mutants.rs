@@ -1,0 +1,223 @@
+//! The protocol with one mistake each, and the property that has to notice.
+//!
+//! What a mistake changes is written where the step is made; those of the store's decisions are here.
+
+use idem_runtime::{OnCrash, Owner, Record, Reserve, State};
+
+use super::properties::{ENDS, Rule};
+use super::state::Slot;
+
+/// Declares the mistakes: name, the property that notices, the configuration it is noticed in, and what is wrong.
+macro_rules! mutants {
+    ($($(#[doc = $about:literal])+ $mutant:ident => $noticed:expr, $config:literal;)*) => {
+        /// One mistake.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        pub(crate) enum Mutant {
+            $($(#[doc = $about])+ $mutant,)*
+        }
+
+        impl Mutant {
+            pub(crate) const ALL: &[Self] = &[$(Self::$mutant,)*];
+
+            /// The name of the property that has to notice.
+            pub(crate) fn noticed_by(self) -> &'static str {
+                match self {
+                    $(Self::$mutant => Noticed::from($noticed).0,)*
+                }
+            }
+
+            /// The configuration in which it does.
+            pub(crate) fn config(self) -> &'static str {
+                match self {
+                    $(Self::$mutant => $config,)*
+                }
+            }
+
+            /// What is wrong.
+            pub(crate) fn about(self) -> &'static str {
+                match self {
+                    $(Self::$mutant => concat!($($about),+).trim_ascii_start(),)*
+                }
+            }
+        }
+    };
+}
+
+struct Noticed(&'static str);
+
+impl From<Rule> for Noticed {
+    fn from(rule: Rule) -> Self {
+        Self(rule.name())
+    }
+}
+
+impl From<&'static str> for Noticed {
+    fn from(name: &'static str) -> Self {
+        Self(name)
+    }
+}
+
+mutants! {
+    // What the store decides.
+    /// A live lease is taken over.
+    LiveTakenOver => Rule::S1, "crashes";
+    /// An operator may reopen a record whose lease is live.
+    ReopenLive => Rule::S1, "operators";
+    /// A renewal looks at no owner token.
+    RenewAnybodys => Rule::S2, "beats";
+    /// A completion looks at no owner token.
+    FinishAnybodys => Rule::S2, "lost";
+    /// A release looks at no owner token.
+    ReleaseAnybodys => Rule::S2, "drops";
+    /// A takeover keeps the owner token of the attempt it takes over from.
+    TakeoverKeepsToken => Rule::S2, "crashes";
+    /// A finished record is overwritten by a later completion.
+    FinishOverFinished => Rule::S3, "lost";
+    /// A finished record is overwritten by a later release.
+    ReleaseOverFinished => Rule::S3, "drops";
+    /// A finished record is reserved anew.
+    ReserveOverFinished => Rule::S3, "lost";
+    /// A takeover keeps the number of the attempt.
+    TakeoverKeepsNumber => Rule::S4, "crashes";
+    /// A release deletes the record, so that attempts start at 1 again.
+    ReleaseForgets => Rule::S4, "drops";
+    /// A pending record is forgotten when its lease lapses.
+    RetentionIsTheLease => Rule::S4, "crashes";
+    /// An operator's reopening forgets the number of the attempt.
+    ReopenForgetsNumber => Rule::S4, "operators";
+    /// At takeover, `on_crash = fail` of the attempt that died is ignored.
+    FailOfOwnerIgnored => Rule::S5, "one_side_fails";
+    /// At takeover, `on_crash = fail` of the caller is ignored.
+    FailOfCallerIgnored => Rule::S5, "one_side_fails";
+    /// An interrupted record may be reserved.
+    InterruptedRunsAgain => Rule::S5, "at_most_once";
+    /// A reservation that is repeated with the same owner token is taken for somebody else's.
+    OwnReservationIsForeign => Rule::S8, "lost";
+    /// A completion that is repeated is refused.
+    RepeatedFinishRefused => Rule::S8, "lost";
+    /// A release that is repeated is refused.
+    RepeatedReleaseRefused => Rule::S8, "drops";
+    /// A release that is repeated refunds its attempt once more.
+    RefundRepeated => Rule::S8, "attempts_refunded";
+    /// An attempt whose lease lapsed may not end, although nobody took over.
+    LapsedOwnerRefused => Rule::LateEnd, "lost";
+    /// The fingerprint is not looked at while an attempt runs.
+    FingerprintSkippedWhileLive => Rule::Fingerprint, "fingerprints";
+    /// The fingerprint is not looked at in a takeover.
+    FingerprintSkippedAtTakeover => Rule::Fingerprint, "fingerprints";
+    /// The fingerprint is not looked at once a record is released.
+    FingerprintSkippedWhenReleased => Rule::Fingerprint, "fingerprints";
+    /// The fingerprint is not looked at before a replay.
+    FingerprintSkippedAtReplay => Rule::Fingerprint, "fingerprints";
+    /// `max_attempts` is not looked at.
+    MaxAttemptsIgnored => Rule::MaxAttempts, "max_attempts";
+    /// Two keys share a record.
+    KeysShareRecord => Rule::KeysApart, "two_keys";
+    /// A lapsed lease is honoured for ever, so that a crash never frees its key.
+    LapsedStaysLive => Rule::L1, "crashes";
+    /// A completion wakes nobody.
+    FinishWakesNobody => Rule::L3, "waiting";
+    /// A release wakes nobody.
+    ReleaseWakesNobody => Rule::L3, "waiting";
+    /// A takeover wakes nobody.
+    TakeoverWakesNobody => Rule::L3, "waiting";
+    /// A duplicate waits without a look whether the attempt has ended meanwhile.
+    WaitsWithoutLooking => Rule::L3, "waiting";
+    /// Where clocks differ, times are compared as if they did not.
+    SkewIgnored => Rule::S1, "clocks_that_differ";
+    /// Where clocks differ, the part of a tick that a reading leaves out is forgotten.
+    SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
+    /// Where the times are the senders', a late renewal cuts short what a later one has confirmed.
+    LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
+
+    // What a call does.
+    /// The lease counts from when the answer to the reservation came.
+    LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
+    /// The lease counts from when the answer to the renewal came.
+    RenewalCountsFromAnswer => Rule::S1Belief, "beats";
+    /// A rejected duplicate releases the record it met.
+    RejectedDuplicateReleases => Rule::S2, "crashes";
+    /// A body that is dropped under `on_crash = fail` is released.
+    DroppedUnderFailIsReleased => Rule::S5, "at_most_once";
+    /// A store that fails is read as "no record".
+    ErrorReadAsNoRecord => Rule::S6, "refusals";
+    /// `Ok` is told while the completion is under way.
+    OkBeforeRecorded => Rule::S7, "lost";
+    /// A completion that is refused is taken for done.
+    RefusalReadAsDone => Rule::S7, "crashes";
+    /// A completion whose answer does not come is taken for done.
+    NoAnswerReadAsDone => Rule::S7, "lost";
+    /// Recording is given up after the first failure.
+    GivesUpWithinLease => Rule::S7Retry, "lost";
+    /// A success that could not be recorded is released.
+    UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
+    /// A body that is dropped counts as not started.
+    DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
+    /// A call that is dropped frees nothing.
+    DropWritesNothing => Rule::L2, "drops";
+    /// A reservation whose answer is not awaited is not released.
+    UnansweredNotReleased => Rule::L2, "drops";
+    /// A heartbeat that finds the lease lost lets the body run on.
+    LostLeaseRunsOn => Rule::L4, "beats";
+    /// A duplicate waits until it is woken, however long that takes.
+    WaitsForEver => ENDS, "waiting";
+}
+
+impl Mutant {
+    /// What the mistake makes of a reservation and of the record it meets.
+    pub(crate) fn before_meeting(self, met: &Slot, record: &mut Record, asked: &mut Reserve, lapses_in: &mut u8) {
+        let lapsed = met.is_pending() && *lapses_in == 0;
+        let skips_fingerprint = match self {
+            Self::FingerprintSkippedWhileLive => met.is_pending() && !lapsed,
+            Self::FingerprintSkippedAtTakeover => lapsed,
+            Self::FingerprintSkippedWhenReleased => record.state == State::Released,
+            Self::FingerprintSkippedAtReplay => record.is_finished(),
+            _ => false,
+        };
+        if skips_fingerprint {
+            asked.fingerprint = None;
+        }
+        match self {
+            Self::LiveTakenOver => *lapses_in = 0,
+            Self::LapsedStaysLive => *lapses_in = (*lapses_in).max(1),
+            Self::ReserveOverFinished if record.is_finished() => record.state = State::Released,
+            Self::InterruptedRunsAgain if record.state == State::Interrupted => record.state = State::Released,
+            Self::FailOfOwnerIgnored => {
+                if let State::Pending { on_crash, .. } = &mut record.state {
+                    *on_crash = OnCrash::Retry;
+                }
+            }
+            Self::FailOfCallerIgnored if lapsed => asked.on_crash = OnCrash::Retry,
+            Self::OwnReservationIsForeign => record.owner = Owner::from_bytes([u8::MAX; Owner::BYTES]),
+            Self::MaxAttemptsIgnored => asked.max_attempts = None,
+            _ => {}
+        }
+    }
+
+    /// What the mistake makes of the record of a new attempt.
+    pub(crate) fn before_replacing(self, met: &Slot, with: &mut Record, takeover: bool) {
+        match self {
+            Self::TakeoverKeepsToken if takeover => with.owner = Owner::from_bytes([met.owner; Owner::BYTES]),
+            Self::TakeoverKeepsNumber if takeover => with.attempt = met.attempt.into(),
+            _ => {}
+        }
+    }
+
+    /// Whether an attempt may end although the record is another's.
+    pub(crate) fn ends_anybodys(self, met: &Slot, with_result: bool) -> bool {
+        match self {
+            Self::FinishAnybodys => with_result && met.is_pending(),
+            Self::ReleaseAnybodys => !with_result && met.is_pending(),
+            _ => self.ends_what_has_ended(met, with_result),
+        }
+    }
+
+    /// Whether an attempt may end although the record has ended.
+    pub(crate) fn ends_what_has_ended(self, met: &Slot, with_result: bool) -> bool {
+        match self {
+            Self::FinishOverFinished => with_result && met.result().is_some(),
+            Self::ReleaseOverFinished => !with_result && met.result().is_some(),
+            _ => false,
+        }
+    }
+}

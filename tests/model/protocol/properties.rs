@@ -1,0 +1,437 @@
+//! What must hold, written without a look at the code that keeps it: from what was granted, written and answered.
+//!
+//! Every rule is looked at in every step, and what a step breaks is noted in the state, so that one pass checks all.
+
+use stateright::Property;
+
+use super::config::Config;
+use super::state::{
+    Answer, Ask, Beat, Body, Call, Class, Done, Ending, How, KEYS, Kept, Line, NOBODY, Phase, Request, Slot, Stand,
+    Who, World,
+};
+use super::steps::{Trouble, is_fail};
+
+/// The rules that are kept in every state.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[repr(u8)]
+pub(crate) enum Rule {
+    S1,
+    S1Belief,
+    S2,
+    S3,
+    S4,
+    S5,
+    S6,
+    S7,
+    S7Retry,
+    S8,
+    LateEnd,
+    SuccessHeld,
+    Fingerprint,
+    MaxAttempts,
+    KeysApart,
+    L1,
+    L2,
+    L3,
+    L4,
+}
+
+impl Rule {
+    pub(crate) const ALL: [Self; 19] = [
+        Self::S1,
+        Self::S1Belief,
+        Self::S2,
+        Self::S3,
+        Self::S4,
+        Self::S5,
+        Self::S6,
+        Self::S7,
+        Self::S7Retry,
+        Self::S8,
+        Self::LateEnd,
+        Self::SuccessHeld,
+        Self::Fingerprint,
+        Self::MaxAttempts,
+        Self::KeysApart,
+        Self::L1,
+        Self::L2,
+        Self::L3,
+        Self::L4,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::S1 => "S1 at most one attempt holds a live lease",
+            Self::S1Belief => "S1 nobody believes in a lease for longer than it holds",
+            Self::S2 => "S2 only its owner changes a pending record, and whoever lost it is told",
+            Self::S3 => "S3 a finished record never changes, and every replay is the same",
+            Self::S4 => "S4 attempt numbers strictly increase",
+            Self::S5 => "S5 under on_crash = fail a body that did not return is not followed by another",
+            Self::S6 => "S6 no body starts under a reservation that the store never made",
+            Self::S7 => "S7 Ok is told after the result is recorded",
+            Self::S7Retry => "S7 recording is not given up while the lease can be held",
+            Self::S8 => "S8 a repeated request is recognised and changes nothing",
+            Self::LateEnd => "a lapsed attempt may still end if nobody took over",
+            Self::SuccessHeld => "a success that could not be recorded is never released",
+            Self::Fingerprint => "another payload is told so in every state",
+            Self::MaxAttempts => "no more bodies start than max_attempts",
+            Self::KeysApart => "one key never touches another",
+            Self::L1 => "L1 a lapsed lease blocks nobody",
+            Self::L2 => "L2 once all is quiet, nothing that ended in order holds its key",
+            Self::L3 => "L3 whoever waits for an attempt that has ended is woken",
+            Self::L4 => "L4 a body whose lease was found lost does not run on",
+        }
+    }
+
+    fn property(self) -> Property<Config> {
+        /// A property is a function and can't hold the rule; this makes one for each.
+        macro_rules! kept {
+            ($($rule:ident)*) => {
+                match self {
+                    $(Self::$rule => |_, world| !world.broken.has(Self::$rule),)*
+                }
+            };
+        }
+        let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4);
+        Property::always(self.name(), condition)
+    }
+}
+
+/// Every call ends, whatever happens: nobody hangs. The model has no cycle (a test of its own), so every path ends in a
+/// state without steps. Once a call has ended it has ended, so that the checker, which does not tell apart two paths to
+/// one state, misses nothing.
+pub(crate) const ENDS: &str = "every call ends";
+
+/// Which rules were broken on the way here.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct Broken(u32);
+
+impl Broken {
+    pub(crate) fn has(self, rule: Rule) -> bool {
+        self.0 & (1 << rule as u32) != 0
+    }
+
+    fn note(&mut self, rule: Rule, broken: bool) {
+        self.0 |= u32::from(broken) << rule as u32;
+    }
+}
+
+impl std::fmt::Debug for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(Rule::ALL.into_iter().filter(|rule| self.has(*rule))).finish()
+    }
+}
+
+/// Something that has to happen in some history of a configuration, lest its rules hold because nothing happens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Scene {
+    Replay,
+    Takeover,
+    LeaseLost,
+    Unrecorded,
+    LateCompletion,
+    Waits,
+    Interrupted,
+    Exhausted,
+    Mismatch,
+    InProgress,
+    StoreFailed,
+    Unprotected,
+    TooLarge,
+    ErrorRecorded,
+    BelievesAfterRenewal,
+}
+
+impl Scene {
+    fn property(self) -> Property<Config> {
+        fn told(world: &World, told: Class) -> bool {
+            world.calls.iter().any(|call| call.phase == Phase::Over(told))
+        }
+        fn any(world: &World, is: impl Fn(&Slot) -> bool) -> bool {
+            world.slots.iter().flatten().any(is)
+        }
+        let (name, condition): (_, fn(&Config, &World) -> bool) = match self {
+            Self::Replay => ("a result is replayed", |_, world| told(world, Class::Replayed)),
+            Self::Takeover => ("a body runs after a crash", |config, world| {
+                (0..config.count()).any(|who| {
+                    let crashed = |other: Who| {
+                        let call = world.call(other);
+                        call.phase == Phase::Dead && call.deed.body == Body::Gone
+                    };
+                    world.call(who).phase == Phase::Body && (0..config.count()).any(crashed)
+                })
+            }),
+            Self::LeaseLost => ("an attempt learns that it lost its lease", |_, world| told(world, Class::LeaseLost)),
+            Self::Unrecorded => ("a result can't be recorded", |_, world| told(world, Class::Unrecorded)),
+            Self::LateCompletion => ("an attempt completes after its lease lapsed", |config, world| {
+                (0..config.count()).any(|who| {
+                    let call = world.call(who);
+                    let asked = matches!(call.phase, Phase::Ending { late: None, .. });
+                    asked && call.deed.recorded && call.asked_at == 0
+                })
+            }),
+            Self::Waits => ("a waiting duplicate is woken and replays", |config, world| {
+                let waits = |call: &Call| matches!(call.phase, Phase::Waiting { woken: true, .. });
+                config.plans.iter().any(|plan| plan.wait.is_some()) && world.calls.iter().any(waits)
+            }),
+            Self::Interrupted => ("an interrupted operation is refused", |_, world| told(world, Class::Interrupted)),
+            Self::Exhausted => ("attempts are exhausted", |_, world| told(world, Class::Exhausted)),
+            Self::Mismatch => ("another payload is refused", |_, world| told(world, Class::Mismatch)),
+            Self::InProgress => ("a duplicate is refused", |_, world| told(world, Class::InProgress)),
+            Self::StoreFailed => ("a store failure is told", |_, world| told(world, Class::StoreFailed)),
+            Self::Unprotected => ("a body runs unprotected", |_, world| told(world, Class::Unprotected)),
+            Self::TooLarge => ("a completion is recorded without its result", |_, world| {
+                any(world, |slot| matches!(slot.stand, Stand::Completed(Kept::TooLarge(_))))
+            }),
+            Self::ErrorRecorded => {
+                ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, Stand::Failed(_))))
+            }
+            Self::BelievesAfterRenewal => ("a renewal prolongs a lease", |config, world| {
+                let renewed = |who| world.believed(config, who) > 0 && world.call(who).asked_at > 0;
+                world.now >= config.span()
+                    && (0..config.count()).any(|who| world.holds_in_body_or_end(who) && renewed(who))
+            }),
+        };
+        Property::sometimes(name, condition)
+    }
+}
+
+/// All properties of a configuration.
+pub(crate) fn all(config: &Config) -> Vec<Property<Config>> {
+    let ends = Property::eventually(ENDS, |config: &Config, world: &World| {
+        (0..config.count()).all(|who| world.call(who).is_over())
+    });
+    let rules = Rule::ALL.into_iter().map(Rule::property);
+    let scenes = config.scenes.iter().map(|scene| scene.property());
+    rules.chain([ends]).chain(scenes).collect()
+}
+
+/// Looks at what the store made of a request.
+pub(crate) fn audit(
+    config: &Config,
+    world: &mut World,
+    before: &[Option<Slot>; KEYS],
+    request: Request,
+    answer: Answer,
+) {
+    let Request { who, ask } = request;
+    let plan = &config.plans[usize::from(who)];
+    let key = usize::from(plan.key);
+    let (old, new) = (before[key], world.slots[key]);
+    let others = (0..KEYS).any(|other| other != key && before[other] != world.slots[other]);
+    let changed = old != new;
+    let past = world.history[key];
+    let deed = world.call(who).deed;
+    let was_finished = old.is_some_and(|old| old.result().is_some());
+    let was_pending = old.is_some_and(|old| old.is_pending());
+    let holds = past.holder == who;
+    let broken = &mut world.broken;
+    broken.note(Rule::KeysApart, others);
+    broken.note(Rule::S3, was_finished && changed);
+    match ask {
+        Ask::Reserve { .. } => {
+            audit_reservation(config, world, old, request, answer);
+            return;
+        }
+        Ask::Renew { .. } => {
+            broken.note(Rule::S2, !was_pending && answer == Answer::Write(Done::Done));
+        }
+        Ask::Finish { .. } => {
+            let repeated = holds && was_finished && deed.recorded;
+            broken.note(Rule::S8, repeated && answer == Answer::Write(Done::Refused));
+        }
+        Ask::Release(_) => {
+            let is_released = old.is_some_and(|old| matches!(old.stand, Stand::Released | Stand::Interrupted));
+            let repeated = holds && is_released && deed.released;
+            broken.note(Rule::S8, repeated && (answer == Answer::Write(Done::Refused) || changed));
+            broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
+        }
+    }
+    // Of renewals, completions and releases.
+    let done = answer == Answer::Write(Done::Done);
+    broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
+    broken.note(Rule::S2, done && !holds);
+    // One that was granted anew without its knowledge has lost what it knows of.
+    let overtaken = config.numbered && world.calls[usize::from(who)].attempt != past.attempt;
+    broken.note(Rule::LateEnd, was_pending && holds && !overtaken && answer == Answer::Write(Done::Refused));
+    broken.note(Rule::S4, new.is_none_or(|new| new.attempt < past.attempt) && changed);
+    if !done || !was_pending || !holds {
+        return;
+    }
+    let promised = promise(config, world, who, ask);
+    let deed = &mut world.call_mut(who).deed;
+    match ask {
+        Ask::Renew { .. } => deed.promised_until = deed.promised_until.max(promised),
+        Ask::Finish { kept, .. } => {
+            (deed.promised_until, deed.recorded) = (0, true);
+            world.history[key].result.get_or_insert(kept);
+        }
+        _ => (deed.promised_until, deed.released) = (0, true),
+    }
+}
+
+/// Until when a store that does `ask` now promises to keep others out.
+fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
+    let from = match (config.skew, ask) {
+        // By nobody's clock in particular: the sender believes in it from when it asked.
+        (Some(_), Ask::Reserve { sent } | Ask::Renew { sent }) => sent,
+        (Some(_), _) => world.call(who).asked_at,
+        (None, _) => world.now,
+    };
+    from + config.span()
+}
+
+fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, request: Request, answer: Answer) {
+    let Request { who, ask } = request;
+    let plan = &config.plans[usize::from(who)];
+    let key = usize::from(plan.key);
+    let new = world.slots[key];
+    let past = world.history[key];
+    let now = world.now;
+    let was = |is: fn(&Slot) -> bool| old.as_ref().is_some_and(is);
+    let was_pending = was(Slot::is_pending);
+    let repeated = was_pending && past.holder == who;
+    let mut broken = world.broken;
+
+    let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
+    broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
+    match answer {
+        Answer::Reserved { .. } if repeated => broken.note(Rule::S8, old != new),
+        Answer::Reserved { attempt, .. } => {
+            broken.note(Rule::S3, was(|old| old.result().is_some()));
+            broken.note(Rule::S4, attempt <= past.attempt);
+            let promised = |other: Who| {
+                let same_key = config.plans[usize::from(other)].key == plan.key;
+                other != who && same_key && world.call(other).deed.promised_until > now
+            };
+            broken.note(Rule::S1, (0..config.count()).any(promised));
+            let dead_under_fail = past.holder != NOBODY && is_fail(&config.plans[usize::from(past.holder)]);
+            broken.note(Rule::S5, was_pending && (is_fail(plan) || dead_under_fail));
+            broken.note(Rule::S5, was(|old| old.stand == Stand::Interrupted));
+        }
+        Answer::Pending { .. } => {
+            broken.note(Rule::S8, repeated);
+            // By how much later than the lease a lapse may be noticed where clocks differ.
+            let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
+            let until = world.call(past.holder.min(who)).deed.promised_until;
+            let until = if past.holder == NOBODY { 0 } else { world.call(past.holder).deed.promised_until.max(until) };
+            let sent = match ask {
+                Ask::Reserve { sent } if config.skew.is_some() => sent,
+                _ => now,
+            };
+            broken.note(Rule::L1, !was_pending || until + slack <= sent);
+        }
+        Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
+        Answer::Interrupted => {
+            let fail = is_fail(plan) || past.holder == NOBODY || is_fail(&config.plans[usize::from(past.holder)]);
+            broken.note(Rule::L1, !fail && was(|old| old.stand != Stand::Interrupted));
+        }
+        _ => {}
+    }
+    world.broken = broken;
+    if let Answer::Reserved { attempt, .. } = answer {
+        let promised = promise(config, world, who, ask);
+        let call = world.call_mut(who);
+        let stray = match call.phase {
+            // Its answer is the one that the call will hear, or the release that is under way is for it.
+            Phase::Reserving { line, .. } | Phase::Ending { ending: Ending::Release(How::NotStarted), line, .. } => {
+                line != Line::Sent
+            }
+            _ => true,
+        };
+        let deed = &mut call.deed;
+        deed.granted = true;
+        deed.stray |= stray;
+        deed.promised_until = if repeated { deed.promised_until } else { promised };
+        let past = &mut world.history[key];
+        (past.holder, past.attempt) = (who, attempt);
+        past.mark = past.mark.or(plan.mark);
+        if !repeated {
+            world.call_mut(who).deed.released = false;
+        }
+    }
+}
+
+/// Looks at what an operator did to the record `met`.
+pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, key: u8) {
+    let at = usize::from(key);
+    let live = |who: Who| {
+        let call = world.call(who);
+        config.plans[usize::from(who)].key == key && call.deed.promised_until > world.now
+    };
+    let live = met.is_pending() && (0..config.count()).any(live);
+    world.broken.note(Rule::S1, live);
+    world.broken.note(Rule::S4, world.slots[at].is_none_or(|slot| slot.attempt < world.history[at].attempt));
+    let past = &mut world.history[at];
+    (past.result, past.bodies) = (None, 0);
+}
+
+/// Looks at a body that starts.
+pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
+    let plan = &config.plans[usize::from(who)];
+    let key = usize::from(plan.key);
+    let unreturned = |other: Who| {
+        let its = &config.plans[usize::from(other)];
+        let open = matches!(world.call(other).deed.body, Body::Running | Body::Gone);
+        other != who && its.key == plan.key && is_fail(its) && open
+    };
+    let followed = (0..config.count()).any(unreturned);
+    // What an operator has declared dead before its body began is the operator's to answer for.
+    world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
+    world.broken.note(Rule::S6, !world.call(who).deed.granted);
+    world.history[key].bodies += 1;
+    let bodies = world.history[key].bodies;
+    world.broken.note(Rule::MaxAttempts, plan.max_attempts.is_some_and(|max| bodies > max));
+    if !config.counts_bodies() {
+        world.history[key].bodies = 0;
+    }
+}
+
+/// Looks at what the caller is told.
+pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: Class) {
+    let deed = world.call(who).deed;
+    let enforced = !config.plans[usize::from(who)].shadow;
+    world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
+}
+
+/// Looks at a call that stops trying to record its result.
+pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+    let held = world.believed(config, who) > 0;
+    world.broken.note(Rule::S7Retry, held && trouble != Trouble::Fatal);
+}
+
+/// Looks at the state that a step led to.
+pub(crate) fn look(config: &Config, world: &mut World) {
+    let mut broken = world.broken;
+    let mut quiet = world.net.is_empty();
+    for who in 0..config.count() {
+        let call = world.call(who);
+        let key = usize::from(config.plans[usize::from(who)].key);
+        let slot = world.slots[key];
+        quiet &= !call.is_active();
+        let enforced = !config.plans[usize::from(who)].shadow;
+        broken.note(Rule::L4, enforced && call.phase == Phase::Body && call.lost);
+        if let Phase::Waiting { attempt, woken: false, .. } = call.phase {
+            let runs = slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt);
+            broken.note(Rule::L3, !runs);
+        }
+        if world.holds_in_body_or_end(who) && world.believed(config, who) > 0 {
+            let mine = slot.is_some_and(|slot| {
+                let live = config.skew.is_some() || slot.lapses_at > world.now;
+                slot.is_pending() && live && world.history[key].holder == who
+            });
+            let ended = call.deed.recorded || call.deed.released;
+            broken.note(Rule::S1Belief, !mine && !ended);
+        }
+    }
+    // With a fault or a crash, a key may be held for a lease.
+    if quiet && world.left.faults == config.budget.faults && world.left.restarts == config.budget.restarts {
+        for slot in world.slots.iter().flatten().filter(|slot| slot.is_pending()) {
+            let call = world.call(slot.owner);
+            broken.note(Rule::L2, call.phase != Phase::Dead && !call.deed.stray);
+        }
+    }
+    debug_assert!(world.calls.iter().all(|call| call.is_active() || call.beat == Beat::None));
+    world.broken = broken;
+}

@@ -1,0 +1,799 @@
+//! The steps: what a call does (as `engine.rs`, `ending.rs` and `heartbeat.rs` do it), what the store does, what the
+//! network, the processes and time do to both.
+//!
+//! `traces.rs` runs the calls of this file beside the real engine.
+
+use idem_runtime::{OnCrash, Write};
+use stateright::{Model, Property};
+
+use super::config::{Config, Plan};
+use super::mutants::Mutant;
+use super::properties;
+use super::state::{
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Phase, Request, Slot, Who,
+    World,
+};
+use super::store::{self, End, Reading};
+
+/// One step. Calls are named by their place in the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Action {
+    /// A message is delivered: the call sends its reservation.
+    Deliver(Who),
+    /// The store receives the request that the call waits for, does it and answers.
+    StoreDoes(Who),
+    /// The answer reaches the call, which goes on.
+    Hears(Who),
+    /// The call gets an error instead of an answer; what it asked for may have been done, or may yet be.
+    GetsNoAnswer(Who),
+    /// The store can't do it now, and has done nothing.
+    IsTurnedAway(Who),
+    /// The store can't do it at all, and has done nothing.
+    IsRefusedForGood(Who),
+    /// The connection of the call broke: an error, as above.
+    IsCutOff(Who),
+    /// The request of the call is under way twice.
+    Doubles(Who),
+    /// A request that nobody waits for arrives after all.
+    ArrivesLate(Request),
+    /// It never arrives.
+    IsLost(Request),
+    /// The heartbeat asks for a renewal.
+    Beats(Who),
+    StoreDoesBeat(Who),
+    HearsBeat(Who),
+    /// The heartbeat gets an error; the renewal may yet arrive.
+    BeatFails(Who),
+    /// The body returns.
+    Returns(Who, bool),
+    /// The call is dropped, or its body panics.
+    IsDropped(Who),
+    /// Its process dies.
+    Dies(Who),
+    /// The waiting call goes on: it was woken, or its time is over.
+    StopsWaiting(Who),
+    /// Time passes.
+    Tick,
+    /// The retention of a record ends.
+    Ends(u8),
+    /// An operator reopens a record.
+    Reopens(u8),
+    /// The store restarts, and loses nothing but its connections.
+    Restarts,
+}
+
+/// What a call hears instead of an answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Trouble {
+    /// The write may have landed.
+    Unknown,
+    /// Nothing was written; it may work later.
+    Unavailable,
+    /// Nothing was written, and never will be.
+    Fatal,
+}
+
+impl Trouble {
+    fn is_transient(self) -> bool {
+        self != Self::Fatal
+    }
+}
+
+impl Model for Config {
+    type State = World;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<World> {
+        vec![self.start()]
+    }
+
+    fn actions(&self, world: &World, actions: &mut Vec<Action>) {
+        possible(self, world, actions);
+    }
+
+    fn next_state(&self, last: &World, action: Action) -> Option<World> {
+        let mut world = last.clone();
+        take(self, &mut world, action);
+        Some(world)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        properties::all(self)
+    }
+}
+
+impl Config {
+    fn start(&self) -> World {
+        World {
+            // So that 0 is a time that has passed by every clock.
+            now: self.start_at(),
+            slots: [None; 2],
+            calls: [Call::IDLE; CALLS],
+            net: Vec::new(),
+            left: self.budget,
+            history: [History::NONE; 2],
+            broken: properties::Broken::default(),
+        }
+    }
+
+    fn start_at(&self) -> u8 {
+        self.unit() * (self.lease + 2 * self.skew.unwrap_or_default() + 2)
+    }
+
+    /// Steps of true time in one tick of a clock.
+    pub(crate) fn unit(&self) -> u8 {
+        if self.skew.is_some() { 2 } else { 1 }
+    }
+
+    /// How long a lease is, in steps of true time.
+    pub(crate) fn span(&self) -> u8 {
+        self.unit() * self.lease
+    }
+
+    /// What is on the clock that decides about a request that `who` sent at `sent`.
+    fn reading(&self, world: &World, who: Who, sent: u8) -> Reading {
+        match self.skew {
+            None => Reading { now: world.now, skew: None },
+            Some(skew) => {
+                let ahead = self.plans[usize::from(who)].ahead;
+                Reading { now: (sent + ahead) / self.unit(), skew: Some(skew) }
+            }
+        }
+    }
+
+    fn plan(&self, who: Who) -> &Plan {
+        &self.plans[usize::from(who)]
+    }
+
+    fn is(&self, mutant: Mutant) -> bool {
+        self.mutant == Some(mutant)
+    }
+}
+
+fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
+    let left = &world.left;
+    let everybody = 0..config.count();
+    let active = everybody.clone().filter(|who| world.call(*who).is_active()).count();
+    let next = everybody.clone().find(|who| world.call(*who).phase == Phase::Idle);
+    if let Some(who) = next.filter(|_| active < config.workers) {
+        actions.push(Action::Deliver(who));
+    }
+    for who in everybody {
+        let call = world.call(who);
+        if !call.is_active() {
+            continue;
+        }
+        match call.phase {
+            Phase::Reserving { line, .. } | Phase::Ending { line, .. } => match line {
+                Line::Sent => {
+                    actions.push(Action::StoreDoes(who));
+                    if left.faults > 0 {
+                        actions.push(Action::GetsNoAnswer(who));
+                        if config.refusals {
+                            actions.push(Action::IsTurnedAway(who));
+                            actions.push(Action::IsRefusedForGood(who));
+                        }
+                    }
+                    if left.duplicates > 0 {
+                        actions.push(Action::Doubles(who));
+                    }
+                }
+                Line::Answered(_) => {
+                    actions.push(Action::Hears(who));
+                    if left.faults > 0 {
+                        actions.push(Action::GetsNoAnswer(who));
+                    }
+                }
+                Line::Cut => actions.push(Action::IsCutOff(who)),
+            },
+            Phase::Waiting { until, woken, .. } => {
+                if woken || (until <= world.now && !config.is(Mutant::WaitsForEver)) {
+                    actions.push(Action::StopsWaiting(who));
+                }
+            }
+            Phase::Body => {
+                let plan = config.plan(who);
+                if plan.may_succeed {
+                    actions.push(Action::Returns(who, true));
+                }
+                if plan.may_fail {
+                    actions.push(Action::Returns(who, false));
+                }
+            }
+            Phase::Idle | Phase::Over(_) | Phase::Dead => {}
+        }
+        match call.beat {
+            Beat::None if left.beats > 0 && beats(call) => actions.push(Action::Beats(who)),
+            Beat::None => {}
+            Beat::Sent { .. } => {
+                actions.push(Action::StoreDoesBeat(who));
+                if left.faults > 0 {
+                    actions.push(Action::BeatFails(who));
+                }
+            }
+            Beat::Answered { .. } => actions.push(Action::HearsBeat(who)),
+        }
+        let told = matches!(call.phase, Phase::Ending { late: Some(_), .. });
+        if left.cancels > 0 && !told {
+            actions.push(Action::IsDropped(who));
+        }
+        if left.crashes > 0 {
+            actions.push(Action::Dies(who));
+        }
+    }
+    let mut last = None;
+    for request in &world.net {
+        // Equal requests make equal steps.
+        if last != Some(request) {
+            actions.push(Action::ArrivesLate(*request));
+            actions.push(Action::IsLost(*request));
+        }
+        last = Some(request);
+    }
+    for key in 0..config.keys {
+        let slot = &world.slots[usize::from(key)];
+        if left.ends > 0 && slot.is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= world.now) {
+            actions.push(Action::Ends(key));
+        }
+        if left.reopens > 0 && slot.is_some() {
+            actions.push(Action::Reopens(key));
+        }
+    }
+    if left.restarts > 0 && active > 0 {
+        actions.push(Action::Restarts);
+    }
+    // Time goes on beyond its budget where somebody waits for it and nothing else can happen.
+    let waits =
+        || world.calls.iter().any(|call| matches!(call.phase, Phase::Waiting { until, .. } if until > world.now));
+    if left.ticks > 0 || (actions.is_empty() && waits()) {
+        actions.push(Action::Tick);
+    }
+}
+
+/// Whether the lease of the call is kept alive.
+fn beats(call: &Call) -> bool {
+    let kept = match call.phase {
+        Phase::Body => true,
+        Phase::Ending { late, .. } => late.is_none(),
+        _ => false,
+    };
+    kept && !call.lost && call.deed.granted
+}
+
+/// Makes the step, and notes what it breaks.
+pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
+    match action {
+        Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(world, who),
+        Action::StoreDoes(who) => {
+            let request = pending_request(config, world, who).expect("the call waits for an answer");
+            let answer = store_does(config, world, request);
+            *line(world.call_mut(who)) = Line::Answered(answer);
+        }
+        Action::Hears(who) => {
+            let Line::Answered(answer) = *line(world.call_mut(who)) else { unreachable!("nothing to hear") };
+            hears(config, world, who, answer);
+        }
+        Action::GetsNoAnswer(who) => {
+            world.left.faults -= 1;
+            orphan(config, world, who);
+            fails(config, world, who, Trouble::Unknown);
+        }
+        Action::IsTurnedAway(who) => {
+            world.left.faults -= 1;
+            fails(config, world, who, Trouble::Unavailable);
+        }
+        Action::IsRefusedForGood(who) => {
+            world.left.faults -= 1;
+            fails(config, world, who, Trouble::Fatal);
+        }
+        Action::IsCutOff(who) => fails(config, world, who, Trouble::Unknown),
+        Action::Doubles(who) => {
+            world.left.duplicates -= 1;
+            let request = pending_request(config, world, who).expect("the call waits for an answer");
+            send(world, request);
+        }
+        Action::ArrivesLate(request) => {
+            take_out(world, request);
+            store_does(config, world, request);
+        }
+        Action::IsLost(request) => take_out(world, request),
+        Action::Beats(who) => {
+            world.left.beats -= 1;
+            let at = world.now;
+            world.call_mut(who).beat = Beat::Sent { at };
+        }
+        Action::StoreDoesBeat(who) => {
+            let Beat::Sent { at } = world.call(who).beat else { unreachable!("no beat is under way") };
+            let sent = if config.skew.is_some() { at } else { 0 };
+            let Answer::Write(done) = store_does(config, world, Request { who, ask: Ask::Renew { sent } }) else {
+                unreachable!("a renewal is done or refused")
+            };
+            world.call_mut(who).beat = Beat::Answered { at, done };
+        }
+        Action::HearsBeat(who) => hears_beat(config, world, who),
+        Action::BeatFails(who) => {
+            world.left.faults -= 1;
+            orphan_beat(config, world, who);
+        }
+        Action::Returns(who, ok) => returns(config, world, who, ok),
+        Action::IsDropped(who) => {
+            world.left.cancels -= 1;
+            is_dropped(config, world, who);
+        }
+        Action::Dies(who) => {
+            world.left.crashes -= 1;
+            orphan(config, world, who);
+            orphan_beat(config, world, who);
+            body_is_gone(world, who);
+            rest(world, who, Phase::Dead);
+        }
+        Action::Tick => {
+            world.left.ticks = world.left.ticks.saturating_sub(1);
+            world.now += 1;
+            if config.is(Mutant::RetentionIsTheLease) {
+                let now = world.now;
+                for slot in &mut world.slots {
+                    *slot = slot.filter(|slot| !slot.is_pending() || slot.lapses_at > now);
+                }
+            }
+        }
+        Action::Ends(key) => {
+            world.left.ends -= 1;
+            world.slots[usize::from(key)] = None;
+            wake(config, world, key);
+            forgive(config, world, key);
+            world.history[usize::from(key)] = History::NONE;
+        }
+        Action::Reopens(key) => reopens(config, world, key),
+        Action::Restarts => {
+            world.left.restarts -= 1;
+            for who in 0..config.count() {
+                let call = world.call_mut(who);
+                match &mut call.phase {
+                    Phase::Reserving { line, .. } | Phase::Ending { line, .. } if matches!(line, Line::Answered(_)) => {
+                        *line = Line::Cut;
+                    }
+                    // An error instead of a wake-up: the call asks again.
+                    Phase::Waiting { woken, .. } => *woken = true,
+                    _ => {}
+                }
+                if matches!(call.beat, Beat::Answered { .. }) {
+                    call.beat = Beat::None;
+                }
+            }
+        }
+    }
+    properties::look(config, world);
+    tidy(config, world);
+}
+
+/// Forgets what makes no difference any more, so that equal states are equal.
+fn tidy(config: &Config, world: &mut World) {
+    let now = world.now;
+    if config.skew.is_none() {
+        for slot in world.slots.iter_mut().flatten() {
+            if slot.lapses_at <= now {
+                slot.lapses_at = 0;
+            }
+        }
+    }
+    for call in &mut world.calls {
+        if call.asked_at + config.span() <= now {
+            call.asked_at = 0;
+        }
+        if config.skew.is_none() && call.deed.promised_until <= now {
+            call.deed.promised_until = 0;
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn call(&self, who: Who) -> &Call {
+        &self.calls[usize::from(who)]
+    }
+
+    pub(crate) fn call_mut(&mut self, who: Who) -> &mut Call {
+        &mut self.calls[usize::from(who)]
+    }
+
+    /// How long the call believes to hold its lease.
+    pub(crate) fn believed(&self, config: &Config, who: Who) -> u8 {
+        let call = self.call(who);
+        if call.lost { 0 } else { (call.asked_at + config.span()).saturating_sub(self.now) }
+    }
+
+    pub(crate) fn holds_in_body_or_end(&self, who: Who) -> bool {
+        let call = self.call(who);
+        call.deed.granted && matches!(call.phase, Phase::Body | Phase::Ending { late: None, .. })
+    }
+}
+
+fn line(call: &mut Call) -> &mut Line {
+    match &mut call.phase {
+        Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line,
+        other => unreachable!("{other:?} waits for no answer"),
+    }
+}
+
+/// The request whose answer the call waits for, as it would be sent.
+pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Option<Request> {
+    let call = world.call(who);
+    let sent = if config.skew.is_some() { call.asked_at } else { 0 };
+    let ask = match call.phase {
+        Phase::Reserving { .. } => Ask::Reserve { sent },
+        Phase::Ending { ending, .. } => match ending {
+            Ending::Finish { kept, ok } => Ask::Finish {
+                kept,
+                ok,
+                // Only where it is written.
+                attempt: if config.whole { call.attempt } else { 0 },
+                starts: if config.whole { call.starts } else { 0 },
+            },
+            Ending::Release(how) => Ask::Release(how),
+            Ending::Instead => Ask::Release(How::Returned),
+        },
+        _ => return None,
+    };
+    Some(Request { who, ask })
+}
+
+fn send(world: &mut World, request: Request) {
+    let at = world.net.partition_point(|other| *other < request);
+    world.net.insert(at, request);
+}
+
+fn take_out(world: &mut World, request: Request) {
+    let at = world.net.iter().position(|other| *other == request).expect("it is under way");
+    world.net.remove(at);
+}
+
+/// Nobody waits for the request of the call any more; if the store has not done it yet, it may do so later.
+fn orphan(config: &Config, world: &mut World, who: Who) {
+    let sent = match world.call(who).phase {
+        Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line == Line::Sent,
+        _ => false,
+    };
+    if sent {
+        let request = pending_request(config, world, who).expect("it was sent");
+        send(world, request);
+    }
+}
+
+fn orphan_beat(config: &Config, world: &mut World, who: Who) {
+    if let Beat::Sent { at } = world.call(who).beat {
+        let sent = if config.skew.is_some() { at } else { 0 };
+        send(world, Request { who, ask: Ask::Renew { sent } });
+    }
+    world.call_mut(who).beat = Beat::None;
+}
+
+/// The store does what is asked, and the properties look at it.
+pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
+    let who = request.who;
+    let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
+    let before = world.slots;
+    let answer = {
+        let reading = |world: &World, sent| config.reading(world, who, sent);
+        match request.ask {
+            Ask::Reserve { sent } => {
+                let reading = reading(world, sent);
+                store::reserves(config, &mut world.slots[usize::from(key)], who, reading)
+            }
+            Ask::Renew { sent } => {
+                let reading = reading(world, sent);
+                Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], who, reading))
+            }
+            Ask::Finish { kept: Kept::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
+            Ask::Finish { kept, ok, attempt, starts } => {
+                let end = End::finish(kept, ok, (attempt, starts), world.now);
+                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], who, end))
+            }
+            Ask::Release(how) => {
+                let end = End::release(how, world.now);
+                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], who, end))
+            }
+        }
+    };
+    properties::audit(config, world, &before, request, answer);
+    let (old, new) = (before[usize::from(key)], world.slots[usize::from(key)]);
+    // Whoever waits for a pending record is woken when another attempt, or none, is pending.
+    let attempt = |slot: Option<Slot>| slot.filter(Slot::is_pending).map(|slot| (slot.owner, slot.attempt));
+    if attempt(old).is_some() && attempt(old) != attempt(new) {
+        let asleep = match request.ask {
+            Ask::Reserve { .. } => config.is(Mutant::TakeoverWakesNobody),
+            Ask::Release(_) => config.is(Mutant::ReleaseWakesNobody),
+            _ => config.is(Mutant::FinishWakesNobody),
+        };
+        if !asleep {
+            wake(config, world, key);
+        }
+    }
+    answer
+}
+
+fn wake(config: &Config, world: &mut World, key: u8) {
+    for (plan, call) in config.plans.iter().zip(&mut world.calls) {
+        if let (true, Phase::Waiting { woken, .. }) = (plan.key == key, &mut call.phase) {
+            *woken = true;
+        }
+    }
+}
+
+fn reopens(config: &Config, world: &mut World, key: u8) {
+    world.left.reopens -= 1;
+    let Some(met) = world.slots[usize::from(key)] else { return };
+    let reading = Reading { now: world.now, skew: None };
+    let done = store::reopens(config, &mut world.slots[usize::from(key)], met.attempt, reading);
+    if done == Write::Done {
+        properties::audit_reopen(config, world, &met, key);
+        wake(config, world, key);
+        forgive(config, world, key);
+    }
+}
+
+/// An operator, or the end of the retention, allows what follows.
+fn forgive(config: &Config, world: &mut World, key: u8) {
+    for (plan, call) in config.plans.iter().zip(&mut world.calls) {
+        let granted = call.deed.body == Body::NotStarted && call.deed.granted;
+        if plan.key == key && (granted || matches!(call.deed.body, Body::Running | Body::Gone)) {
+            call.deed.body = Body::Forgiven;
+        }
+    }
+}
+
+// From here on, what a call does.
+
+/// Reserves, with nothing known of an earlier try.
+fn reserve_anew(world: &mut World, who: Who) {
+    let now = world.now;
+    // The lease of a repeated reservation began at the earliest when the first one was sent.
+    world.call_mut(who).asked_at = now;
+    world.call_mut(who).phase = Phase::Reserving { tries: 1, landed: false, line: Line::Sent };
+}
+
+/// The call hears what the store answers.
+pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer) {
+    let now = world.now;
+    let plan = config.plan(who);
+    match (world.call(who).phase, answer) {
+        (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, .. }) => {
+            if config.is(Mutant::LeaseCountsFromAnswer) {
+                world.call_mut(who).asked_at = now;
+            }
+            let call = world.call_mut(who);
+            (call.attempt, call.starts) = (attempt, starts);
+            starts_body(config, world, who);
+        }
+        (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
+            // A shadow must not slow anybody down.
+            let limit = plan.wait.filter(|_| !plan.shadow).unwrap_or_default();
+            let call = world.call_mut(who);
+            if call.give_up_at == 0 {
+                call.give_up_at = now + limit;
+            }
+            let left = call.give_up_at.saturating_sub(now);
+            if left == 0 {
+                if config.is(Mutant::RejectedDuplicateReleases) {
+                    let holder = world.slots[usize::from(plan.key)].map_or(who, |slot| slot.owner);
+                    let before = world.slots;
+                    let end = End::release(How::Returned, now);
+                    let done = store::ends(config, &mut world.slots[usize::from(plan.key)], holder, end);
+                    let request = Request { who, ask: Ask::Release(How::Returned) };
+                    properties::audit(config, world, &before, request, Answer::Write(done));
+                }
+                return refused(config, world, who, Class::InProgress);
+            }
+            // The store looks before it lets anybody wait, so that no end is missed in between.
+            let slot = world.slots[usize::from(plan.key)];
+            let woken = !slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt)
+                && !config.is(Mutant::WaitsWithoutLooking);
+            let until = now + left.min(lapses_in * config.unit());
+            world.call_mut(who).phase = Phase::Waiting { attempt, until, woken };
+        }
+        (Phase::Reserving { .. }, Answer::Finished { .. }) => refused(config, world, who, Class::Replayed),
+        (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
+        (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
+        (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
+        (Phase::Ending { ending, late, .. }, Answer::TooLarge) => match without_result(ending) {
+            Some(ending) => world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent },
+            None => unrecorded(config, world, who, late, Class::Unrecorded),
+        },
+        (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
+            let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
+            if refused {
+                return unrecorded(config, world, who, late, Class::LeaseLost);
+            }
+            let told = if matches!(ending, Ending::Finish { ok: true, .. }) { Class::Ok } else { Class::Err };
+            over(config, world, who, late.unwrap_or(told));
+        }
+        (phase, answer) => unreachable!("{answer:?} is no answer to {phase:?}"),
+    }
+}
+
+/// The body does not run; in shadow mode it does, without a reservation.
+fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
+    over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
+}
+
+/// Nothing is recorded, which a shadow does not tell.
+fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
+    let own = if matches!(world.call(who).phase, Phase::Ending { ending: Ending::Finish { ok: true, .. }, .. }) {
+        Class::Ok
+    } else {
+        Class::Err
+    };
+    over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
+}
+
+/// What is written if the store can't hold the result.
+fn without_result(ending: Ending) -> Option<Ending> {
+    match ending {
+        Ending::Finish { kept: Kept::Stored(who), ok: true } => {
+            Some(Ending::Finish { kept: Kept::TooLarge(who), ok: true })
+        }
+        // An error that can't be replayed is not worth ending the operation for.
+        Ending::Finish { kept: Kept::Stored(_), ok: false } => Some(Ending::Instead),
+        _ => None,
+    }
+}
+
+fn starts_body(config: &Config, world: &mut World, who: Who) {
+    properties::body_starts(config, world, who);
+    let call = world.call_mut(who);
+    call.give_up_at = 0;
+    if call.deed.body == Body::NotStarted {
+        call.deed.body = Body::Running;
+    }
+    call.phase = Phase::Body;
+}
+
+/// The call hears an error instead of an answer.
+pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+    match world.call(who).phase {
+        Phase::Reserving { tries, landed, .. } => {
+            let landed = landed || trouble == Trouble::Unknown;
+            if config.is(Mutant::ErrorReadAsNoRecord) {
+                world.call_mut(who).attempt = 1;
+                return starts_body(config, world, who);
+            }
+            if trouble.is_transient() && tries < config.tries {
+                // With the same owner token: one that landed is recognised.
+                world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, line: Line::Sent };
+                return;
+            }
+            let plan = config.plan(who);
+            let told = if plan.open || plan.shadow { Class::Unprotected } else { Class::StoreFailed };
+            if landed && !config.is(Mutant::UnansweredNotReleased) {
+                late(config, world, who, Ending::Release(How::NotStarted), told);
+            } else {
+                over(config, world, who, told);
+            }
+        }
+        Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
+            // The caller gets the body's own error, and does not wait for its key to be freed.
+            late(config, world, who, Ending::Release(how), Class::Err);
+        }
+        Phase::Ending { ending, late, .. } => {
+            let unanswered = trouble == Trouble::Unknown && late.is_none();
+            if unanswered && config.is(Mutant::NoAnswerReadAsDone) {
+                return over(config, world, who, Class::Ok);
+            }
+            let impatient = config.is(Mutant::GivesUpWithinLease);
+            if !trouble.is_transient() || world.believed(config, who) == 0 || impatient {
+                if ending == Ending::Instead && late.is_none() {
+                    return self::late(config, world, who, ending, Class::Err);
+                }
+                if late.is_none() {
+                    properties::gives_up(config, world, who, trouble);
+                    if config.is(Mutant::UnrecordedIsReleased) {
+                        return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
+                    }
+                }
+                return unrecorded(config, world, who, late, Class::Unrecorded);
+            }
+            world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
+        }
+        phase => unreachable!("{phase:?} waits for no answer"),
+    }
+}
+
+fn hears_beat(config: &Config, world: &mut World, who: Who) {
+    let Beat::Answered { at, done } = world.call(who).beat else { unreachable!("no answer is under way") };
+    let now = world.now;
+    let call = world.call_mut(who);
+    call.beat = Beat::None;
+    match done {
+        Done::Done => {
+            let from = if config.is(Mutant::RenewalCountsFromAnswer) { now } else { at };
+            call.asked_at = call.asked_at.max(from);
+        }
+        Done::Refused => {
+            call.lost = true;
+            // The body is dropped, and there is nothing to write: the key is another's.
+            let runs_on = config.plan(who).shadow || config.is(Mutant::LostLeaseRunsOn);
+            if call.phase == Phase::Body && !runs_on {
+                body_is_gone(world, who);
+                over(config, world, who, Class::LeaseLost);
+            }
+        }
+    }
+}
+
+/// The body returns, and what it returned becomes the last write.
+pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
+    let ending = match (ok, config.plan(who).record_errors) {
+        (false, false) => Ending::Release(How::Returned),
+        _ => Ending::Finish { kept: Kept::Stored(who), ok },
+    };
+    let call = world.call_mut(who);
+    if call.deed.body == Body::Running {
+        call.deed.body = Body::Returned { ok };
+    }
+    call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
+    if ok && config.is(Mutant::OkBeforeRecorded) {
+        late(config, world, who, ending, Class::Ok);
+    }
+}
+
+/// The future of the call is dropped, or its body panics: what is left to write is written late.
+pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
+    let call = *world.call(who);
+    orphan(config, world, who);
+    body_is_gone(world, who);
+    if config.is(Mutant::DropWritesNothing) {
+        return over(config, world, who, Class::Dropped);
+    }
+    match call.phase {
+        // Whether or not it landed.
+        Phase::Reserving { .. } if !config.is(Mutant::UnansweredNotReleased) => {
+            late(config, world, who, Ending::Release(How::NotStarted), Class::Dropped);
+        }
+        Phase::Body => {
+            let how = match config.mutant {
+                Some(Mutant::DroppedUnderFailIsReleased) => How::Returned,
+                Some(Mutant::DroppedCountsAsNotStarted) => How::NotStarted,
+                _ => How::dropped(config.plan(who).on_crash),
+            };
+            late(config, world, who, Ending::Release(how), Class::Dropped);
+        }
+        Phase::Ending { ending, .. } => late(config, world, who, ending, Class::Dropped),
+        _ => over(config, world, who, Class::Dropped),
+    }
+}
+
+/// Goes on with `ending` although nobody waits for it; the caller was told `told`.
+fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
+    orphan_beat(config, world, who);
+    let call = world.call_mut(who);
+    call.give_up_at = 0;
+    // What a late write knows of its lease is when it was last confirmed.
+    call.lost = false;
+    call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
+    properties::caller_hears(config, world, who, told);
+}
+
+fn over(config: &Config, world: &mut World, who: Who, told: Class) {
+    if !matches!(world.call(who).phase, Phase::Ending { late: Some(_), .. }) {
+        properties::caller_hears(config, world, who, told);
+    }
+    orphan_beat(config, world, who);
+    rest(world, who, Phase::Over(told));
+}
+
+/// Nothing more comes of the call: what it knew makes no difference any more.
+fn rest(world: &mut World, who: Who, phase: Phase) {
+    let call = world.call_mut(who);
+    *call = Call { phase, deed: call.deed, ..Call::IDLE };
+}
+
+fn body_is_gone(world: &mut World, who: Who) {
+    let deed = &mut world.call_mut(who).deed;
+    if deed.body == Body::Running {
+        deed.body = Body::Gone;
+    }
+}
+
+/// Whether takeovers by this call are forbidden.
+pub(crate) fn is_fail(plan: &Plan) -> bool {
+    plan.on_crash == OnCrash::Fail
+}

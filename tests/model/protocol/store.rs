@@ -1,0 +1,284 @@
+//! What the store does with a request, made of the runtime's own functions as `stores/memory.rs` makes it.
+//!
+//! `traces.rs` compares this with the real memory store, answer by answer.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{
+    CodecName, Fingerprint, Key, Lease, Meeting, OnCrash, Owner, Payload, Record, Reservation, Reserve, State, Write,
+};
+
+use super::config::{Config, Plan};
+use super::mutants::Mutant;
+use super::state::{Answer, Done, How, Kept, Slot, Stand, Who};
+
+/// One unit of model time.
+pub(crate) const TICK: Duration = Duration::from_secs(1);
+/// Longer than any configuration lasts: the end of a retention is an event of its own.
+pub(crate) const TTL: Duration = Duration::from_secs(3600);
+const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
+
+/// The request of a call, as the engine would make it.
+pub(crate) fn reserve(who: Who, plan: &Plan, lease: u8) -> Reserve {
+    Reserve {
+        key: Key::new("model", u32::from(plan.key)).expect("a key"),
+        owner: owner(who),
+        lease: TICK * u32::from(lease),
+        ttl: TTL,
+        fingerprint: plan.mark.map(fingerprint),
+        on_crash: plan.on_crash,
+        max_attempts: plan.max_attempts.and_then(|max| NonZeroU32::new(max.into())),
+    }
+}
+
+fn owner(who: Who) -> Owner {
+    Owner::from_bytes([who; Owner::BYTES])
+}
+
+fn fingerprint(mark: u8) -> Fingerprint {
+    Fingerprint::from_bytes([mark; Fingerprint::BYTES])
+}
+
+pub(crate) fn payload(kept: Kept) -> Payload {
+    match kept {
+        Kept::Stored(who) => {
+            let at = usize::from(who);
+            let codec = CodecName::new(b"model").expect("a name");
+            Payload::Stored { codec, bytes: Bytes::from_static(&RESULTS[at..=at]) }
+        }
+        Kept::TooLarge(who) => Payload::TooLarge { bytes: who.into() },
+    }
+}
+
+pub(crate) fn kept(payload: &Payload) -> Kept {
+    match payload {
+        Payload::Stored { bytes, .. } => Kept::Stored(bytes[0]),
+        Payload::TooLarge { bytes } => Kept::TooLarge(small(*bytes)),
+        other => unreachable!("no configuration writes {other:?}"),
+    }
+}
+
+fn small<N: TryInto<u8>>(number: N) -> u8 {
+    number.try_into().ok().expect("numbers of the model are small")
+}
+
+fn ticks(duration: Duration) -> u8 {
+    small(duration.as_secs())
+}
+
+impl Stand {
+    pub(crate) fn state(self, lease: Duration) -> State {
+        match self {
+            Self::Pending { fail } => {
+                let on_crash = if fail { OnCrash::Fail } else { OnCrash::Retry };
+                State::Pending { lease, ttl: TTL, on_crash }
+            }
+            Self::Released => State::Released,
+            Self::Interrupted => State::Interrupted,
+            Self::Completed(kept) => State::Completed(payload(kept)),
+            Self::Failed(kept) => State::Failed(payload(kept)),
+        }
+    }
+}
+
+impl From<&State> for Stand {
+    fn from(state: &State) -> Self {
+        match state {
+            State::Pending { on_crash, .. } => Self::Pending { fail: *on_crash == OnCrash::Fail },
+            State::Released => Self::Released,
+            State::Interrupted => Self::Interrupted,
+            State::Completed(payload) => Self::Completed(kept(payload)),
+            State::Failed(payload) => Self::Failed(kept(payload)),
+        }
+    }
+}
+
+impl Slot {
+    /// The record that this stands for.
+    pub(crate) fn record(&self, lease: u8) -> Record {
+        Record {
+            owner: owner(self.owner),
+            attempt: self.attempt.into(),
+            starts: self.starts.into(),
+            fingerprint: self.mark.map(fingerprint),
+            state: self.stand.state(TICK * u32::from(lease)),
+        }
+    }
+
+    /// What stands for `record`.
+    pub(crate) fn of(record: &Record, lapses_at: u8) -> Self {
+        Self {
+            owner: record.owner.as_bytes()[0],
+            attempt: small(record.attempt),
+            starts: small(record.starts),
+            mark: record.fingerprint.map(|mark| mark.as_bytes()[0]),
+            stand: Stand::from(&record.state),
+            lapses_at: if record.is_pending() { lapses_at } else { 0 },
+        }
+    }
+}
+
+/// What the store's answer is in small numbers.
+pub(crate) fn answer(reservation: &Reservation) -> Answer {
+    match reservation {
+        Reservation::Reserved { lease, takeover } => {
+            Answer::Reserved { attempt: small(lease.attempt), starts: small(lease.starts), takeover: *takeover }
+        }
+        Reservation::Pending { attempt, lapses_in } => {
+            Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
+        }
+        Reservation::Finished(record) => match &record.state {
+            State::Completed(payload) => Answer::Finished { kept: kept(payload), ok: true },
+            State::Failed(payload) => Answer::Finished { kept: kept(payload), ok: false },
+            other => unreachable!("{other:?} is not finished"),
+        },
+        Reservation::Mismatch { .. } => Answer::Mismatch,
+        Reservation::Interrupted { .. } => Answer::Interrupted,
+        Reservation::Exhausted { .. } => Answer::Exhausted,
+        other => unreachable!("{other:?} is not in the model"),
+    }
+}
+
+/// The clock that the store, or its client, looks at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reading {
+    /// The time.
+    pub(crate) now: u8,
+    /// By how much more a time must have passed before it is acted on; `None` if it is the store's own clock.
+    pub(crate) skew: Option<u8>,
+}
+
+impl Reading {
+    /// How long it is until `time` has passed by every clock; zero only if it has.
+    pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
+        match (self.skew, mutant) {
+            (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
+            // One less: who wrote the time had seen a part of a tick that was not counted.
+            (Some(skew), Some(Mutant::SkewNotRoundedUp)) => time.saturating_sub(self.now.saturating_sub(skew)),
+            (Some(skew), _) => time.saturating_sub(self.now.saturating_sub(skew).saturating_sub(1)),
+        }
+    }
+}
+
+/// Reserves the key of `slot` for `who`.
+pub(crate) fn reserves(config: &Config, slot: &mut Option<Slot>, who: Who, reading: Reading) -> Answer {
+    let request = &config.requests[usize::from(who)];
+    let lapses_at = reading.now + config.lease;
+    let reserved = |slot: &mut Option<Slot>, record: &Record, takeover| {
+        *slot = Some(Slot::of(record, lapses_at));
+        answer(&Reservation::Reserved { lease: record.lease(request), takeover })
+    };
+    let Some(met) = *slot else { return reserved(slot, &Record::first(request), false) };
+    let mut record = met.record(config.lease);
+    let mut lapses_in = reading.until(met.lapses_at, config.mutant);
+    let mut asked = request.clone();
+    if let Some(mutant) = config.mutant {
+        mutant.before_meeting(&met, &mut record, &mut asked, &mut lapses_in);
+    }
+    match record.meet(&asked, TICK * u32::from(lapses_in)) {
+        Meeting::Answer(told) => answer(&told),
+        Meeting::Replace { mut with, takeover } => {
+            if let Some(mutant) = config.mutant {
+                mutant.before_replacing(&met, &mut with, takeover);
+            }
+            reserved(slot, &with, takeover)
+        }
+    }
+}
+
+/// What the end of an attempt writes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct End {
+    pub(crate) stand: Stand,
+    /// How many attempts it takes back.
+    pub(crate) refund: u8,
+    /// The numbers of the attempt and of the starts, as far as its call knows them.
+    pub(crate) numbers: Option<(u8, u8)>,
+    pub(crate) now: u8,
+}
+
+impl End {
+    pub(crate) fn finish(kept: Kept, ok: bool, numbers: (u8, u8), now: u8) -> Self {
+        let stand = if ok { Stand::Completed(kept) } else { Stand::Failed(kept) };
+        Self { stand, refund: 0, numbers: Some(numbers), now }
+    }
+
+    pub(crate) fn release(how: How, now: u8) -> Self {
+        let refund = u8::from(how == How::NotStarted);
+        Self { stand: Stand::from(&how.release().state()), refund, numbers: None, now }
+    }
+}
+
+/// Ends the attempt of `who`: a pending record of its own changes, and an earlier end of it is recognised.
+pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End) -> Done {
+    let End { stand, refund, numbers, now } = end;
+    let mutant = config.mutant;
+    let Some(met) = slot.as_mut() else { return Done::Refused };
+    let with_result = matches!(stand, Stand::Completed(_) | Stand::Failed(_));
+    if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && met.owner != who {
+        return Done::Refused;
+    }
+    if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_what_has_ended(met, with_result)) {
+        if mutant == Some(Mutant::RefundRepeated) {
+            met.starts = met.starts.saturating_sub(refund);
+        }
+        return match mutant {
+            Some(Mutant::RepeatedFinishRefused) if with_result => Done::Refused,
+            Some(Mutant::RepeatedReleaseRefused) if !with_result => Done::Refused,
+            _ => met.record(config.lease).ended(owner(who), with_result).into(),
+        };
+    }
+    if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
+        return Done::Refused;
+    }
+    if config.numbered && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
+        return Done::Refused;
+    }
+    if mutant == Some(Mutant::ReleaseForgets) && !with_result {
+        *slot = None;
+        return Done::Done;
+    }
+    met.starts = met.starts.saturating_sub(refund);
+    met.stand = stand;
+    met.lapses_at = 0;
+    if let (true, Some((attempt, starts))) = (config.whole, numbers) {
+        // Where a record is one value, the lease of the attempt is all that is known when its end is written.
+        let request = &config.requests[usize::from(who)];
+        let lease = Lease {
+            attempt: attempt.into(),
+            starts: starts.into(),
+            fingerprint: met.mark.map(fingerprint),
+            ..Record::first(request).lease(request)
+        };
+        *met = Slot::of(&Record::after(&lease, stand.state(request.lease)), 0);
+    }
+    Done::Done
+}
+
+/// Renews the lease of `who`.
+pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, who: Who, reading: Reading) -> Done {
+    let Some(met) = slot.as_mut() else { return Done::Refused };
+    if !met.is_pending() || (met.owner != who && config.mutant != Some(Mutant::RenewAnybodys)) {
+        return Done::Refused;
+    }
+    let lapses_at = reading.now + config.lease;
+    // Where the times are the senders', a renewal that arrives late must not cut short what a later one has confirmed.
+    if config.mutant == Some(Mutant::LateRenewalCutsShort) || met.lapses_at <= lapses_at {
+        met.lapses_at = lapses_at;
+    }
+    Done::Done
+}
+
+/// Lets the next delivery run again, unless attempt `attempt` is not the latest or holds a live lease.
+pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, attempt: u8, reading: Reading) -> Write {
+    let Some(met) = slot.as_mut().filter(|met| met.attempt == attempt) else { return Write::Refused };
+    let live = met.is_pending() && reading.until(met.lapses_at, config.mutant) > 0;
+    if live && config.mutant != Some(Mutant::ReopenLive) {
+        return Write::Refused;
+    }
+    let attempt = if config.mutant == Some(Mutant::ReopenForgetsNumber) { 0 } else { met.attempt };
+    *met = Slot { starts: 0, attempt, stand: Stand::Released, lapses_at: 0, ..*met };
+    Write::Done
+}

@@ -1,0 +1,893 @@
+//! Where the model does not share the runtime's code, both are run side by side on random traces: its store beside the
+//! real memory store, its calls beside the real engine.
+//!
+//! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces again,
+//! `IDEM_PROTOCOL_TIMES=10` ten times as many.
+
+use std::collections::BTreeMap;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use idem_runtime::{
+    Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore, Mode,
+    OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve, State,
+    Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, observe, record_results_if, run,
+};
+use proptest::bool::weighted;
+use proptest::prelude::*;
+use proptest::test_runner::{Config as Runner, RngAlgorithm, TestCaseError, TestRng, TestRunner};
+use serde::{Deserialize, Serialize};
+use stateright::Model;
+use tokio::sync::oneshot;
+
+use super::config::{Config, Plan};
+use super::mutants::Mutant;
+use super::state::{Answer, Ask, Beat, Body, Class, Done, Ending, How, Kept, Line, Phase, Request, Slot, Who, World};
+use super::steps::{Action, pending_request, store_does, take};
+use super::store::{self, End, Reading, TICK, TTL};
+
+/// Plans of four calls for two keys.
+fn plans() -> impl Strategy<Value = Vec<Plan>> {
+    let plan = (0..2_u8, proptest::option::of(1..3_u8), any::<bool>(), proptest::option::of(1..3_u8));
+    proptest::collection::vec(plan, 4).prop_map(|plans| {
+        let plan = |(key, mark, fail, max_attempts)| Plan {
+            key,
+            mark,
+            on_crash: if fail { OnCrash::Fail } else { OnCrash::Retry },
+            max_attempts,
+            ..Plan::default()
+        };
+        plans.into_iter().map(plan).collect()
+    })
+}
+
+/// One step of a trace of the store.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Reserve(Who),
+    Renew(Who),
+    Finish(Who, bool, bool),
+    Release(Who, How),
+    Reopen(u8, u8),
+    Tick,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let who = || 0..4_u8;
+    let how = prop_oneof![Just(How::Returned), Just(How::NotStarted), Just(How::Interrupted)];
+    prop_oneof![
+        5 => who().prop_map(Step::Reserve),
+        2 => who().prop_map(Step::Renew),
+        2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
+        3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
+        1 => (0..2_u8, 0..2_u8).prop_map(|(key, off)| Step::Reopen(key, off)),
+        3 => Just(Step::Tick),
+    ]
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().build().unwrap()
+}
+
+fn new_seed() -> u64 {
+    u64::try_from(SystemClock::default().entropy() >> 64).expect("the upper half")
+}
+
+/// Runs as many random traces; a failure says how to run them again.
+fn many<S: Strategy>(cases: u32, traces: &S, compare: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    let seed: u64 =
+        std::env::var("IDEM_PROTOCOL_SEED").map_or_else(|_| new_seed(), |text| text.parse().expect("a whole number"));
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_be_bytes());
+    let times: u32 = std::env::var("IDEM_PROTOCOL_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
+    let config = Runner { cases: cases.saturating_mul(times), failure_persistence: None, ..Runner::default() };
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
+    if let Err(error) = TestRunner::new_with_rng(config, rng).run(traces, compare) {
+        panic!("{error}\nrun again with IDEM_PROTOCOL_SEED={seed}");
+    }
+}
+
+/// The model's store answers every request as the real one does, and holds the same records.
+#[test]
+fn the_store_agrees_with_the_memory_store() {
+    let runtime = runtime();
+    let traces = (plans(), proptest::collection::vec(step(), 1..60));
+    many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
+}
+
+/// The traces are telling: a store with a mistake is found to differ.
+#[test]
+fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
+    use Mutant::{
+        FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
+        FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver,
+        MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, ReleaseAnybodys, ReleaseForgets,
+        ReleaseOverFinished, RenewAnybodys, ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused,
+        RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber, TakeoverKeepsToken,
+    };
+    let runtime = runtime();
+    for mutant in [
+        FailOfCallerIgnored,
+        FailOfOwnerIgnored,
+        FingerprintSkippedAtReplay,
+        FingerprintSkippedAtTakeover,
+        FinishAnybodys,
+        FinishOverFinished,
+        InterruptedRunsAgain,
+        LapsedOwnerRefused,
+        LapsedStaysLive,
+        LiveTakenOver,
+        MaxAttemptsIgnored,
+        OwnReservationIsForeign,
+        RefundRepeated,
+        ReleaseAnybodys,
+        ReleaseForgets,
+        ReleaseOverFinished,
+        RenewAnybodys,
+        ReopenForgetsNumber,
+        ReopenLive,
+        RepeatedFinishRefused,
+        RepeatedReleaseRefused,
+        ReserveOverFinished,
+        TakeoverKeepsNumber,
+        TakeoverKeepsToken,
+    ] {
+        let config = Runner { cases: 20_000, max_shrink_iters: 0, failure_persistence: None, ..Runner::default() };
+        let traces = (plans(), proptest::collection::vec(step(), 1..60));
+        let result = TestRunner::new(config)
+            .run(&traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans).with(mutant), &steps)));
+        assert!(result.is_err(), "{mutant:?} makes no difference");
+    }
+}
+
+async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
+    let clock = ManualClock::new();
+    let real = MemoryStore::with_clock(clock.clone());
+    let (mut slots, mut now) = ([None; 2], 0);
+    let mut leases: Vec<Lease> = config.requests.iter().map(|request| Record::first(request).lease(request)).collect();
+    for step in steps {
+        let key_of = |who: Who| usize::from(config.plans[usize::from(who)].key);
+        let reading = Reading { now, skew: None };
+        match *step {
+            Step::Reserve(who) => {
+                let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
+                if let Reservation::Reserved { lease, .. } = &found {
+                    leases[usize::from(who)] = lease.clone();
+                }
+                let modelled = store::reserves(config, &mut slots[key_of(who)], who, reading);
+                prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
+            }
+            Step::Renew(who) => {
+                let found = real.renew(std::slice::from_ref(&leases[usize::from(who)])).await.unwrap();
+                let modelled = store::renews(config, &mut slots[key_of(who)], who, reading);
+                prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
+            }
+            Step::Finish(who, ok, large) => {
+                let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
+                let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
+                let found = real.finish(&leases[usize::from(who)], &finish).await.unwrap();
+                let end = End::finish(kept, ok, (0, 0), now);
+                let modelled = store::ends(config, &mut slots[key_of(who)], who, end);
+                prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+            }
+            Step::Release(who, how) => {
+                let found = real.release(&leases[usize::from(who)], how.release()).await.unwrap();
+                let modelled = store::ends(config, &mut slots[key_of(who)], who, End::release(how, now));
+                prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+            }
+            Step::Reopen(key, off) => {
+                let attempt = slots[usize::from(key)].map_or(1, |slot: Slot| slot.attempt) + off;
+                let found = real.reopen(&key_named(key), attempt.into()).await.unwrap();
+                let modelled = store::reopens(config, &mut slots[usize::from(key)], attempt, reading);
+                prop_assert_eq!(modelled, found, "{:?}", step);
+            }
+            Step::Tick => {
+                clock.advance(TICK);
+                now += 1;
+            }
+        }
+        for (key, slot) in (0..).zip(&slots) {
+            let found = real.inspect(&key_named(key)).await.unwrap();
+            let modelled = slot.map(|slot| slot.record(config.lease));
+            prop_assert_eq!(found.as_ref().map(|it| &it.record), modelled.as_ref());
+            // The way to small numbers and back loses nothing.
+            let back = found.as_ref().map(|it| Slot::of(&it.record, slot.map_or(0, |slot| slot.lapses_at)));
+            prop_assert_eq!(&back, slot);
+            let left = found.and_then(|it| it.lapses_in);
+            let modelled =
+                slot.filter(Slot::is_pending).map(|slot| TICK * u32::from(slot.lapses_at.saturating_sub(now)));
+            prop_assert_eq!(left, modelled);
+        }
+    }
+    Ok(())
+}
+
+fn key_named(key: u8) -> Key {
+    Key::new("model", u32::from(key)).unwrap()
+}
+
+/// What the engine asked of its store, and how it is to be answered.
+#[derive(Debug)]
+struct Asked {
+    what: Real,
+    verdict: oneshot::Sender<Verdict>,
+}
+
+/// A request as the engine made it.
+#[derive(Clone, Debug)]
+enum Real {
+    Reserve(Reserve),
+    Renew(Vec<Lease>),
+    Finish(Lease, Finish),
+    Release(Lease, Release),
+}
+
+impl Real {
+    /// Whether it is what the model asks for.
+    fn is(&self, ask: Ask) -> bool {
+        match (self, ask) {
+            (Self::Reserve(_), Ask::Reserve { .. }) | (Self::Renew(_), Ask::Renew { .. }) => true,
+            (Self::Finish(_, Finish::Completed(payload)), Ask::Finish { ok: true, kept, .. })
+            | (Self::Finish(_, Finish::Failed(payload)), Ask::Finish { ok: false, kept, .. }) => {
+                matches!(payload, Payload::Stored { .. }) == matches!(kept, Kept::Stored(_))
+            }
+            (Self::Release(_, release), Ask::Release(how)) => *release == how.release(),
+            _ => false,
+        }
+    }
+
+    /// Does it, without the engine.
+    async fn arrives(&self, store: &MemoryStore) {
+        match self {
+            Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
+            Self::Renew(leases) => drop(store.renew(leases).await.unwrap()),
+            Self::Finish(lease, finish) => drop(store.finish(lease, finish).await.unwrap()),
+            Self::Release(lease, release) => drop(store.release(lease, *release).await.unwrap()),
+        }
+    }
+}
+
+/// What becomes of a request.
+#[derive(Clone, Copy, Debug)]
+enum Verdict {
+    Done,
+    /// It is done, and the answer is lost.
+    DoneUnheard,
+    Failed(StoreErrorKind),
+}
+
+/// A store that asks the trace what becomes of each request.
+#[derive(Clone, Debug)]
+struct Scripted {
+    inner: MemoryStore,
+    desk: Arc<Mutex<Vec<Asked>>>,
+}
+
+impl Scripted {
+    fn ask<'a, T: Send + 'a>(
+        &self,
+        what: Real,
+        inner: impl Future<Output = Result<T, StoreError>> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        let (verdict, decided) = oneshot::channel();
+        self.desk.lock().unwrap().push(Asked { what, verdict });
+        StoreFuture::new(async move {
+            let failed = |kind| StoreError::new(kind, "failed by the trace");
+            match decided.await.unwrap_or(Verdict::Failed(StoreErrorKind::Unavailable)) {
+                Verdict::Done => inner.await,
+                Verdict::DoneUnheard => {
+                    inner.await?;
+                    Err(failed(StoreErrorKind::Unknown))
+                }
+                Verdict::Failed(kind) => Err(failed(kind)),
+            }
+        })
+    }
+}
+
+impl Store for Scripted {
+    fn name(&self) -> &'static str {
+        "scripted"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.inner.heartbeats()
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.ask(Real::Reserve(request.clone()), async move { self.inner.reserve(request).await })
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+        self.ask(Real::Renew(leases.to_vec()), async move { self.inner.renew(leases).await })
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.ask(Real::Finish(lease.clone(), finish.clone()), async move { self.inner.finish(lease, finish).await })
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.ask(Real::Release(lease.clone(), release), async move { self.inner.release(lease, release).await })
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        self.inner.wait(key, attempt, at_most)
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.inner.inspect(key)
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.inner.reopen(key, attempt)
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Failure {
+    OfTheBody,
+    #[serde(skip)]
+    Refused(Option<Class>),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Refused(match error {
+            Error::InProgress { .. } => Some(Class::InProgress),
+            Error::FingerprintMismatch { .. } => Some(Class::Mismatch),
+            Error::Interrupted { .. } => Some(Class::Interrupted),
+            Error::AttemptsExhausted { .. } => Some(Class::Exhausted),
+            Error::LeaseLost { .. } => Some(Class::LeaseLost),
+            Error::Unrecorded { .. } => Some(Class::Unrecorded),
+            Error::Store { .. } => Some(Class::StoreFailed),
+            // The result of another, in a codec of the trace's own or left out: replayed as far as the store goes.
+            Error::ResultUnavailable { .. } => Some(Class::Replayed),
+            _ => None,
+        })
+    }
+}
+
+/// The policy of a plan.
+fn policy(config: &Config, plan: &Plan) -> Policy {
+    let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash);
+    let policy = match plan.wait {
+        Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
+        None => policy,
+    };
+    let policy = if plan.open { policy.on_store_error(OnStoreError::Run) } else { policy };
+    let policy = if plan.shadow { policy.mode(Mode::Shadow) } else { policy };
+    match plan.max_attempts {
+        Some(max) => policy.max_attempts(max.into()),
+        None => policy,
+    }
+}
+
+type Ended = (Result<u32, Failure>, Outcome);
+
+/// One call of the real engine beside call 0 of the model. The other calls are requests made by hand.
+struct Pair<'a> {
+    config: &'a Config,
+    world: World,
+    clock: ManualClock,
+    store: Scripted,
+    call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
+    ended: Option<Ended>,
+    body: Option<oneshot::Sender<bool>>,
+    started: Arc<Mutex<bool>>,
+    /// What the model has under way although nobody waits for it, as the engine asked for it.
+    late: Vec<(Request, Real)>,
+    main: Option<Asked>,
+    beat: Option<Asked>,
+    faults: u8,
+}
+
+/// What the trace does next.
+#[derive(Clone, Copy, Debug)]
+enum Move {
+    Answer,
+    LoseAnswer,
+    LoseRequest,
+    TurnAway,
+    RefuseForGood,
+    Drop,
+    Return(bool),
+    AnswerBeat,
+    FailBeat,
+    Arrive(usize),
+    Lose(usize),
+    OtherReserves(Who),
+    OtherFinishes(Who),
+    OtherReleases(Who),
+    Tick,
+}
+
+impl<'a> Pair<'a> {
+    fn new(config: &'a Config) -> Self {
+        let clock = ManualClock::seeded(7);
+        let store = Scripted { inner: MemoryStore::with_clock(clock.clone()), desk: Arc::default() };
+        let plan = config.plans[0];
+        let operation = Operation::new(&store, Ok(key_named(plan.key)), policy(config, &plan));
+        let (body, returned) = oneshot::channel();
+        let started = Arc::new(Mutex::new(false));
+        let starts = Arc::clone(&started);
+        let decide = move |_: &Failure| if plan.record_errors { OnError::Record } else { OnError::Release };
+        let call = observe(run(operation, record_results_if::<Json, _>(decide), async move {
+            *starts.lock().unwrap() = true;
+            match returned.await {
+                Ok(true) => Ok(7),
+                _ => Err(Failure::OfTheBody),
+            }
+        }));
+        let mut world = config.init_states().remove(0);
+        take(config, &mut world, Action::Deliver(0));
+        Self {
+            config,
+            world,
+            clock,
+            store,
+            call: Some(Box::pin(call)),
+            ended: None,
+            body: Some(body),
+            started,
+            late: Vec::new(),
+            main: None,
+            beat: None,
+            faults: 0,
+        }
+    }
+
+    fn phase(&self) -> Phase {
+        self.world.call(0).phase
+    }
+
+    fn does(&mut self, action: Action) {
+        take(self.config, &mut self.world, action);
+    }
+
+    /// Lets the engine go on until it waits for something, and takes what it has asked for.
+    async fn settle(&mut self) {
+        for _ in 0..12 {
+            if let Some(call) = &mut self.call {
+                let polled = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await;
+                if let Poll::Ready(ended) = polled {
+                    (self.ended, self.call) = (Some(ended), None);
+                }
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Brings both to where they wait for the trace, and compares them there.
+    async fn meet(&mut self) -> Result<(), TestCaseError> {
+        // A retry comes after a pause, of which the model knows nothing. All pauses together are shorter than a tick.
+        for _ in 0..4 {
+            self.settle().await;
+            self.collect()?;
+            if let Phase::Waiting { until, woken, .. } = self.phase()
+                && (woken || until <= self.world.now)
+            {
+                self.does(Action::StopsWaiting(0));
+                continue;
+            }
+            if self.main.is_some() || pending_request(self.config, &self.world, 0).is_none() {
+                break;
+            }
+            let pause = self.clock.next_wake().filter(|pause| *pause < TICK / 2);
+            self.clock.advance(pause.unwrap_or_default());
+        }
+        self.compare().await
+    }
+
+    /// Every request of the engine's is one that the model makes as well.
+    fn collect(&mut self) -> Result<(), TestCaseError> {
+        let asked: Vec<_> = self.store.desk.lock().unwrap().drain(..).collect();
+        for asked in asked {
+            if let Real::Renew(leases) = &asked.what {
+                prop_assert_eq!(leases.len(), 1);
+                let mut actions = Vec::new();
+                self.config.actions(&self.world, &mut actions);
+                prop_assert!(actions.contains(&Action::Beats(0)), "no beat in {:?}", self.phase());
+                self.does(Action::Beats(0));
+                self.beat = Some(asked);
+                continue;
+            }
+            if let Phase::Waiting { until, woken, .. } = self.phase() {
+                prop_assert!(woken || until <= self.world.now, "waits for no longer: {:?}", asked.what);
+                self.does(Action::StopsWaiting(0));
+            }
+            let expected = pending_request(self.config, &self.world, 0);
+            let is = expected.is_some_and(|expected| asked.what.is(expected.ask));
+            prop_assert!(is, "asks for {:?}, the model for {:?}", asked.what, expected);
+            self.main = Some(asked);
+        }
+        Ok(())
+    }
+
+    async fn compare(&mut self) -> Result<(), TestCaseError> {
+        let phase = self.phase();
+        let asks = matches!(phase, Phase::Reserving { .. } | Phase::Ending { .. });
+        prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
+        let told = match phase {
+            Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
+            _ => None,
+        };
+        match told {
+            Some(Class::Dropped) => prop_assert!(self.call.is_none() && self.ended.is_none()),
+            // The body runs now, without a reservation.
+            Some(Class::Unprotected) => {
+                if let Some(body) = self.body.take() {
+                    prop_assert!(*self.started.lock().unwrap());
+                    prop_assert!(self.ended.is_none());
+                    body.send(true).unwrap();
+                    self.settle().await;
+                }
+                let Some((Ok(7), outcome)) = &self.ended else { return fail(self.ended.as_ref(), phase) };
+                prop_assert!(outcome.executed() && !outcome.recorded());
+            }
+            Some(told) => {
+                let Some(ended) = &self.ended else { return fail(self.ended.as_ref(), phase) };
+                prop_assert_eq!(class(ended), Some(told));
+            }
+            None => prop_assert!(self.ended.is_none(), "ended with {:?} in {:?}", self.ended, phase),
+        }
+        let ran = self.world.call(0).deed.body != Body::NotStarted || told == Some(Class::Unprotected);
+        prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
+        let found = self.store.inspect(&key_named(0)).await.unwrap();
+        let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
+        let shown = |record: &Record| {
+            let others =
+                record.owner.as_bytes().windows(2).all(|bytes| bytes[0] == bytes[1]) && record.owner.as_bytes()[0] > 0;
+            let state = match &record.state {
+                State::Pending { on_crash, .. } => format!("pending {on_crash:?}"),
+                State::Completed(payload) => format!("completed {}", matches!(payload, Payload::Stored { .. })),
+                State::Failed(payload) => format!("failed {}", matches!(payload, Payload::Stored { .. })),
+                other => format!("{other:?}"),
+            };
+            (others, record.attempt, record.starts, state)
+        };
+        prop_assert_eq!(found.map(|it| shown(&it.record)), modelled.as_ref().map(shown));
+        Ok(())
+    }
+
+    fn moves(&self) -> Vec<Move> {
+        let mut moves = Vec::new();
+        let faulty = self.faults < 5;
+        if self.main.is_some() {
+            moves.extend([Move::Answer; 8]);
+            if faulty {
+                moves.extend([Move::LoseAnswer, Move::LoseRequest, Move::TurnAway, Move::RefuseForGood]);
+            }
+        }
+        if self.phase() == Phase::Body {
+            moves.extend([Move::Return(true), Move::Return(false), Move::Return(true)]);
+        }
+        if self.call.is_some() {
+            moves.push(Move::Drop);
+        }
+        if self.beat.is_some() {
+            moves.extend([Move::AnswerBeat; 4]);
+            if faulty {
+                moves.push(Move::FailBeat);
+            }
+        } else if self.world.now < 20 {
+            // A beat that is not answered within a lease is given up.
+            moves.extend([Move::Tick; 8]);
+        }
+        for at in 0..self.late.len() {
+            moves.extend([Move::Arrive(at), Move::Lose(at)]);
+        }
+        for who in 1..self.config.count() {
+            moves.extend([Move::OtherReserves(who); 2]);
+            if self.world.slots[0].is_some_and(|slot| slot.is_pending() && slot.lapses_at <= self.world.now) {
+                moves.extend([Move::OtherReserves(who); 8]);
+            }
+            moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
+        }
+        moves
+    }
+
+    async fn make(&mut self, it: Move) {
+        match it {
+            Move::Answer => {
+                self.does(Action::StoreDoes(0));
+                let too_large = matches!(
+                    self.phase(),
+                    Phase::Reserving { line: Line::Answered(Answer::TooLarge), .. }
+                        | Phase::Ending { line: Line::Answered(Answer::TooLarge), .. }
+                );
+                self.does(Action::Hears(0));
+                let verdict = if too_large { Verdict::Failed(StoreErrorKind::TooLarge) } else { Verdict::Done };
+                self.tell_main(verdict);
+            }
+            Move::LoseAnswer => {
+                self.does(Action::StoreDoes(0));
+                let too_large = matches!(self.phase(), Phase::Ending { line: Line::Answered(Answer::TooLarge), .. });
+                self.does(Action::GetsNoAnswer(0));
+                let unknown = Verdict::Failed(StoreErrorKind::Unknown);
+                self.tell_main(if too_large { unknown } else { Verdict::DoneUnheard });
+                self.faults += 1;
+            }
+            Move::LoseRequest => {
+                let request = pending_request(self.config, &self.world, 0).unwrap();
+                self.late.push((request, self.main.as_ref().unwrap().what.clone()));
+                self.does(Action::GetsNoAnswer(0));
+                self.tell_main(Verdict::Failed(StoreErrorKind::Unknown));
+                self.faults += 1;
+            }
+            Move::TurnAway => {
+                self.does(Action::IsTurnedAway(0));
+                self.tell_main(Verdict::Failed(StoreErrorKind::Unavailable));
+                self.faults += 1;
+            }
+            Move::RefuseForGood => {
+                self.does(Action::IsRefusedForGood(0));
+                self.tell_main(Verdict::Failed(StoreErrorKind::Corrupt));
+                self.faults += 1;
+            }
+            Move::Drop => {
+                let request = pending_request(self.config, &self.world, 0);
+                if let (Some(request), Some(asked)) = (request, self.main.take()) {
+                    self.late.push((request, asked.what));
+                }
+                self.does(Action::IsDropped(0));
+                self.call = None;
+            }
+            Move::Return(ok) => {
+                self.does(Action::Returns(0, ok));
+                self.body.take().unwrap().send(ok).unwrap();
+            }
+            Move::AnswerBeat => {
+                let beat = self.beat.take().unwrap();
+                if matches!(self.world.call(0).beat, Beat::Sent { .. }) {
+                    self.does(Action::StoreDoesBeat(0));
+                    self.does(Action::HearsBeat(0));
+                } else {
+                    self.does(Action::ArrivesLate(Request { who: 0, ask: Ask::Renew { sent: 0 } }));
+                }
+                beat.verdict.send(Verdict::Done).unwrap();
+            }
+            Move::FailBeat => {
+                let beat = self.beat.take().unwrap();
+                let request = Request { who: 0, ask: Ask::Renew { sent: 0 } };
+                if matches!(self.world.call(0).beat, Beat::Sent { .. }) {
+                    self.does(Action::BeatFails(0));
+                }
+                self.late.push((request, beat.what));
+                beat.verdict.send(Verdict::Failed(StoreErrorKind::Unknown)).unwrap();
+                self.faults += 1;
+            }
+            Move::Arrive(at) => {
+                let (request, real) = self.late.remove(at);
+                self.does(Action::ArrivesLate(request));
+                if !(self.config.plans[0].too_large && request.is_stored()) {
+                    real.arrives(&self.store.inner).await;
+                }
+            }
+            Move::Lose(at) => {
+                let (request, _) = self.late.remove(at);
+                self.does(Action::IsLost(request));
+            }
+            Move::OtherReserves(who) => {
+                let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
+                self.other(Request { who, ask: Ask::Reserve { sent: 0 } }, &real).await;
+            }
+            Move::OtherFinishes(who) => {
+                let kept = Kept::Stored(who);
+                let real = Real::Finish(self.lease(who), Finish::Completed(store::payload(kept)));
+                let ask = Ask::Finish { kept, ok: true, attempt: 0, starts: 0 };
+                self.other(Request { who, ask }, &real).await;
+            }
+            Move::OtherReleases(who) => {
+                let real = Real::Release(self.lease(who), Release::Returned);
+                self.other(Request { who, ask: Ask::Release(How::Returned) }, &real).await;
+            }
+            Move::Tick => {
+                self.does(Action::Tick);
+                self.clock.advance(TICK);
+            }
+        }
+    }
+
+    fn lease(&self, who: Who) -> Lease {
+        let request = &self.config.requests[usize::from(who)];
+        Record::first(request).lease(request)
+    }
+
+    async fn other(&mut self, request: Request, real: &Real) {
+        store_does(self.config, &mut self.world, request);
+        real.arrives(&self.store.inner).await;
+    }
+
+    fn tell_main(&mut self, verdict: Verdict) {
+        self.main.take().unwrap().verdict.send(verdict).unwrap();
+    }
+}
+
+impl Request {
+    fn is_stored(self) -> bool {
+        matches!(self.ask, Ask::Finish { kept: Kept::Stored(_), .. })
+    }
+}
+
+fn fail(ended: Option<&Ended>, phase: Phase) -> Result<(), TestCaseError> {
+    Err(TestCaseError::fail(format!("the engine has {ended:?}, the model {phase:?}")))
+}
+
+/// What the caller of the engine was told.
+fn class((result, outcome): &Ended) -> Option<Class> {
+    match result {
+        _ if outcome.replayed() => Some(Class::Replayed),
+        Ok(_) => Some(Class::Ok),
+        Err(Failure::OfTheBody) => Some(Class::Err),
+        Err(Failure::Refused(class)) => *class,
+    }
+}
+
+/// The engine asks its store for what the model's call asks for, in that order, and tells its caller the same, whatever
+/// the store answers, whenever it answers, and whoever else is about.
+#[test]
+fn the_calls_agree_with_the_engine() {
+    let runtime = runtime();
+    let told = Mutex::new(BTreeMap::new());
+    let plan = (
+        (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
+        proptest::option::of(1..3_u8),
+        proptest::option::of(1..4_u8),
+    );
+    let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
+    many(6_000, &traces, |((switches, max_attempts, wait), other_fails, choices)| {
+        let ([fail, record_errors, too_large], open, shadow) = switches;
+        let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
+        let plan = Plan {
+            on_crash: on_crash(fail),
+            record_errors,
+            open,
+            shadow,
+            too_large,
+            max_attempts,
+            wait,
+            ..Plan::default()
+        };
+        let other = Plan { on_crash: on_crash(other_fails), ..Plan::default() };
+        let config = Config::of(&[plan, other, Plan::default()]);
+        runtime.block_on(async {
+            let mut pair = Pair::new(&config);
+            pair.meet().await?;
+            let mut made = Vec::new();
+            for choice in &choices {
+                let moves = pair.moves();
+                let it = moves[usize::from(*choice) % moves.len()];
+                made.push(it);
+                pair.make(it).await;
+                let met = pair.meet().await;
+                met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
+            }
+            if let Phase::Over(class) = pair.phase() {
+                *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
+            }
+            Ok(())
+        })
+    });
+    let told = told.into_inner().unwrap();
+    println!("what the callers were told: {told:?}");
+    for class in [Class::Ok, Class::Err, Class::Replayed, Class::InProgress, Class::LeaseLost, Class::Unrecorded] {
+        assert!(told.contains_key(&class), "no trace ends with {class:?}");
+    }
+}
+
+/// A model of nothing but what the engine does would agree with any engine: this one is told another ending.
+#[test]
+fn another_ending_is_not_agreed_with() {
+    let config = Config::of(&[Plan::default()]);
+    let mut pair = Pair::new(&config);
+    let disagrees = runtime().block_on(async {
+        pair.meet().await.unwrap();
+        pair.make(Move::Answer).await;
+        pair.meet().await.unwrap();
+        pair.make(Move::Return(true)).await;
+        let release = Ending::Release(How::Returned);
+        pair.world.call_mut(0).phase = Phase::Ending { ending: release, late: None, line: Line::Sent };
+        pair.meet().await
+    });
+    assert!(disagrees.is_err());
+}
+
+/// The model's store, with the clocks of its clients, answers as the store that has none.
+#[cfg(feature = "dynamodb")]
+#[test]
+fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
+    use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+
+    use idem_runtime::DynamoStore;
+    use idem_tests::dynamo::{Kind, TABLE, Wire, client};
+
+    const LEASE: u8 = 5;
+    const SKEW: u8 = 2;
+    let endpoint = Kind::Dynoxide.shared();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let clocks: [_; 4] = std::array::from_fn(|_| Arc::new(AtomicI64::new(0)));
+    let stores = clocks.each_ref().map(|clock| {
+        let clock = Arc::clone(clock);
+        DynamoStore::options()
+            .prefix("protocol:")
+            .call_timeout(Duration::from_secs(60))
+            .max_clock_skew(Duration::from_millis(SKEW.into()))
+            .wall_clock(move || clock.load(Ordering::SeqCst))
+            .open(client(&Wire::to(&endpoint)), TABLE)
+    });
+    let histories = AtomicU32::new(0);
+    let traces = (plans(), any::<[bool; 4]>(), proptest::collection::vec(step(), 1..40));
+    many(100, &traces, |(plans, ahead, steps)| {
+        let mut config = Config::of(&plans);
+        config.lease = LEASE;
+        let history = histories.fetch_add(1, Ordering::SeqCst);
+        let of = |request: &Reserve| Reserve {
+            key: Key::new("model", format!("{history}:{}", request.key.text())).unwrap(),
+            lease: Duration::from_millis(LEASE.into()),
+            ..request.clone()
+        };
+        let requests: Vec<_> = config.requests.iter().map(of).collect();
+        let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
+        runtime.block_on(async {
+            // Here a tick is a millisecond, in which these clocks count.
+            let (mut slots, mut now) = ([None; 2], 20);
+            for step in steps {
+                let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };
+                for (who, clock) in (0..).zip(&clocks) {
+                    clock.store(read(who).into(), Ordering::SeqCst);
+                }
+                let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
+                let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
+                match step {
+                    Step::Reserve(who) => {
+                        let at = usize::from(who);
+                        let found = stores[at].reserve(&requests[at]).await.unwrap();
+                        if let Reservation::Reserved { lease, .. } = &found {
+                            leases[at] = lease.clone();
+                        }
+                        let found = match found {
+                            Reservation::Pending { attempt, lapses_in } => Answer::Pending {
+                                attempt: attempt.try_into().unwrap(),
+                                lapses_in: lapses_in.as_millis().try_into().unwrap(),
+                            },
+                            found => store::answer(&found),
+                        };
+                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, reading(who));
+                        prop_assert_eq!(modelled, found, "{:?}", step);
+                    }
+                    Step::Renew(who) => {
+                        let at = usize::from(who);
+                        let found = stores[at].renew(std::slice::from_ref(&leases[at])).await.unwrap();
+                        let modelled = store::renews(&config, &mut slots[slot(who)], who, reading(who));
+                        prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
+                    }
+                    Step::Finish(who, ok, large) => {
+                        let at = usize::from(who);
+                        let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
+                        let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
+                        let found = stores[at].finish(&leases[at], &finish).await.unwrap();
+                        let modelled =
+                            store::ends(&config, &mut slots[slot(who)], who, End::finish(kept, ok, (0, 0), now));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+                    }
+                    Step::Release(who, how) => {
+                        let at = usize::from(who);
+                        let found = stores[at].release(&leases[at], how.release()).await.unwrap();
+                        let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+                    }
+                    Step::Reopen(..) => {}
+                    Step::Tick => now += 1,
+                }
+            }
+            Ok(())
+        })
+    });
+}

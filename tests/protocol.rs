@@ -1,0 +1,254 @@
+//! The protocol as a model, checked in every state it can reach: whatever is lost, late, doubled or out of order between
+//! calls and store, whoever dies when, whenever a lease lapses.
+//!
+//! # What is modelled
+//!
+//! - *The store* (`model/protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
+//!   runtime's own `Record::first`, `Record::meet`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state` and
+//!   `Release::state`, each step atomic.
+//! - *The calls* (`model/protocol/steps.rs`): what `engine.rs`, `ending.rs` and `heartbeat.rs` do. A reservation is repeated
+//!   with the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped by its
+//!   heartbeat; a completion is repeated while the lease can be held; what is left of a dropped call is written late. A call
+//!   has a belief of its own about its lease, which counts from when it asked.
+//! - *The network*: a request arrives once, late, twice or never, in any order, and so do answers. A call that gets no
+//!   answer goes on without one, and its request may arrive long after the call has ended.
+//! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. Where the store has no
+//!   clock, each call has one that is ahead of true time, read in whole ticks.
+//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators reopen.
+//!
+//! What is not shared with the runtime is compared with it on random traces (`model/protocol/traces.rs`): the store with the
+//! memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request and result by
+//! result.
+//!
+//! # What is not
+//!
+//! Bytes, statements and scripts of the stores (the conformance suite has them), the batching of heartbeats, pauses (a
+//! retry follows at once, or any time later), who polls what. A store call that is dropped counts as one that gets no answer.
+//! A body is one step long, or as long as it takes. Owner tokens are distinct by construction. The reservation is tried two
+//! or three times. Nobody calls their own key from inside. Mode `off` and a
+//! missing key make no store call, and are not here.
+//!
+//! # How to read and rerun
+//!
+//! Each configuration is a test, and prints what it is about, its bound and how many states that makes:
+//!
+//! ```sh
+//! cargo test -p idem-tests --test protocol crashes -- --nocapture           # one configuration
+//! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-tests --test protocol mistake -- --nocapture
+//! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --test protocol -- --nocapture   # one more of everything
+//! ```
+//!
+//! A rule that does not hold is followed by the shortest history that breaks it, a step a line, with the record and what
+//! became of each call: `Deliver(1)` delivers the second message of the plan, `StoreDoes(1)` is the moment at which the store
+//! does what that call asked for, `Hears(1)` the one at which the answer arrives. What nobody waits for any more is
+//! `ArrivesLate` or `IsLost`.
+//!
+//! Rules are looked at in every step (`model/protocol/properties.rs`) and say nothing about how they are kept. "Every call
+//! ends" is sound because the model has no cycles: time and everything that goes wrong are used up
+//! (`no_configuration_goes_round_in_circles`), so that every path ends.
+
+#![allow(
+    clippy::struct_excessive_bools,
+    clippy::too_many_lines,
+    reason = "what may vary is many small things, and a table of steps is read from top to bottom"
+)]
+
+#[path = "model/protocol/mod.rs"]
+mod protocol;
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt::Write as _;
+
+use protocol::config::{self, Config};
+use protocol::mutants::Mutant;
+use protocol::properties::{ENDS, Rule};
+use protocol::state::{Slot, World};
+use protocol::steps::{Action, take};
+use stateright::{Checker, HasDiscoveries, Model};
+
+/// Declares a test for each configuration.
+macro_rules! configurations {
+    ($($name:ident)*) => {
+        $(
+            #[test]
+            fn $name() {
+                exhaust(config::named(stringify!($name)));
+            }
+        )*
+
+        const CONFIGURATIONS: &[&str] = &[$(stringify!($name)),*];
+    };
+}
+
+configurations! {
+    lost crashes beats drops at_most_once one_side_fails errors_recorded waiting max_attempts attempts_refunded
+    fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ late_renewals_between_clocks
+    one_value
+}
+
+#[test]
+fn every_configuration_is_a_test() {
+    let names: Vec<_> = config::all().iter().map(|config| config.name).collect();
+    assert_eq!(names, CONFIGURATIONS);
+}
+
+/// Checks every reachable state.
+fn exhaust(config: Config) {
+    let config = if is_large() { config.larger() } else { config };
+    let checker = config.clone().checker().spawn_dfs().join();
+    assert!(checker.is_done(), "every state was looked at");
+    println!(
+        "{:28} {:>8} states, {:>8} steps, depth {:>2}: {}; {} calls, {} at a time, {}",
+        config.name,
+        checker.unique_state_count(),
+        checker.state_count(),
+        checker.max_depth(),
+        config.about,
+        config.count(),
+        config.workers,
+        config.budget,
+    );
+    let mut problems = String::new();
+    for property in checker.model().properties() {
+        let found = checker.discovery(property.name).is_some();
+        if found && property.expectation.discovery_is_failure() {
+            let story = shortest(&config, property.name).expect("found before");
+            write!(problems, "\n{}: does not hold\n{}", property.name, tell(&config, &story)).unwrap();
+        } else if !found && !property.expectation.discovery_is_failure() {
+            write!(problems, "\nit never happens that {}: this configuration shows less than it should", property.name)
+                .unwrap();
+        }
+    }
+    assert!(problems.is_empty(), "{}: {problems}", config.name);
+}
+
+fn is_large() -> bool {
+    std::env::var("IDEM_PROTOCOL_BOUND").is_ok_and(|bound| bound == "large")
+}
+
+/// A history that shows `property`: what breaks it, or how it comes about. Short, as states are looked at in the order of
+/// their depth, but not the shortest: the checker looks at many before it stops, and keeps the last.
+fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
+    let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
+    let checker = config.clone().checker().finish_when(only);
+    let checker = match at_most {
+        // The first state is at depth 1, and the deepest is left out.
+        Some(steps) => checker.target_max_depth(steps + 2),
+        None => checker,
+    };
+    let checker = checker.spawn_bfs().join();
+    checker.discovery(property).map(stateright::Path::into_actions)
+}
+
+/// The shortest one.
+fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
+    let mut shortest = found(config, property, None)?;
+    // Of "every call ends", a search that stops early knows nothing.
+    while property != ENDS
+        && let Some(shorter) = found(config, property, Some(shortest.len() - 1))
+    {
+        shortest = shorter;
+    }
+    Some(shortest)
+}
+
+/// The history, a step a line.
+fn tell(config: &Config, story: &[Action]) -> String {
+    let mut told = String::new();
+    let mut world = config.init_states().remove(0);
+    for (n, action) in story.iter().enumerate() {
+        let before = world.clone();
+        take(config, &mut world, *action);
+        write!(told, "{:>4}. {action:?}", n + 1).unwrap();
+        for (key, (old, new)) in before.slots.iter().zip(&world.slots).enumerate().filter(|(_, (old, new))| old != new)
+        {
+            let record =
+                |slot: &Option<Slot>| slot.as_ref().map_or_else(|| "nothing".into(), |slot| format!("{slot:?}"));
+            write!(told, "\n        record {key}: {} -> {}", record(old), record(new)).unwrap();
+        }
+        for (who, (old, new)) in before.calls.iter().zip(&world.calls).enumerate() {
+            if old.phase != new.phase {
+                write!(told, "\n        call {who}: {:?} -> {:?}", old.phase, new.phase).unwrap();
+            }
+        }
+        if before.broken != world.broken {
+            write!(told, "\n        broken: {:?}", world.broken).unwrap();
+        }
+        told.push('\n');
+    }
+    told
+}
+
+/// A mistake in one step is noticed by the property that is there for it; without the mistake the same configuration
+/// breaks none (it is a test of its own).
+#[test]
+fn every_mistake_is_noticed_by_its_property() {
+    let only = std::env::var("IDEM_PROTOCOL_MUTANT").ok();
+    let mut missed = Vec::new();
+    for mutant in Mutant::ALL {
+        let name = format!("{mutant:?}");
+        if only.as_ref().is_some_and(|only| *only != name) {
+            continue;
+        }
+        let config = config::named(mutant.config()).with(*mutant);
+        match found(&config, mutant.noticed_by(), None) {
+            Some(_) => {
+                println!("{name:32} {:28} | {} | {}", config.name, mutant.noticed_by(), mutant.about());
+                if only.is_some() {
+                    println!("{}", tell(&config, &shortest(&config, mutant.noticed_by()).expect("found")));
+                }
+            }
+            None => missed.push(format!("{name} in {}, by {:?}", config.name, mutant.noticed_by())),
+        }
+    }
+    assert!(missed.is_empty(), "not noticed: {missed:#?}");
+}
+
+/// Every rule is broken by some mistake: none of them is idle.
+#[test]
+fn every_property_notices_a_mistake() {
+    let noticed: BTreeSet<_> = Mutant::ALL.iter().map(|mutant| mutant.noticed_by()).collect();
+    let rules: BTreeSet<_> = Rule::ALL.iter().map(|rule| rule.name()).chain([ENDS]).collect();
+    assert_eq!(noticed, rules);
+}
+
+/// Where the end of an attempt replaces the whole record, a reservation that arrives again after another attempt has come
+/// and gone gives its owner a new number that it does not know, and its completion writes the old one. Comparing the
+/// number as well as the owner prevents that. Known of the stores that keep a record as one value; no body runs twice by
+/// it, and the numbers repeat only if an operator reopens the record afterwards.
+#[test]
+fn a_doubled_reservation_turns_the_number_back_unless_completions_name_it() {
+    let rule = Rule::S4.name();
+    let story = shortest(&config::doubled_reservation(false), rule).expect("the number is turned back");
+    println!("{}", tell(&config::doubled_reservation(false), &story));
+    exhaust(config::doubled_reservation(true));
+}
+
+/// A path without an end would be one on which "every call ends" is not looked at.
+#[test]
+fn no_configuration_goes_round_in_circles() {
+    for name in ["waiting", "two_keys", "restarts", "fingerprints"] {
+        let config = config::named(name);
+        // For each state on the path whether it is being left or has been.
+        let mut seen: HashMap<World, bool> = HashMap::new();
+        let start = config.init_states().remove(0);
+        let mut path = vec![(start.clone(), config.next_states(&start))];
+        seen.insert(start, true);
+        while let Some((state, next)) = path.last_mut() {
+            let Some(next) = next.pop() else {
+                seen.insert(state.clone(), false);
+                path.pop();
+                continue;
+            };
+            match seen.get(&next) {
+                Some(true) => panic!("{name}: this state leads to itself: {next:#?}"),
+                Some(false) => {}
+                None => {
+                    seen.insert(next.clone(), true);
+                    let after = config.next_states(&next);
+                    path.push((next, after));
+                }
+            }
+        }
+    }
+}
