@@ -2,6 +2,7 @@
 //!
 //! The table of ARCHITECTURE.md is made from the one here, and each of its cells is a test with that name.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+#![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
 
 #[path = "faults/play.rs"]
 mod play;
@@ -80,7 +81,8 @@ const SEEN: &[(Seen, &str, &str)] = &[
     (
         Seen::Refused,
         "refused",
-        "`Error::Store` while it lasts, and no body begins; afterwards everything goes on, and nothing is forgotten",
+        "`Error::Store` while it lasts, and no body begins; results of bodies that end are recorded once that can be done, \
+         as long as their lease is held; afterwards everything goes on, and nothing is forgotten",
     ),
     (Seen::Retried, "retried", "calls under way may get `Error::Store`; nothing that was acknowledged is forgotten"),
     (
@@ -246,7 +248,9 @@ const END: &str = "<!-- the end of the table of faults -->\n";
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");
-    COLUMNS.iter().for_each(|column| write!(text, " {} |", column.title).expect("a text"));
+    for column in COLUMNS {
+        write!(text, " {} |", column.title).expect("a text");
+    }
     text += "\n|---|";
     text += &"---|".repeat(COLUMNS.len());
     for (fault, how) in FAULTS {

@@ -10,6 +10,7 @@ use idem_tests::proxy::{Line, Proxy};
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
 use redis::Value;
+use tokio_postgres::error::SqlState;
 
 use crate::Fault;
 use crate::tools::{Disk, FULL, READ_ONLY};
@@ -34,6 +35,11 @@ pub trait Rig {
         false
     }
 
+    /// Whether a full disk leaves it room in the files that it has.
+    fn fills_up_slowly(&self) -> bool {
+        false
+    }
+
     /// Whether a process that stands still keeps everybody else from the store.
     async fn is_held_up(&self) -> bool {
         false
@@ -53,8 +59,11 @@ fn is_of_lines(fault: Fault) -> bool {
     matches!(fault, Fault::connections_cut | Fault::connections_delayed | Fault::connections_half_closed)
 }
 
-fn set_all(lines: &[Proxy], line: Line) {
-    lines.iter().for_each(|proxy| proxy.set(line));
+/// Every line does this from now on.
+pub fn set_all(lines: &[Proxy], line: Line) {
+    for proxy in lines {
+        proxy.set(line);
+    }
 }
 
 // SQLite.
@@ -350,7 +359,7 @@ impl Postgres {
             refused = match raw.batch_execute(&sql).await {
                 Ok(()) => refused.min(1),
                 Err(error) => {
-                    assert_eq!(error.code().map(|code| code.code()), Some("53200"), "{error:?}");
+                    assert_eq!(error.code().map(SqlState::code), Some("53200"), "{error:?}");
                     refused + 1
                 }
             };
@@ -366,6 +375,10 @@ impl Rig for Postgres {
     fn spec(&self) -> String {
         let port = self.lines.first().map_or(self.server.port(), Proxy::port);
         format!("hurried postgres postgres://postgres@127.0.0.1:{port}/postgres idem")
+    }
+
+    fn fills_up_slowly(&self) -> bool {
+        true
     }
 
     fn lines(&self) -> &[Proxy] {

@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, RedisStore};
@@ -233,8 +233,8 @@ pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
     read
 }
 
-/// How often a condition is looked at before it counts as failed: minutes, which only what hangs will take.
-const LOOKS: usize = 9000;
+/// How long a condition may take before it counts as failed: minutes, which only what hangs will take.
+const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Waits until `condition` holds, by blocking.
@@ -242,7 +242,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// # Panics
 /// If it never does.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    for _ in 0..LOOKS {
+    let started = Instant::now();
+    while started.elapsed() < PATIENCE {
         if condition() {
             return;
         }
@@ -256,7 +257,8 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
 /// # Panics
 /// If it never does.
 pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    for _ in 0..LOOKS {
+    let started = Instant::now();
+    while started.elapsed() < PATIENCE {
         if condition().await {
             return;
         }
