@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use idem_tests::proxy::Line;
+use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{self, Crew, Event, Keys, Rules, Work};
+use idem_tests::server::until;
 
 use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
@@ -245,7 +246,15 @@ impl<R: Rig> Scene<R> {
 
     async fn is_slower(&mut self) -> Rules {
         set_all(self.rig.lines(), Line::Delay(DELAY));
+        let now = race::now();
         self.progress("all goes on meanwhile").await;
+        let seen = self.seen();
+        let there_and_back = 2 * u64::try_from(DELAY.as_millis()).expect("short");
+        for line in seen.told_since(now).filter(|line| matches!(line.event, Event::Ran(_))) {
+            let asked = |it: &&race::Line| (it.worker, it.call) == (line.worker, line.call);
+            let took = line.at - seen.0.iter().find(asked).expect("asked").at;
+            assert!(took + 20 > 2 * there_and_back, "a reservation and a completion took {took} ms");
+        }
         set_all(self.rig.lines(), Line::Pass);
         self.progress("all goes on afterwards").await;
         Rules::STRICT
@@ -253,7 +262,10 @@ impl<R: Rig> Scene<R> {
 
     async fn goes_on_elsewhere(&mut self) -> Rules {
         for line in [Line::EndToClient, Line::EndToServer] {
+            let halved = || self.rig.lines().iter().map(Proxy::halved).sum::<usize>();
+            let before = halved();
             set_all(self.rig.lines(), line);
+            until("connections are half closed", async || halved() > before).await;
             self.progress(&format!("all goes on with {line:?}")).await;
             set_all(self.rig.lines(), Line::Pass);
             self.progress(&format!("all goes on after {line:?}")).await;

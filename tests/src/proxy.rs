@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -51,6 +52,7 @@ impl Line {
 pub struct Proxy {
     address: SocketAddr,
     line: Arc<watch::Sender<Line>>,
+    halved: Arc<AtomicUsize>,
 }
 
 impl Proxy {
@@ -62,13 +64,14 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let line = Arc::new(watch::channel(Line::Pass).0);
-        let lines = Arc::clone(&line);
+        let halved = Arc::default();
+        let (lines, count) = (Arc::clone(&line), Arc::clone(&halved));
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, port, lines.subscribe()));
+                tokio::spawn(carry(client, port, lines.subscribe(), Arc::clone(&count)));
             }
         });
-        Self { address, line }
+        Self { address, line, halved }
     }
 
     /// Where it listens.
@@ -81,13 +84,18 @@ impl Proxy {
         self.address.port()
     }
 
+    /// How many connections it has ended in one direction.
+    pub fn halved(&self) -> usize {
+        self.halved.load(Ordering::Relaxed)
+    }
+
     /// What it does from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }
 }
 
-async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
+async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>, halved: Arc<AtomicUsize>) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
     let spared = line.borrow().spares_new_ones();
     client.set_nodelay(true).ok();
@@ -109,8 +117,8 @@ async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
         return;
     }
     tokio::select! {
-        () = upstream(&mut from_client, &mut to_server, lines.clone(), spared) => {}
-        () = downstream(&mut from_server, to_client, lines, spared) => {}
+        () = upstream(&mut from_client, &mut to_server, lines.clone(), spared, &halved) => {}
+        () = downstream(&mut from_server, to_client, lines, spared, &halved) => {}
         () = healed => {}
     }
 }
@@ -129,11 +137,17 @@ async fn next(from: &mut OwnedReadHalf, buffer: &mut [u8], line: &mut watch::Rec
     }
 }
 
-async fn upstream(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, mut line: watch::Receiver<Line>, spared: bool) {
+async fn upstream(
+    from: &mut OwnedReadHalf,
+    to: &mut OwnedWriteHalf,
+    mut line: watch::Receiver<Line>,
+    spared: bool,
+    halved: &AtomicUsize,
+) {
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        if done_to(spared, &mut line) == Line::EndToServer {
-            to.shutdown().await.ok();
+        if done_to(spared, &mut line) == Line::EndToServer && to.shutdown().await.is_ok() {
+            halved.fetch_add(1, Ordering::Relaxed);
         }
         let Some(read) = next(from, &mut buffer, &mut line).await else { return };
         match done_to(spared, &mut line) {
@@ -148,11 +162,17 @@ async fn upstream(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, mut line: w
     }
 }
 
-async fn downstream(from: &mut OwnedReadHalf, mut to: OwnedWriteHalf, mut line: watch::Receiver<Line>, spared: bool) {
+async fn downstream(
+    from: &mut OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    mut line: watch::Receiver<Line>,
+    spared: bool,
+    halved: &AtomicUsize,
+) {
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        if done_to(spared, &mut line) == Line::EndToClient {
-            to.shutdown().await.ok();
+        if done_to(spared, &mut line) == Line::EndToClient && to.shutdown().await.is_ok() {
+            halved.fetch_add(1, Ordering::Relaxed);
         }
         let read = next(from, &mut buffer, &mut line).await;
         match (read, done_to(spared, &mut line)) {
