@@ -124,7 +124,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn close(mut self, rules: &Rules) {
-        self.crew.open_gate();
+        self.crew.open_gate(self.holder);
         let keys = self.crew.finish();
         self.crew.ended().await;
         let effects = self.crew.audit(keys, rules).await;
@@ -162,27 +162,37 @@ impl<R: Rig> Scene<R> {
     async fn stop_workers(&mut self) -> Rules {
         self.stop(self.holder).await;
         self.stop(self.others[0]).await;
-        let successor = self.crew.start(0, Keys::Open, Work::Some);
-        let of_key_0 = |line: &&race::Line| line.key == 0;
-        self.until("its key is taken over, and the result is recorded", |seen| {
-            let ran = |line: &race::Line| line.worker == successor && matches!(line.event, Event::Ran(_));
-            seen.0.iter().filter(of_key_0).any(ran)
+        let successor = self.crew.start(0, Keys::Open, Work::Held);
+        let (holder, of_key_0) = (self.holder, |line: &&race::Line| line.key == 0);
+        self.until("its key is taken over", |seen| {
+            seen.0.iter().filter(of_key_0).any(|line| line.worker == successor && line.event == Event::Held)
         })
         .await;
         self.progress("the others go on").await;
+        // Their bodies overlap now; and who wakes has nothing left to do but to record its result.
+        self.crew.open_gate(self.holder);
         self.crew.signal(self.holder, "-CONT");
         self.crew.signal(self.others[0], "-CONT");
-        let holder = self.holder;
-        self.until("who wakes learns that its lease is lost", |seen| {
-            let lost = |line: &race::Line| line.worker == holder && line.event == Event::LeaseLost;
-            seen.0.iter().filter(of_key_0).any(lost)
-        })
-        .await;
-        self.until("who wakes gets the result of the other", |seen| {
-            let replayed = |line: &race::Line| line.worker == holder && matches!(line.event, Event::Replayed(_));
-            seen.0.iter().filter(of_key_0).any(replayed)
-        })
-        .await;
+        let told = |seen: &Seens| {
+            let held = |line: &&race::Line| line.worker == holder && line.event == Event::Held;
+            let call = seen.0.iter().find(held)?.call;
+            let told = |line: &&race::Line| line.worker == holder && line.call == call && line.event.ends_a_call();
+            seen.0.iter().find(told).map(|line| line.event.clone())
+        };
+        self.until("who wakes is told something", |seen| told(seen).is_some()).await;
+        assert_eq!(told(&self.seen()), Some(Event::LeaseLost), "it was taken over");
+        self.crew.open_gate(successor);
+        for (worker, ran) in [(successor, true), (holder, false)] {
+            self.until("both have the result of the one that was not stopped", |seen| {
+                let told = |line: &race::Line| match line.event {
+                    Event::Ran(_) => ran,
+                    Event::Replayed(_) => !ran,
+                    _ => false,
+                };
+                seen.0.iter().filter(of_key_0).any(|line| line.worker == worker && told(line))
+            })
+            .await;
+        }
         Rules::STRICT
     }
 
@@ -292,8 +302,7 @@ impl<R: Rig> Scene<R> {
             .await;
             if !leases_move {
                 self.until("a duplicate is not misled", |seen| {
-                    let told = |event: &Event| !matches!(event, Event::Asked | Event::Began(_) | Event::Held);
-                    seen.0.iter().any(|line| line.worker == duplicate && line.key == 0 && told(&line.event))
+                    seen.0.iter().any(|line| line.worker == duplicate && line.key == 0 && line.event.ends_a_call())
                 })
                 .await;
             }

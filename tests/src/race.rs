@@ -63,6 +63,13 @@ pub enum Event {
     Store(String),
 }
 
+impl Event {
+    /// Whether the caller was told something.
+    pub fn ends_a_call(&self) -> bool {
+        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Ended)
+    }
+}
+
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { at, wall, worker, call, key, event } = self;
@@ -186,6 +193,8 @@ pub struct Crew {
     env: Env,
     path: PathBuf,
     racers: Vec<Child>,
+    /// Who is held in a body, or was.
+    gates: Vec<u32>,
 }
 
 impl Crew {
@@ -194,7 +203,14 @@ impl Crew {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
         File::create(&path).expect("a file for the effects");
-        Self { program: program.to_owned(), spec: spec.to_owned(), env: Vec::new(), path, racers: Vec::new() }
+        Self {
+            program: program.to_owned(),
+            spec: spec.to_owned(),
+            env: Vec::new(),
+            path,
+            racers: Vec::new(),
+            gates: Vec::new(),
+        }
     }
 
     /// Racers to come find this in their environment.
@@ -216,8 +232,13 @@ impl Crew {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", &self.program, &self.spec]).arg(&self.path);
         command.args([&keys, &begin.to_string(), work]).envs(self.env.iter().cloned());
-        self.racers.push(command.spawn().expect("a racer starts"));
-        self.racers[self.racers.len() - 1].id()
+        let racer = command.spawn().expect("a racer starts");
+        let worker = racer.id();
+        self.racers.push(racer);
+        if work == "held" {
+            self.gates.push(worker);
+        }
+        worker
     }
 
     /// `kill -9`.
@@ -234,9 +255,9 @@ impl Crew {
         crate::server::signal(worker, signal);
     }
 
-    /// Lets the bodies end that are held.
-    pub fn open_gate(&self) {
-        File::create(beside(&self.path, "gate")).expect("can be written");
+    /// Lets the body end that `worker` is held in.
+    pub fn open_gate(&self, worker: u32) {
+        File::create(gate(&self.path, worker)).expect("can be written");
     }
 
     /// Tells how many keys there are in the end: all that were begun, and some more.
@@ -267,20 +288,27 @@ impl Crew {
     /// Waits until every racer has ended.
     ///
     /// # Panics
-    /// If one fails, or does not end.
+    /// If one fails, or if all of them hang.
     pub async fn ended(&mut self) {
-        let mut racers = std::mem::take(&mut self.racers);
-        until(&format!("the racers end ({})", self.spec), async || {
-            racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
-                Some(status) => {
-                    assert!(status.success(), "a racer failed: {status}");
-                    false
-                }
-                None => true,
-            });
-            racers.is_empty()
-        })
-        .await;
+        let mut got_on = 0;
+        while !self.racers.is_empty() {
+            // However long they take, they get on.
+            let before = got_on;
+            until(&format!("the racers get on ({})", self.spec), async || {
+                self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
+                    Some(status) => {
+                        assert!(status.success(), "a racer failed: {status}");
+                        false
+                    }
+                    None => true,
+                });
+                let done = |line: &Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
+                got_on = self.lines().iter().filter(|line| done(line)).count();
+                self.racers.is_empty() || got_on > before
+            })
+            .await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// Audits what is in the table and in the store; see [`Rules`].
@@ -295,10 +323,18 @@ impl Drop for Crew {
             racer.kill().ok();
             racer.wait().ok();
         }
-        for path in [self.path.clone(), beside(&self.path, "gate"), beside(&self.path, "keys")] {
+        for path in [self.path.clone(), beside(&self.path, "keys")] {
             std::fs::remove_file(path).ok();
         }
+        for worker in &self.gates {
+            std::fs::remove_file(gate(&self.path, *worker)).ok();
+        }
     }
+}
+
+/// The file that lets the body end that `worker` is held in.
+pub fn gate(path: &Path, worker: u32) -> PathBuf {
+    beside(path, &format!("gate-{worker}"))
 }
 
 /// A file that belongs to the table at `path`.

@@ -78,7 +78,7 @@ impl Racer {
 
     async fn call(&mut self, n: usize) -> (Event, Disposition) {
         let Self { store, path, table, works, held, calls } = self;
-        let (call, gate) = (*calls, race::beside(path, "gate"));
+        let (call, gate) = (*calls, race::gate(path, std::process::id()));
         let operation = Operation::new(&**store, Ok(race::key(n)), POLICY);
         let body = async {
             let attempt = current().unwrap();
