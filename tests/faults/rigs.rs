@@ -388,7 +388,7 @@ impl Rig for Postgres {
     async fn break_down(&mut self, fault: Fault) {
         match fault {
             Fault::server_killed_and_restarted => self.server.kill(),
-            Fault::server_stopped_and_continued => self.server.pause(true),
+            Fault::server_stopped_and_continued => self.server.stop(),
             Fault::connections_cut => set_all(&self.lines, Line::Refuse),
             Fault::out_of_memory => self.hoard().await,
             Fault::disk_full => {
@@ -408,7 +408,7 @@ impl Rig for Postgres {
     async fn heal(&mut self, fault: Fault) {
         match fault {
             Fault::server_killed_and_restarted => self.server.run(),
-            Fault::server_stopped_and_continued => self.server.pause(false),
+            Fault::server_stopped_and_continued => self.server.go_on(),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::out_of_memory => self.hoarder = None,
             Fault::disk_full => self.disk.heal(),

@@ -204,7 +204,7 @@ impl Emulator {
 
     /// Stops or continues the process.
     pub fn signal(&self, how: &str) {
-        signal(self.child.as_ref().expect("running").id(), how);
+        assert!(signal(self.child.as_ref().expect("running").id(), how), "it has ended");
     }
 }
 

@@ -174,25 +174,25 @@ impl PostgresServer {
         self.end("-KILL");
     }
 
-    /// Stops the whole server, or lets it go on.
-    pub fn pause(&self, stopped: bool) {
+    /// Stops the whole server.
+    pub fn stop(&self) {
         let postmaster = self.child.as_ref().expect("running").id();
-        // It starts no process while it stands still.
-        if stopped {
-            signal(postmaster, "-STOP");
-        }
-        let to_all = if stopped { "-STOP" } else { "-CONT" };
-        let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
-        for child in children.expect("Linux").split_ascii_whitespace() {
-            // It may have ended by itself.
-            Command::new("kill").args([to_all, child]).stderr(Stdio::null()).status().expect("kill runs");
-        }
-        if !stopped {
-            signal(postmaster, "-CONT");
+        // First, so that it starts no process meanwhile.
+        assert!(signal(postmaster, "-STOP"), "it has ended");
+        signal_children(postmaster, "-STOP");
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        if let Some(child) = &self.child {
+            signal_children(child.id(), "-CONT");
+            signal(child.id(), "-CONT");
         }
     }
 
     fn end(&mut self, how: &str) {
+        // Who stands still hears nothing.
+        self.go_on();
         if let Some(mut child) = self.child.take() {
             signal(child.id(), how);
             child.wait().expect("was running");
@@ -213,6 +213,14 @@ impl PostgresServer {
             .expect("a program of the server");
         assert!(said.status.success(), "{name}: {}", String::from_utf8_lossy(&said.stderr));
         String::from_utf8_lossy(&said.stdout).into_owned()
+    }
+}
+
+fn signal_children(postmaster: u32, how: &str) {
+    // One that is gone has none, and one of them may end at any time.
+    let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
+    for child in children.unwrap_or_default().split_ascii_whitespace() {
+        signal(child.parse().expect("a process"), how);
     }
 }
 

@@ -252,7 +252,7 @@ impl Crew {
     /// Stops or continues a racer.
     pub fn signal(&self, worker: u32, signal: &str) {
         assert!(self.racers.iter().any(|racer| racer.id() == worker), "one of ours");
-        crate::server::signal(worker, signal);
+        assert!(crate::server::signal(worker, signal), "it has ended");
     }
 
     /// Lets the body end that `worker` is held in.
@@ -273,7 +273,8 @@ impl Crew {
     /// What is in the table.
     pub fn lines(&self) -> Vec<Line> {
         let text = std::fs::read_to_string(&self.path).expect("the table can be read");
-        text.lines().map(Line::read).collect()
+        // The last line may be being written.
+        text.rsplit_once('\n').map_or_else(Vec::new, |(whole, _)| whole.lines().map(Line::read).collect())
     }
 
     /// Waits until `condition` holds for what is in the table.
