@@ -2,54 +2,33 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::{
-    CodecName, Disposition, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Payload, Policy,
-    RedisOptions, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
-    record_values, run,
+    Disposition, Error, Json, Lease, Operation, Payload, RedisOptions, RedisStore, Release, Reservation, State, Store,
+    StoreError, StoreErrorKind, Write, observe, record_values, run,
 };
+use idem_tests::calls::{LEASE, POLICY, call, call_with, done, key, lease_of, request};
 use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
 
-const LEASE: Duration = Duration::from_secs(60);
-const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
 /// How long a node may be silent before it is replaced, in milliseconds: long for a process that runs, short for a test.
 const NODE_TIMEOUT: u32 = 2000;
 /// The same for sentinels.
 const DOWN_AFTER: u32 = 1500;
 
-fn key(name: &str) -> Key {
-    Key::new("test", name).unwrap()
-}
-
 /// What the servers call the record of `name`.
-fn stored(name: &str) -> String {
+fn record_of(name: &str) -> String {
     format!("idem:1/test/{name}")
-}
-
-fn request(store: &RedisStore, name: &str) -> Reserve {
-    Reserve {
-        key: key(name),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: Duration::from_secs(3600),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
 }
 
 async fn reserved(store: &RedisStore, name: &str) -> Lease {
     let request = request(store, name);
-    match answered(async || store.reserve(&request).await).await {
-        Reservation::Reserved { lease, .. } => lease,
-        other => panic!("{other:?}"),
-    }
+    lease_of(Ok(answered(async || store.reserve(&request).await).await))
 }
 
 /// Repeats a call that fails while a failover is under way, or because a replica is slow.
@@ -60,16 +39,6 @@ async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, StoreError>) -> T 
             Err(error) => assert!(error.is_transient(), "{error}"),
         }
     }
-}
-
-fn done() -> Finish {
-    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
-}
-
-/// One call of a handler that counts its runs.
-async fn call(store: &RedisStore, name: &str, policy: Policy, runs: &AtomicUsize) -> (Result<usize, Error>, Outcome) {
-    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Ok(key(name)), policy), record_values::<Json>(), body)).await
 }
 
 /// Short limits, as the servers of these tests hang on purpose.
@@ -117,8 +86,8 @@ struct Load {
 /// What became of one key.
 #[derive(Debug)]
 struct Done {
-    result: usize,
-    runs: usize,
+    result: u32,
+    runs: u32,
     /// Errors of the store on the way to the result.
     failed: usize,
 }
@@ -149,9 +118,9 @@ impl Load {
     }
 
     async fn serve(store: &RedisStore, name: &str) -> Done {
-        let (runs, mut failed) = (AtomicUsize::new(0), 0);
+        let (runs, mut failed) = (AtomicU32::new(0), 0);
         loop {
-            let (result, outcome) = call(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
+            let (result, outcome) = call_with(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
             match (result, outcome.disposition()) {
                 (Ok(result), Disposition::Ack) => return Done { result, runs: runs.into_inner(), failed },
                 // Every call ends, and in an answer that says what to do next.
@@ -219,9 +188,9 @@ async fn no_command_names_keys_of_two_slots() {
     let names: Vec<String> = (0..1500)
         .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
         .collect();
-    let runs = AtomicUsize::new(0);
+    let runs = AtomicU32::new(0);
     for first in [true, false, false] {
-        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &runs))).await;
+        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
         for (name, (result, outcome)) in names.iter().zip(calls) {
             assert!(result.is_ok() && outcome.executed() == first, "{name}: {result:?}");
         }
@@ -311,7 +280,7 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     let cluster = Cluster::start(NODE_TIMEOUT);
     // Patient, so that the answer of the node that was stopped is still awaited when it comes.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
-    let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&stored(name)) == Some(0)).unwrap();
+    let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap();
     cluster.nodes[0].signal("-STOP");
     let request = request(&store, &name);
     let in_flight = tokio::spawn({
@@ -331,7 +300,7 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
     let answer = store.reserve(&request).await.unwrap();
     assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
-    assert!(ask::<usize>(replica, &format!("EXISTS {}", stored(&name))).unwrap() == 1);
+    assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
 #[tokio::test]
@@ -339,12 +308,12 @@ async fn slots_that_move_are_followed() {
     let cluster = Cluster::start(20_000);
     for (tag, options) in [("a", options()), ("b", replicated())] {
         let store = options.connect(&cluster.url()).await.unwrap();
-        let runs = AtomicUsize::new(0);
+        let runs = AtomicU32::new(0);
         let name = |n: usize| format!("{{{tag}}}{n}");
-        let each = async |range: std::ops::Range<usize>, runs: usize| {
-            let count = AtomicUsize::new(0);
+        let each = async |range: std::ops::Range<usize>, runs: u32| {
+            let count = AtomicU32::new(0);
             let names: Vec<_> = range.map(name).collect();
-            let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &count))).await;
+            let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &count))).await;
             for (name, (result, _)) in names.iter().zip(calls) {
                 assert!(result.is_ok(), "{name}: {result:?}");
             }
@@ -352,10 +321,10 @@ async fn slots_that_move_are_followed() {
         };
         each(0..50, 50).await;
         let pending = reserved(&store, &name(1000)).await;
-        let from = cluster.serves(&stored(&name(0))).unwrap();
+        let from = cluster.serves(&record_of(&name(0))).unwrap();
         let to = (from + 1) % 3;
         let (from, to) = (cluster.nodes[from].port(), cluster.nodes[to].port());
-        let slot: u16 = ask(from, &format!("CLUSTER KEYSLOT {}", stored(&name(0)))).unwrap();
+        let slot: u16 = ask(from, &format!("CLUSTER KEYSLOT {}", record_of(&name(0)))).unwrap();
         let say = |port: u16, command: &str| ask::<Value>(port, command).unwrap();
         let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
         say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
@@ -378,7 +347,7 @@ async fn slots_that_move_are_followed() {
         each(0..150, 30).await;
         assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
         assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Write::Done);
-        assert_eq!(call(&store, &name(1000), POLICY, &runs).await.0.unwrap(), 42);
+        assert_eq!(call(&store, &name(1000), &runs).await.0.unwrap(), 42);
         assert_eq!(runs.into_inner(), 0);
     }
 }
@@ -455,7 +424,7 @@ async fn what_a_replaced_primary_still_answers_is_not_believed() {
     assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
     let answer = store.reserve(&request).await.unwrap();
     assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
-    assert_eq!(ask::<usize>(new, &format!("EXISTS {}", stored("k"))), Ok(1));
+    assert_eq!(ask::<usize>(new, &format!("EXISTS {}", record_of("k"))), Ok(1));
 }
 
 #[tokio::test]
@@ -549,7 +518,9 @@ impl Pair {
     fn name(&self, prefix: &str) -> String {
         let names = (0..).map(|n| format!("{prefix}{n}"));
         match self {
-            Self::Cluster(cluster) => names.into_iter().find(|name| cluster.serves(&stored(name)) == Some(0)).unwrap(),
+            Self::Cluster(cluster) => {
+                names.into_iter().find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap()
+            }
             Self::Watched(_) => format!("{prefix}0"),
         }
     }
@@ -575,15 +546,15 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         let store = options().connect(&pair.url()).await.unwrap();
         let (finished, running) = (pair.name("finished"), pair.name("running"));
         let (primary, replica) = pair.servers();
-        let runs = AtomicUsize::new(0);
+        let runs = AtomicU32::new(0);
         cut_off(primary.port(), replica);
         // Acknowledged both, by the primary alone.
-        assert_eq!(call(&store, &finished, POLICY, &runs).await.0.unwrap(), 1);
+        assert_eq!(call(&store, &finished, &runs).await.0.unwrap(), 1);
         let lease = reserved(&store, &running).await;
         pair.fail_over().await;
         // The operation is forgotten: it runs again, and its fencing tokens start over.
         assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
-        let (result, outcome) = call(&store, &finished, POLICY, &runs).await;
+        let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
         // So is the reservation: another attempt runs beside the first one, under the same number. The first one learns
         // it at its next write.
@@ -603,7 +574,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let [replayed, finished, unreserved, held] = &names;
         let (primary, replica) = pair.servers();
         let port = primary.port();
-        let runs = AtomicUsize::new(0);
+        let runs = AtomicU32::new(0);
         let lease = reserved(&store, replayed).await;
         assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
         let lease = reserved(&store, held).await;
@@ -617,12 +588,12 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
         assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
         assert!(!outcome.recorded());
-        assert_eq!(ask::<usize>(port, &format!("EXISTS {}", stored(finished))), Ok(1));
+        assert_eq!(ask::<usize>(port, &format!("EXISTS {}", record_of(finished))), Ok(1));
         // Nor is a duplicate told: a replay would be taken back by the failover.
-        let (result, _) = call(&store, finished, POLICY, &runs).await;
+        let (result, _) = call(&store, finished, &runs).await;
         assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
         // A reservation that no replica has runs nothing.
-        let (result, _) = call(&store, unreserved, POLICY, &runs).await;
+        let (result, _) = call(&store, unreserved, &runs).await;
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
         assert_eq!(source.kind(), StoreErrorKind::Unknown, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -649,7 +620,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         }
         wait_until("a replica again", || replicas_online(new) == 1);
         let attempt = loop {
-            match call(&store, finished, policy, &runs).await {
+            match call_with(&store, finished, policy, &runs).await {
                 (Ok(run), outcome) => break (run, outcome.attempt()),
                 // A replica that is slow is no failure of this test.
                 (Err(Error::Store { .. } | Error::InProgress { .. } | Error::Unrecorded { .. }), _) => {
@@ -698,7 +669,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
             // A replay of a result that nobody has been told of.
             unconfirmed(store.reserve(&self::request(&store, "finished")).await.unwrap_err());
         }
-        let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", stored(name))).unwrap();
+        let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", record_of(name))).unwrap();
         let before = [times("finished"), times("released"), times("k")];
         unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
         unconfirmed(store.reserve(&request).await.unwrap_err());
@@ -720,9 +691,9 @@ async fn operations_share_one_wait() {
     let (primary, _replica) = pair(Kind::Redis);
     let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
     let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();
-    let runs = AtomicUsize::new(0);
+    let runs = AtomicU32::new(0);
     for first in [true, false] {
-        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, POLICY, &runs))).await;
+        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
         assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == first));
     }
     let waits = field(primary.port(), "INFO commandstats", "cmdstat_wait").unwrap();

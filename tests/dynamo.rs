@@ -13,53 +13,18 @@ use aws_sdk_dynamodb::types::{
     AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType,
 };
 use idem_runtime::{
-    CodecName, DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash,
-    Operation, Outcome, Owner, Payload, Policy, Record, Release, Reservation, Reserve, State, Store, StoreError,
-    StoreErrorKind, Write, observe, record_values, run,
+    DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner,
+    Payload, Record, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
+    record_values, run,
 };
+use idem_tests::calls::{LEASE, POLICY, TTL, call, done, request, reserved, stored, wins};
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio::sync::Semaphore;
 
-const LEASE: Duration = Duration::from_secs(60);
-const TTL: Duration = Duration::from_secs(3600);
-const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 /// A time for clocks that stand still: a Tuesday in November 2023.
 const THEN: i64 = 1_700_000_000_000;
-
-fn request(store: &DynamoStore, name: &str) -> Reserve {
-    Reserve {
-        key: Key::new("test", name).unwrap(),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
-}
-
-async fn reserved(store: &DynamoStore, request: &Reserve) -> Lease {
-    match store.reserve(request).await.unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn stored(bytes: impl Into<Vec<u8>>) -> Payload {
-    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into().into() }
-}
-
-fn done() -> Finish {
-    Finish::Completed(stored("42"))
-}
-
-/// One call of a handler that counts its runs.
-async fn call(store: &DynamoStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
-    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
-}
 
 /// Settings for keys that no other test uses, and for machines of any speed.
 fn options(test: &str) -> DynamoOptions {
@@ -124,7 +89,7 @@ async fn the_written_form_is_pinned() {
     let begin = async |name: &str, fingerprint, on_crash| {
         clock.store(THEN, Ordering::SeqCst);
         let owner = Owner::from_bytes(*b"0123456789abcdef");
-        let lease = reserved(&store, &Reserve { owner, fingerprint, on_crash, ..request(&store, name) }).await;
+        let lease = wins(&store, &Reserve { owner, fingerprint, on_crash, ..request(&store, name) }).await;
         // A renewal and whatever ends the attempt come later, and not at a whole second.
         clock.store(THEN + 7_001, Ordering::SeqCst);
         lease
@@ -173,7 +138,7 @@ async fn the_written_form_is_pinned() {
 async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retention() {
     for (skew, now) in [(0, THEN), (0, THEN + 1), (1000, THEN), (1001, THEN), (1, THEN + 999), (2_500, THEN + 499)] {
         let (store, _) = timed(&format!("purge:{skew}:{now}"), skew, now);
-        let lease = reserved(&store, &request(&store, "k")).await;
+        let lease = reserved(&store, "k").await;
         for (state, kept) in [("P", LEASE + TTL), ("C", TTL)] {
             let item = item(&raw(), &format!("purge:{skew}:{now}:1/test/k")).await;
             assert_eq!(item["state"], AttributeValue::S(state.to_owned()));
@@ -195,7 +160,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
     let store = options("limit").wall_clock(|| THEN).open(client(&wire), TABLE);
     for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
         let name = format!("k{}", fingerprint.is_some());
-        let lease = reserved(&store, &Reserve { fingerprint, ..request(&store, &name) }).await;
+        let lease = wins(&store, &Reserve { fingerprint, ..request(&store, &name) }).await;
         wire.seen();
         let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
         let error = store.finish(&lease, &result(LARGEST)).await.unwrap_err();
@@ -248,7 +213,7 @@ async fn prefixes_keep_applications_apart() {
     let (a, _) = wired("prefix-a");
     let (b, _) = wired("prefix-b");
     for store in [a, b] {
-        assert_eq!(reserved(&store, &request(&store, "k")).await.attempt, 1);
+        assert_eq!(reserved(&store, "k").await.attempt, 1);
     }
 }
 
@@ -323,14 +288,14 @@ async fn calls_are_counted() {
     assert!(call(&store, "k", &runs).await.1.replayed());
     costs("replay", &["PutItem"]);
 
-    let lease = reserved(&store, &request(&store, "held")).await;
+    let lease = reserved(&store, "held").await;
     wire.seen();
     let (result, _) = call(&store, "held", &runs).await;
     assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
     costs("in progress", &["PutItem"]);
     let mut leases = vec![lease.clone()];
     for n in 0..99 {
-        leases.push(reserved(&store, &request(&store, &format!("beat{n}"))).await);
+        leases.push(reserved(&store, &format!("beat{n}")).await);
     }
     wire.seen();
     assert_eq!(store.renew(&leases).await.unwrap(), [Write::Done; 100]);
@@ -346,7 +311,7 @@ async fn calls_are_counted() {
 
     let lapsed = Reserve { lease: Duration::from_millis(1), ..request(&store, "lapsed") };
     let eager = options("calls").max_clock_skew(Duration::ZERO).open(client(&wire), TABLE);
-    reserved(&eager, &lapsed).await;
+    wins(&eager, &lapsed).await;
     tokio::time::sleep(Duration::from_millis(5)).await;
     wire.seen();
     assert!(call(&eager, "lapsed", &runs).await.1.executed());
@@ -361,7 +326,7 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
     let (store, wire) = wired("wait");
     let (other, _) = wired("wait");
     for (name, by) in [("own", &store), ("other", &other)] {
-        let lease = reserved(by, &request(&store, name)).await;
+        let lease = wins(by, &request(&store, name)).await;
         let began = std::time::Instant::now();
         wire.seen();
         let runs = AtomicU32::new(0);
@@ -416,7 +381,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         let machines = Machines::new(&format!("skew{n}"), SKEW, ahead);
         let [a, b] = &machines.stores;
         machines.at(0);
-        let held = reserved(a, &request(a, "k")).await;
+        let held = reserved(a, "k").await;
         let refused = async |why: &str| match b.reserve(&request(b, "k")).await.unwrap() {
             Reservation::Pending { attempt: 1, lapses_in } => lapses_in,
             other => panic!("{ahead:?}, {why}: {other:?}"),
@@ -455,7 +420,7 @@ async fn clocks_within_the_skew_never_forget_early() {
         let machines = Machines::new(&format!("forget{n}"), SKEW, ahead);
         let [a, b] = &machines.stores;
         machines.at(0);
-        let held = reserved(a, &request(a, "k")).await;
+        let held = reserved(a, "k").await;
         assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Done);
         let forgotten = ttl + ahead[0] - ahead[1] + SKEW + 1;
         assert!(forgotten > ttl, "{ahead:?}");
@@ -469,7 +434,7 @@ async fn clocks_within_the_skew_never_forget_early() {
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
         assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?}");
-        assert_eq!(reserved(b, &request(b, "k")).await.attempt, 1, "{ahead:?}");
+        assert_eq!(reserved(b, "k").await.attempt, 1, "{ahead:?}");
     }
 }
 
@@ -480,7 +445,7 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
         for operator in [false, true] {
             let (owner, clock) = timed("between", 0, THEN);
             let name = format!("{}:{operator}", end.replace(' ', "-"));
-            let lease = reserved(&owner, &request(&owner, &name)).await;
+            let lease = reserved(&owner, &name).await;
             clock.store(THEN + lapsed, Ordering::SeqCst);
             let wire = Wire::to(&Kind::Dynoxide.shared());
             let options = options("between").max_clock_skew(Duration::ZERO);
@@ -496,7 +461,7 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
                     "renewed" => assert_eq!(owner.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]),
                     "released" => assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done),
                     "finished" => assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done),
-                    _ => assert_eq!(reserved(&owner, &request(&owner, &name)).await.attempt, 2),
+                    _ => assert_eq!(reserved(&owner, &name).await.attempt, 2),
                 }
                 may.add_permits(1);
             };
@@ -565,7 +530,7 @@ async fn a_clock_that_is_too_far_off_is_warned_of_once() {
 #[tokio::test]
 async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     let (store, clock) = timed("late-renewal", 0, THEN);
-    let held = reserved(&store, &request(&store, "k")).await;
+    let held = reserved(&store, "k").await;
     clock.store(THEN + 20_000, Ordering::SeqCst);
     assert_eq!(store.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
@@ -654,7 +619,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         play();
         is("reserve", store.reserve(&request).await.err());
         // The others meet the record that is there by now.
-        assert_eq!(reserved(&store, &request).await, lease, "{reply:?}");
+        assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", store.renew(std::slice::from_ref(&lease)).await.err());
         play();
@@ -664,7 +629,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{reply:?}");
         play();
         is("reopen", store.reopen(&lease.key, 1).await.err());
-        let second = reserved(&store, &Reserve { owner: store.heartbeats().new_owner(), ..request.clone() }).await;
+        let second = wins(&store, &Reserve { owner: store.heartbeats().new_owner(), ..request.clone() }).await;
         play();
         is("finish", store.finish(&second, &done()).await.err());
         assert_eq!(store.finish(&second, &done()).await.unwrap(), Write::Done, "{reply:?}");
@@ -711,7 +676,7 @@ async fn a_refusal_without_the_item_is_looked_into() {
     let bare = || Reply::Instead(400, REFUSED.to_owned());
     // Nothing is there: it was deleted meanwhile, and the reservation is tried again.
     wire.script([bare()]);
-    let lease = reserved(&store, &request(&store, "k")).await;
+    let lease = reserved(&store, "k").await;
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
     // Somebody's record is there.
     wire.script([bare()]);
@@ -739,7 +704,7 @@ async fn a_refusal_without_the_item_is_looked_into() {
 #[tokio::test]
 async fn items_of_others_are_left_alone() {
     let (store, wire) = wired("others");
-    let written = reserved(&store, &request(&store, "sample")).await;
+    let written = reserved(&store, "sample").await;
     let sample = item(&raw(), "others:1/test/sample").await;
     let number = |n: i64| AttributeValue::N(n.to_string());
     let text = |text: &str| AttributeValue::S(text.to_owned());
@@ -830,7 +795,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
         let first = request(&store, &name);
         fail_at(0);
         wire.seen();
-        let lease = reserved(&store, &first).await;
+        let lease = wins(&store, &first).await;
         assert_eq!((lease.attempt, wire.seen().len()), (1, 2), "{lost:?}");
         fail_at(0);
         assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{lost:?}");
@@ -840,7 +805,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
         // The second step of a reservation that meets a record.
         fail_at(1);
-        let lease = reserved(&store, &request(&store, &name)).await;
+        let lease = reserved(&store, &name).await;
         assert_eq!((lease.attempt, lease.starts), (2, 1), "{lost:?}");
         fail_at(0);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "{lost:?}");
@@ -894,7 +859,7 @@ async fn a_call_that_is_never_answered_ends() {
     let silent = async {
         wire.script(vec![Reply::Silence; 5]);
         assert!(hurried.reserve(&first).await.unwrap_err().may_have_landed());
-        let lease = reserved(&store, &first).await;
+        let lease = wins(&store, &first).await;
         assert!(hurried.renew(std::slice::from_ref(&lease)).await.unwrap_err().may_have_landed());
         assert!(hurried.inspect(&lease.key).await.is_err());
         assert!(hurried.reopen(&lease.key, 1).await.is_err());

@@ -10,52 +10,17 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
-    Policy, PostgresOptions, PostgresStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind,
-    Write, current, observe, record_values, run,
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload,
+    PostgresOptions, PostgresStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write,
+    current, observe, record_values, run,
 };
+use idem_tests::calls::{LEASE, POLICY, call, done, request, reserved, wins};
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio_postgres::{AsyncMessage, Client, NoTls};
 
-const LEASE: Duration = Duration::from_secs(60);
-const TTL: Duration = Duration::from_secs(3600);
-const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 const SCHEMA: &str = include_str!("../idem-runtime/src/stores/postgres/schema.sql");
-
-fn request(store: &PostgresStore, name: &str) -> Reserve {
-    Reserve {
-        key: Key::new("test", name).unwrap(),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
-}
-
-async fn reserved(store: &PostgresStore, name: &str) -> Lease {
-    wins(store, &request(store, name)).await
-}
-
-async fn wins(store: &PostgresStore, request: &Reserve) -> Lease {
-    match store.reserve(request).await.unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn done() -> Finish {
-    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
-}
-
-/// One call of a handler that counts its runs.
-async fn call(store: &PostgresStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
-    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
-}
 
 fn options() -> PostgresOptions {
     PostgresStore::options().ensure_schema()

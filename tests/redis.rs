@@ -9,46 +9,14 @@ use std::time::Duration;
 
 use idem_runtime::record::format;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
-    Policy, Record, RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write,
-    observe, record_values, run,
+    CodecName, Error, Fingerprint, InProgress, Json, Key, OnCrash, Operation, Owner, Payload, Record, RedisStore,
+    Release, Reservation, State, Store, StoreError, StoreErrorKind, Write, observe, record_values, run,
 };
+use idem_tests::calls::{LEASE, POLICY, call, done, request, reserved};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, raw};
 use redis::AsyncCommands;
-
-const LEASE: Duration = Duration::from_secs(60);
-const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
-
-fn request(store: &RedisStore, name: &str) -> Reserve {
-    Reserve {
-        key: Key::new("test", name).unwrap(),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: Duration::from_secs(3600),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
-}
-
-async fn reserved(store: &RedisStore, name: &str) -> Lease {
-    match store.reserve(&request(store, name)).await.unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn done() -> Finish {
-    Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: b"42".to_vec().into() })
-}
-
-/// One call of a handler that counts its runs.
-async fn call(store: &RedisStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
-    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
-}
 
 async fn connect(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&server.url()).await.unwrap()

@@ -13,58 +13,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Outcome, Owner, Payload,
-    Policy, Record, Release, Reservation, Reserve, SqliteOptions, SqliteStore, State, Store, StoreError,
-    StoreErrorKind, Synchronous, Write, observe, record_values, run,
+    Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload, Record, Release,
+    Reservation, Reserve, SqliteOptions, SqliteStore, State, Store, StoreError, StoreErrorKind, Synchronous, Write,
+    observe, record_values, run,
 };
+use idem_tests::calls::{LEASE, POLICY, TTL, call, done, key, lease_of, request, reserved, stored};
 use idem_tests::race::{self, Race};
 use idem_tests::sqlite::{Folder, raw};
 use rusqlite::Connection;
-
-const LEASE: Duration = Duration::from_secs(60);
-const TTL: Duration = Duration::from_secs(3600);
-const POLICY: Policy = Policy::new(TTL).lease(LEASE);
-
-fn key(name: &str) -> Key {
-    Key::new("test", name).unwrap()
-}
-
-fn request(store: &SqliteStore, name: &str) -> Reserve {
-    Reserve {
-        key: key(name),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
-}
-
-fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
-    match answer.unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
-        other => panic!("{other:?}"),
-    }
-}
-
-async fn reserved(store: &SqliteStore, name: &str) -> Lease {
-    lease_of(store.reserve(&request(store, name)).await)
-}
-
-fn stored(bytes: impl Into<Bytes>) -> Payload {
-    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() }
-}
-
-fn done() -> Finish {
-    Finish::Completed(stored(&b"42"[..]))
-}
-
-/// One call of a handler that counts its runs.
-async fn call(store: &SqliteStore, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
-    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Key::new("test", name), POLICY), record_values::<Json>(), body)).await
-}
 
 async fn open(path: &Path) -> SqliteStore {
     SqliteStore::open(path).await.unwrap()

@@ -9,39 +9,8 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, RedisOptions, RedisStore};
 use redis::{Connection, FromRedisValue, Value};
 
-use crate::server::{Kind, RedisServer, free_port};
-
-/// How often a condition is looked at before it counts as failed: a minute and more, whatever the machine.
-const LOOKS: usize = 3000;
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-
-/// Waits until `condition` holds, by blocking.
-///
-/// # Panics
-/// If it never does.
-pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    for _ in 0..LOOKS {
-        if condition() {
-            return;
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
-    panic!("never happened: {what}");
-}
-
-/// Waits until `condition` holds.
-///
-/// # Panics
-/// If it never does.
-pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    for _ in 0..LOOKS {
-        if condition().await {
-            return;
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
-    }
-    panic!("never happened: {what}");
-}
+use crate::server::{Env, Kind, RedisServer, forever, free_port, keep};
+pub use crate::server::{until, wait_until};
 
 /// A blocking connection to the server on `port`.
 pub fn dial(port: u16) -> Option<Connection> {
@@ -92,34 +61,56 @@ impl Cluster {
 
     /// A cluster of this many nodes; at most one replica for each primary.
     pub fn start_with(primaries: usize, replicas: usize, node_timeout: u32) -> Self {
+        let ports: Vec<u16> = (0..primaries + replicas).map(|_| free_port()).collect();
+        Self::start_at(
+            &ports,
+            primaries,
+            node_timeout,
+            |_| vec!["--appendonly".to_owned(), "no".to_owned()],
+            &Vec::new(),
+        )
+    }
+
+    /// A cluster of nodes on these ports, primaries first, each with these arguments and this in its environment.
+    pub fn start_at(
+        ports: &[u16],
+        primaries: usize,
+        node_timeout: u32,
+        args: impl Fn(usize) -> Vec<String>,
+        env: &Env,
+    ) -> Self {
         let node_timeout = node_timeout.to_string();
-        let node = || {
-            let bus = free_port().to_string();
-            RedisServer::start_with(
+        let node = |(n, port): (usize, &u16)| {
+            let (bus, args) = (free_port().to_string(), args(n));
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            RedisServer::start_at(
                 Kind::Redis,
+                *port,
                 &[
-                    "--appendonly",
-                    "no",
-                    "--cluster-enabled",
-                    "yes",
-                    "--cluster-config-file",
-                    "nodes.conf",
-                    "--cluster-node-timeout",
-                    &node_timeout,
-                    "--cluster-replica-validity-factor",
-                    "0",
-                    "--cluster-port",
-                    &bus,
-                    "--repl-diskless-sync-delay",
-                    "0",
-                    "--cluster-allow-replica-migration",
-                    "no",
-                ],
+                    &args[..],
+                    &[
+                        "--cluster-enabled",
+                        "yes",
+                        "--cluster-config-file",
+                        "nodes.conf",
+                        "--cluster-node-timeout",
+                        &node_timeout,
+                        "--cluster-replica-validity-factor",
+                        "0",
+                        "--cluster-port",
+                        &bus,
+                        "--repl-diskless-sync-delay",
+                        "0",
+                        "--cluster-allow-replica-migration",
+                        "no",
+                    ],
+                ]
+                .concat(),
+                env,
             )
         };
-        let nodes: Vec<_> = (0..primaries + replicas).map(|_| node()).collect();
-        let cluster = Self { nodes, primaries };
-        let ports = cluster.ports();
+        let replicas = ports.len() - primaries;
+        let cluster = Self { nodes: ports.iter().enumerate().map(node).collect(), primaries };
         let say = |port: u16, command: &str| ask::<Value>(port, command).unwrap_or_else(|error| panic!("{error}"));
         for (n, port) in ports.iter().enumerate() {
             say(*port, &format!("CLUSTER SET-CONFIG-EPOCH {}", n + 1));
@@ -139,7 +130,7 @@ impl Cluster {
             });
         };
         all_say("cluster_known_nodes", &known);
-        for (replica, primary) in ports[primaries..].iter().zip(&ports) {
+        for (replica, primary) in ports[primaries..].iter().zip(ports) {
             let id: String = ask(*primary, "CLUSTER MYID").expect("an id");
             wait_until("replicated", || ask::<Value>(*replica, &format!("CLUSTER REPLICATE {id}")).is_ok());
         }
@@ -225,10 +216,17 @@ fn slots(port: u16) -> Option<Vec<(i64, i64, u16)>> {
 pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let primary = RedisServer::start_with(kind, &args);
-    let of = format!("127.0.0.1 {}", primary.port());
-    let replica = RedisServer::start_with(kind, &[&args[..], &["--replicaof", &of]].concat());
-    wait_until("the replica is online", || replicas_online(primary.port()) == 1);
+    let replica = replica(kind, primary.port(), primary.port());
     (primary, replica)
+}
+
+/// A replica of the server on the port `of`, which it reaches by the port `through`; once it is up to date.
+fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
+    let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
+    let replica =
+        RedisServer::start_with(kind, &[&args[..], &["--replicaof", &format!("127.0.0.1 {through}")]].concat());
+    wait_until("the replica is online", || replicas_online(of) == 1);
+    replica
 }
 
 /// A primary, its replica, and three sentinels that watch over them.
@@ -246,8 +244,15 @@ pub const NAME: &str = "mymaster";
 impl Watched {
     /// A primary that does not answer for `down_after` milliseconds is replaced.
     pub fn start(down_after: u32) -> Self {
-        let (primary, replica) = pair(Kind::Redis);
-        let sentinels = (0..3).map(|_| Sentinel::start(primary.port(), down_after)).collect();
+        let primary = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--repl-diskless-sync-delay", "0"]);
+        let through = primary.port();
+        Self::start_at(primary, through, down_after)
+    }
+
+    /// The same around a primary that runs already, and that everybody reaches by the port `through`.
+    pub fn start_at(primary: RedisServer, through: u16, down_after: u32) -> Self {
+        let replica = replica(Kind::Redis, primary.port(), through);
+        let sentinels = (0..3).map(|_| Sentinel::start(through, down_after)).collect();
         let watched = Self { servers: vec![primary, replica], sentinels };
         watched.wait_ready();
         watched
@@ -343,18 +348,6 @@ impl Drop for Sentinel {
 
 // For the conformance suite.
 
-/// Runs `start` on a thread that lives as long as the process: servers die with the thread that started them.
-fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) -> T {
-    let (sender, receiver) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        sender.send(start()).ok();
-        loop {
-            std::thread::park();
-        }
-    });
-    receiver.recv().expect("started")
-}
-
 /// A store on the cluster that the whole test process shares, and a second handle as another process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
@@ -381,13 +374,6 @@ async fn subject(url: &str, options: fn() -> RedisOptions) -> Subject {
     let store = options().connect(url).await.expect("connects");
     let peer = options().connect(url).await.expect("connects");
     Subject::new(store).peer(peer)
-}
-
-/// Lets `it` live for ever.
-fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
-    let read = read(&it);
-    std::mem::forget(it);
-    read
 }
 
 /// A store on a cluster that is gone.

@@ -20,12 +20,12 @@ use aws_smithy_runtime_api::client::http::{
     HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use idem_runtime::conformance::Subject;
-use idem_runtime::{DynamoStore, Key};
+use idem_runtime::{DynamoOptions, DynamoStore, Key};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-use crate::server::free_port;
+use crate::server::{Env, forever, free_port, keep, signal};
 
 /// The table that tests use.
 pub const TABLE: &str = "idempotency";
@@ -58,18 +58,12 @@ impl Kind {
         if let Some((_, endpoint)) = emulators.iter().find(|(kind, _)| *kind == self) {
             return endpoint.clone();
         }
-        // The emulator dies with the thread that started it, so this thread lives as long as the process.
-        let (sender, receiver) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
+        let endpoint = forever(move || {
             let emulator = Emulator::start(self);
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(emulator.create_table());
-            sender.send(emulator.endpoint()).unwrap();
-            loop {
-                std::thread::park();
-            }
+            keep(emulator, Emulator::endpoint)
         });
-        let endpoint = receiver.recv().expect("the emulator starts");
         emulators.push((self, endpoint.clone()));
         endpoint
     }
@@ -100,8 +94,12 @@ impl Kind {
 /// A store for processes of one machine, whose lapsed leases are taken over a moment after their time; and for emulators of
 /// any speed.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
-    let options = DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(60));
-    options.open(client(&Wire::to(endpoint)), table)
+    options().open(client(&Wire::to(endpoint)), table)
+}
+
+/// The settings of such a store.
+pub fn options() -> DynamoOptions {
+    DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(60))
 }
 
 /// An emulator process; killed when dropped.
@@ -111,27 +109,33 @@ pub struct Emulator {
     port: u16,
     folder: PathBuf,
     durable: bool,
+    env: Env,
     child: Option<Child>,
 }
 
 impl Emulator {
     /// A new emulator without tables, which keeps them in memory.
     pub fn start(kind: Kind) -> Self {
-        Self::start_with(kind, false)
+        Self::start_with(kind, false, &Vec::new())
     }
 
     /// A dynoxide that keeps its tables on disk, with the table.
     pub async fn durable() -> Self {
-        let emulator = Self::start_with(Kind::Dynoxide, true);
+        Self::durable_in(&Vec::new()).await
+    }
+
+    /// The same with this in its environment.
+    pub async fn durable_in(env: &Env) -> Self {
+        let emulator = Self::start_with(Kind::Dynoxide, true, env);
         emulator.create_table().await;
         emulator
     }
 
-    fn start_with(kind: Kind, durable: bool) -> Self {
+    fn start_with(kind: Kind, durable: bool, env: &Env) -> Self {
         let port = free_port();
         let folder = std::env::temp_dir().join(format!("idem-test-dynamo-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder for the emulator");
-        let mut emulator = Self { kind, port, folder, durable, child: None };
+        let mut emulator = Self { kind, port, folder, durable, env: env.clone(), child: None };
         emulator.run();
         emulator
     }
@@ -153,7 +157,8 @@ impl Emulator {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    async fn create_table(&self) {
+    /// Makes the table, unless it is there.
+    pub async fn create_table(&self) {
         open(&self.endpoint(), TABLE).create_table().await.expect("creates the table");
     }
 
@@ -162,7 +167,7 @@ impl Emulator {
         let program = self.kind.program();
         // `setpriv` has the kernel kill the emulator if this process dies first.
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL"]).arg(&program).current_dir(&self.folder);
+        command.args(["--pdeathsig", "KILL"]).arg(&program).current_dir(&self.folder).envs(self.env.iter().cloned());
         match self.kind {
             Kind::Dynoxide => {
                 command.args(["--port", &self.port.to_string()]);
@@ -195,6 +200,11 @@ impl Emulator {
             child.kill().ok();
             child.wait().ok();
         }
+    }
+
+    /// Stops or continues the process.
+    pub fn signal(&self, how: &str) {
+        assert!(signal(self.child.as_ref().expect("running").id(), how), "it has ended");
     }
 }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
+pub mod calls;
 #[cfg(feature = "cluster")]
 pub mod cluster;
 #[cfg(feature = "dynamodb")]

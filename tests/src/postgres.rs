@@ -15,7 +15,7 @@ use idem_runtime::{Key, PostgresOptions, PostgresStore};
 use tokio_postgres::NoTls;
 
 use crate::proxy::{Line, Proxy};
-use crate::server::free_port;
+use crate::server::{Env, forever, free_port, keep, signal};
 
 /// A server process; stopped when dropped.
 #[derive(Debug)]
@@ -23,6 +23,7 @@ pub struct PostgresServer {
     port: u16,
     folder: PathBuf,
     args: Vec<String>,
+    env: Env,
     child: Option<Child>,
 }
 
@@ -73,6 +74,11 @@ impl PostgresServer {
 
     /// A server with these settings, such as `fsync=off`.
     pub fn start_with(settings: &[&str]) -> Self {
+        Self::start_in(settings, &Vec::new())
+    }
+
+    /// A server with these settings, and this in its environment.
+    pub fn start_in(settings: &[&str], env: &Env) -> Self {
         let port = free_port();
         let folder = folder("postgres", port);
         let made = unprivileged(&program("initdb"), None)
@@ -82,7 +88,7 @@ impl PostgresServer {
             .output()
             .unwrap_or_else(|error| panic!("initdb can't be started: {error}; run ./scripts/test"));
         assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
-        let mut server = Self { port, folder, args: Vec::new(), child: None };
+        let mut server = Self { port, folder, args: Vec::new(), env: env.clone(), child: None };
         server.set(settings);
         server.run();
         server
@@ -133,6 +139,7 @@ impl PostgresServer {
             .args(["-c", &format!("port={}", self.port), "-c", "listen_addresses=127.0.0.1"])
             .args(["-c", "unix_socket_directories=", "-c", "max_connections=600", "-c", "shared_buffers=32MB"])
             .args(&self.args)
+            .envs(self.env.iter().cloned())
             .stdout(Stdio::null())
             .stderr(log)
             .process_group(0)
@@ -167,10 +174,27 @@ impl PostgresServer {
         self.end("-KILL");
     }
 
-    fn end(&mut self, signal: &str) {
+    /// Stops the whole server.
+    pub fn stop(&self) {
+        let postmaster = self.child.as_ref().expect("running").id();
+        // First, so that it starts no process meanwhile.
+        assert!(signal(postmaster, "-STOP"), "it has ended");
+        signal_children(postmaster, "-STOP");
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        if let Some(child) = &self.child {
+            signal_children(child.id(), "-CONT");
+            signal(child.id(), "-CONT");
+        }
+    }
+
+    fn end(&mut self, how: &str) {
+        // Who stands still hears nothing.
+        self.go_on();
         if let Some(mut child) = self.child.take() {
-            let pid = child.id().to_string();
-            Command::new("kill").args([signal, &pid]).status().expect("kill runs");
+            signal(child.id(), how);
             child.wait().expect("was running");
         }
     }
@@ -189,6 +213,14 @@ impl PostgresServer {
             .expect("a program of the server");
         assert!(said.status.success(), "{name}: {}", String::from_utf8_lossy(&said.stderr));
         String::from_utf8_lossy(&said.stdout).into_owned()
+    }
+}
+
+fn signal_children(postmaster: u32, how: &str) {
+    // One that is gone has none, and one of them may end at any time.
+    let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
+    for child in children.unwrap_or_default().split_ascii_whitespace() {
+        signal(child.parse().expect("a process"), how);
     }
 }
 
@@ -290,17 +322,11 @@ impl Drop for PgBouncer {
 pub fn shared() -> (u16, u16) {
     static SHARED: OnceLock<(u16, u16)> = OnceLock::new();
     *SHARED.get_or_init(|| {
-        // They die with the thread that started them, so this thread lives as long as the process.
-        let (sender, receiver) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
+        forever(|| {
             let server = PostgresServer::start_with(&["fsync=off"]);
             let pooler = PgBouncer::start(server.port);
-            sender.send((server.port, pooler.port)).expect("somebody waits");
-            loop {
-                std::thread::park();
-            }
-        });
-        receiver.recv().expect("the server starts")
+            keep((server, pooler), |(server, pooler)| (server.port, pooler.port))
+        })
     })
 }
 

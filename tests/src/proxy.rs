@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -13,6 +15,8 @@ use tokio::sync::watch;
 pub enum Line {
     /// Carries them.
     Pass,
+    /// Carries them after this time, in both directions.
+    Delay(Duration),
     /// Swallows what the client sends: the server does nothing.
     LoseRequests,
     /// Swallows what the server answers: it was done.
@@ -23,6 +27,24 @@ pub enum Line {
     Refuse,
     /// Swallows everything on the connections that are there, and carries new ones: a route that changed.
     Stale,
+    /// Ends the stream to the client on the connections that are there, and goes on carrying what the client sends; carries
+    /// new ones.
+    EndToClient,
+    /// Ends the stream to the server on the connections that are there, and leaves the client without an answer; carries new
+    /// ones.
+    EndToServer,
+}
+
+impl Line {
+    /// Whether connections made meanwhile are left alone.
+    fn spares_new_ones(self) -> bool {
+        matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
+    }
+
+    /// Whether a connection on which this was so can go on. In TCP nothing is lost from the middle.
+    fn loses_nothing(self) -> bool {
+        matches!(self, Self::Pass | Self::Delay(_))
+    }
 }
 
 /// A proxy in front of one server.
@@ -30,6 +52,7 @@ pub enum Line {
 pub struct Proxy {
     address: SocketAddr,
     line: Arc<watch::Sender<Line>>,
+    halved: Arc<AtomicUsize>,
 }
 
 impl Proxy {
@@ -41,13 +64,14 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let line = Arc::new(watch::channel(Line::Pass).0);
-        let lines = Arc::clone(&line);
+        let halved = Arc::default();
+        let (lines, count) = (Arc::clone(&line), Arc::clone(&halved));
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, port, lines.subscribe()));
+                tokio::spawn(carry(client, port, lines.subscribe(), Arc::clone(&count)));
             }
         });
-        Self { address, line }
+        Self { address, line, halved }
     }
 
     /// Where it listens.
@@ -60,15 +84,20 @@ impl Proxy {
         self.address.port()
     }
 
+    /// How many connections it has ended in one direction.
+    pub fn halved(&self) -> usize {
+        self.halved.load(Ordering::Relaxed)
+    }
+
     /// What it does from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }
 }
 
-async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
+async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>, halved: Arc<AtomicUsize>) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
-    let stale = *line.borrow() == Line::Stale;
+    let spared = line.borrow().spares_new_ones();
     client.set_nodelay(true).ok();
     server.set_nodelay(true).ok();
     // So that a drop is a reset and not an orderly end.
@@ -76,11 +105,10 @@ async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
     let (mut from_client, to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
     let (lines, mut line) = (line.clone(), line);
-    // A line that has lost bytes never carries again: in TCP nothing is lost from the middle.
     let healed = async {
         loop {
             let was = *line.borrow_and_update();
-            if line.changed().await.is_err() || was != Line::Pass || *line.borrow() == Line::Refuse {
+            if line.changed().await.is_err() || !was.loses_nothing() || *line.borrow() == Line::Refuse {
                 return;
             }
         }
@@ -89,32 +117,76 @@ async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>) {
         return;
     }
     tokio::select! {
-        () = upstream(&mut from_client, &mut to_server, lines.clone(), stale) => {}
-        () = downstream(&mut from_server, to_client, lines, stale) => {}
+        () = upstream(&mut from_client, &mut to_server, lines.clone(), spared, &halved) => {}
+        () = downstream(&mut from_server, to_client, lines, spared, &halved) => {}
         () = healed => {}
     }
 }
 
-async fn upstream(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf, line: watch::Receiver<Line>, new: bool) {
+/// What `line` does to a connection.
+fn done_to(spared: bool, line: &mut watch::Receiver<Line>) -> Line {
+    let line = *line.borrow_and_update();
+    if spared && line.spares_new_ones() { Line::Pass } else { line }
+}
+
+/// What comes next from `from`: some bytes, `None` at the end; or the line has changed.
+async fn next(from: &mut OwnedReadHalf, buffer: &mut [u8], line: &mut watch::Receiver<Line>) -> Option<usize> {
+    tokio::select! {
+        read = from.read(buffer) => read.ok().filter(|read| *read > 0),
+        changed = line.changed() => changed.ok().map(|()| 0),
+    }
+}
+
+async fn upstream(
+    from: &mut OwnedReadHalf,
+    to: &mut OwnedWriteHalf,
+    mut line: watch::Receiver<Line>,
+    spared: bool,
+    halved: &AtomicUsize,
+) {
     let mut buffer = vec![0; 64 * 1024];
-    while let Ok(read @ 1..) = from.read(&mut buffer).await {
-        let lost = matches!(*line.borrow(), Line::LoseRequests) || (*line.borrow() == Line::Stale && !new);
-        if !lost && to.write_all(&buffer[..read]).await.is_err() {
+    loop {
+        if done_to(spared, &mut line) == Line::EndToServer && to.shutdown().await.is_ok() {
+            halved.fetch_add(1, Ordering::Relaxed);
+        }
+        let Some(read) = next(from, &mut buffer, &mut line).await else { return };
+        match done_to(spared, &mut line) {
+            _ if read == 0 => continue,
+            Line::LoseRequests | Line::Stale | Line::EndToServer => continue,
+            Line::Delay(delay) => tokio::time::sleep(delay).await,
+            _ => {}
+        }
+        if to.write_all(&buffer[..read]).await.is_err() {
             return;
         }
     }
 }
 
-async fn downstream(from: &mut OwnedReadHalf, mut to: OwnedWriteHalf, line: watch::Receiver<Line>, new: bool) {
+async fn downstream(
+    from: &mut OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    mut line: watch::Receiver<Line>,
+    spared: bool,
+    halved: &AtomicUsize,
+) {
     let mut buffer = vec![0; 64 * 1024];
-    while let Ok(read @ 1..) = from.read(&mut buffer).await {
-        let now = *line.borrow();
-        match now {
-            Line::LoseReplies => {}
-            Line::Stale if !new => {}
-            Line::ResetOnReply => break,
-            _ if to.write_all(&buffer[..read]).await.is_err() => break,
+    loop {
+        if done_to(spared, &mut line) == Line::EndToClient && to.shutdown().await.is_ok() {
+            halved.fetch_add(1, Ordering::Relaxed);
+        }
+        let read = next(from, &mut buffer, &mut line).await;
+        match (read, done_to(spared, &mut line)) {
+            // Only the client learns nothing of it.
+            (None, Line::EndToServer) => std::future::pending().await,
+            (None, _) | (Some(1..), Line::ResetOnReply) => break,
+            (Some(0), _) | (Some(_), Line::LoseReplies | Line::Stale | Line::EndToClient | Line::EndToServer) => {
+                continue;
+            }
+            (Some(_), Line::Delay(delay)) => tokio::time::sleep(delay).await,
             _ => {}
+        }
+        if to.write_all(&buffer[..read.unwrap_or_default()]).await.is_err() {
+            break;
         }
     }
     // Dropping the half would end the stream in order; forgotten, the whole is reset.

@@ -1,14 +1,499 @@
-//! Processes that race for the same keys of one store, while one of them is killed again and again; and the audit.
+//! Processes that work on the same keys of one store, write every effect into one table, and are killed, stopped and cut
+//! off; and the audit of that table.
 
+use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
-use std::io::Read;
-use std::path::Path;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
 
 use idem_runtime::{Key, Payload, State, Store};
 
+use crate::server::{Env, until};
 use crate::stores;
+
+/// How long the leases of racers are.
+pub const LEASE: Duration = Duration::from_millis(500);
+/// What two readings of the clock of the table may be off by, together.
+const CLOCK_SLACK: u64 = 20;
+
+// The table of effects.
+
+/// A line of the table.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Line {
+    /// Milliseconds since the machine started: one clock for all processes, and one that nobody sets.
+    pub at: u64,
+    /// Milliseconds since 1970, as the process believes.
+    pub wall: u64,
+    /// The process.
+    pub worker: u32,
+    /// Which of its calls this is about, from 1.
+    pub call: u32,
+    /// The key.
+    pub key: usize,
+    /// What happened.
+    pub event: Event,
+}
+
+/// What a line says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// The call begins.
+    Asked,
+    /// The body begins, as this attempt. This is the effect: it is not idempotent, every run leaves its trace.
+    Began(u32),
+    /// The lease was confirmed; the time is that of the question.
+    Held,
+    /// The body has done its work.
+    Ended,
+    /// The call has ended: it ran the body, and this is the result.
+    Ran(String),
+    /// The call has ended: it was given this result.
+    Replayed(String),
+    /// The call has ended with `Error::LeaseLost`.
+    LeaseLost,
+    /// The call has ended with `Error::Unrecorded`.
+    Unrecorded,
+    /// The call has ended with `Error::InProgress`.
+    InProgress,
+    /// The call has ended with `Error::Store` of this kind.
+    Store(String),
+}
+
+impl Event {
+    /// Whether the caller was told something.
+    pub fn ends_a_call(&self) -> bool {
+        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Ended)
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { at, wall, worker, call, key, event } = self;
+        write!(f, "{at} {wall} {worker} {call} {key} ")?;
+        match event {
+            Event::Asked => write!(f, "asked"),
+            Event::Began(attempt) => write!(f, "began {attempt}"),
+            Event::Held => write!(f, "held"),
+            Event::Ended => write!(f, "ended"),
+            Event::Ran(result) => write!(f, "ran {result}"),
+            Event::Replayed(result) => write!(f, "replayed {result}"),
+            Event::LeaseLost => write!(f, "lease-lost"),
+            Event::Unrecorded => write!(f, "unrecorded"),
+            Event::InProgress => write!(f, "in-progress"),
+            Event::Store(kind) => write!(f, "store {kind}"),
+        }
+    }
+}
+
+impl Line {
+    fn read(text: &str) -> Self {
+        let words: Vec<&str> = text.split(' ').collect();
+        let [at, wall, worker, call, key, what @ ..] = &words[..] else { panic!("`{text}` is no line") };
+        let number = |word: &str| word.parse::<u64>().unwrap_or_else(|_| panic!("`{text}` is no line"));
+        let small = |word: &str| u32::try_from(number(word)).expect("a small number");
+        let event = match what {
+            ["asked"] => Event::Asked,
+            ["began", attempt] => Event::Began(small(attempt)),
+            ["held"] => Event::Held,
+            ["ended"] => Event::Ended,
+            ["ran", result] => Event::Ran((*result).to_owned()),
+            ["replayed", result] => Event::Replayed((*result).to_owned()),
+            ["lease-lost"] => Event::LeaseLost,
+            ["unrecorded"] => Event::Unrecorded,
+            ["in-progress"] => Event::InProgress,
+            ["store", kind] => Event::Store((*kind).to_owned()),
+            _ => panic!("`{text}` is no line"),
+        };
+        let key = usize::try_from(number(key)).expect("a key");
+        Self { at: number(at), wall: number(wall), worker: small(worker), call: small(call), key, event }
+    }
+}
+
+/// Milliseconds since the machine started, by a clock that is nobody's to set and the same in every process.
+pub fn now() -> u64 {
+    let text = std::fs::read_to_string("/proc/uptime").expect("Linux");
+    let (seconds, rest) = text.split_once('.').expect("a decimal fraction");
+    let hundredths = &rest[..2];
+    seconds.parse::<u64>().expect("seconds") * 1000 + hundredths.parse::<u64>().expect("hundredths") * 10
+}
+
+/// The result that a run records: which attempt it was, and whose.
+pub fn result(attempt: u32, worker: u32, call: u32) -> String {
+    format!("{attempt}/{worker}/{call}")
+}
+
+fn attempt_of(result: &str) -> u32 {
+    result.split('/').next().and_then(|attempt| attempt.parse().ok()).expect("a result of a racer")
+}
+
+/// The table, as one of the processes writes it.
+#[derive(Debug)]
+pub struct Table(File);
+
+impl Table {
+    /// Opens the table that somebody has made.
+    pub fn open(path: &Path) -> Self {
+        Self(File::options().append(true).open(path).expect("the table of effects is there"))
+    }
+
+    /// Writes a line as of now.
+    pub fn write(&self, call: u32, key: usize, event: Event) {
+        self.write_as_of(now(), call, key, event);
+    }
+
+    /// Writes a line as of `at`.
+    pub fn write_as_of(&self, at: u64, call: u32, key: usize, event: Event) {
+        let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let wall = u64::try_from(wall.as_millis()).expect("in this age");
+        let line = Line { at, wall, worker: std::process::id(), call, key, event };
+        // One write is one line, whoever else appends.
+        (&self.0).write_all(format!("{line}\n").as_bytes()).expect("the table can be written");
+    }
+}
+
+/// The key that racers work on.
+///
+/// # Panics
+/// Never: a number is a valid key.
+pub fn key(n: usize) -> Key {
+    Key::new("race", n).expect("a valid key")
+}
+
+// Those who write it.
+
+/// How many keys there are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Keys {
+    /// This many.
+    Fixed(usize),
+    /// As many as [`Crew::finish_at`] says in the end; until then there is always one more.
+    Open,
+}
+
+/// What the body of a racer does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Work {
+    /// Is ready at once.
+    Nothing,
+    /// Takes some milliseconds.
+    Some,
+    /// Takes some milliseconds, but the first body goes on, confirming its lease, until [`Crew::open_gate`].
+    Held,
+}
+
+/// Racers at work on one store and one table.
+#[derive(Debug)]
+pub struct Crew {
+    program: String,
+    spec: String,
+    env: Env,
+    path: PathBuf,
+    racers: Vec<Child>,
+    /// Who is held in a body, or was.
+    gates: Vec<u32>,
+}
+
+impl Crew {
+    /// Nobody yet. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` what [`stores::open`] opens.
+    pub fn new(program: &str, spec: &str) -> Self {
+        let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
+        let path = std::env::temp_dir().join(unique);
+        File::create(&path).expect("a file for the effects");
+        Self {
+            program: program.to_owned(),
+            spec: spec.to_owned(),
+            env: Vec::new(),
+            path,
+            racers: Vec::new(),
+            gates: Vec::new(),
+        }
+    }
+
+    /// Racers to come find this in their environment.
+    pub fn set_env(&mut self, env: Env) {
+        self.env = env;
+    }
+
+    /// Starts a racer at the key `begin`, and says who it is.
+    pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
+        let keys = match keys {
+            Keys::Fixed(keys) => keys.to_string(),
+            Keys::Open => "open".to_owned(),
+        };
+        let work = match work {
+            Work::Nothing => "nothing",
+            Work::Some => "some",
+            Work::Held => "held",
+        };
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", &self.program, &self.spec]).arg(&self.path);
+        command.args([&keys, &begin.to_string(), work]).envs(self.env.iter().cloned());
+        let racer = command.spawn().expect("a racer starts");
+        let worker = racer.id();
+        self.racers.push(racer);
+        if work == "held" {
+            self.gates.push(worker);
+        }
+        worker
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self, worker: u32) {
+        let at = self.racers.iter().position(|racer| racer.id() == worker).expect("one of ours");
+        let mut racer = self.racers.remove(at);
+        racer.kill().expect("was running");
+        racer.wait().expect("was running");
+    }
+
+    /// Stops or continues a racer.
+    pub fn signal(&self, worker: u32, signal: &str) {
+        assert!(self.racers.iter().any(|racer| racer.id() == worker), "one of ours");
+        assert!(crate::server::signal(worker, signal), "it has ended");
+    }
+
+    /// Lets the body end that `worker` is held in.
+    pub fn open_gate(&self, worker: u32) {
+        File::create(gate(&self.path, worker)).expect("can be written");
+    }
+
+    /// Tells how many keys there are in the end: all that were begun, and some more.
+    pub fn finish(&self) -> usize {
+        let keys = self.lines().iter().map(|line| line.key).max().unwrap_or_default() + 10;
+        // Whole or not at all.
+        let draft = beside(&self.path, "draft");
+        std::fs::write(&draft, keys.to_string()).expect("can be written");
+        std::fs::rename(draft, beside(&self.path, "keys")).expect("can be written");
+        keys
+    }
+
+    /// What is in the table.
+    pub fn lines(&self) -> Vec<Line> {
+        let text = std::fs::read_to_string(&self.path).expect("the table can be read");
+        // The last line may be being written.
+        text.rsplit_once('\n').map_or_else(Vec::new, |(whole, _)| whole.lines().map(Line::read).collect())
+    }
+
+    /// Waits until `condition` holds for what is in the table.
+    ///
+    /// # Panics
+    /// If it never does.
+    pub async fn until(&self, what: &str, mut condition: impl FnMut(&[Line]) -> bool) {
+        let what = format!("{what} ({})", self.spec);
+        until(&what, async || condition(&self.lines())).await;
+    }
+
+    /// Waits until every racer has ended.
+    ///
+    /// # Panics
+    /// If one fails, or if all of them hang.
+    pub async fn ended(&mut self) {
+        let mut got_on = 0;
+        while !self.racers.is_empty() {
+            // However long they take, they get on.
+            let before = got_on;
+            until(&format!("the racers get on ({})", self.spec), async || {
+                self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
+                    Some(status) => {
+                        assert!(status.success(), "a racer failed: {status}");
+                        false
+                    }
+                    None => true,
+                });
+                let done = |line: &Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
+                got_on = self.lines().iter().filter(|line| done(line)).count();
+                self.racers.is_empty() || got_on > before
+            })
+            .await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Audits what is in the table and in the store; see [`Rules`].
+    pub async fn audit(&self, keys: usize, rules: &Rules) -> Effects {
+        rules.audit(&self.lines(), keys, &*stores::open(&self.spec).await).await
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        for racer in &mut self.racers {
+            racer.kill().ok();
+            racer.wait().ok();
+        }
+        for path in [self.path.clone(), beside(&self.path, "keys")] {
+            std::fs::remove_file(path).ok();
+        }
+        for worker in &self.gates {
+            std::fs::remove_file(gate(&self.path, *worker)).ok();
+        }
+    }
+}
+
+/// The file that lets the body end that `worker` is held in.
+pub fn gate(path: &Path, worker: u32) -> PathBuf {
+    beside(path, &format!("gate-{worker}"))
+}
+
+/// A file that belongs to the table at `path`.
+pub fn beside(path: &Path, name: &str) -> PathBuf {
+    path.with_extension(name)
+}
+
+// What has to be true of it.
+
+/// What the guarantees say of a table and its store:
+///
+/// - every key has one recorded outcome, which is a run that came to its end, and every caller was given that one;
+/// - no attempt has a number twice, and nothing ran after the attempt that is recorded;
+/// - no attempt begins within a lease of the latest confirmation of the one before it, so that bodies overlap only where a
+///   lease was not renewed;
+/// - who is told `LeaseLost` is not who is recorded.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Rules {
+    /// Whether leases last as long as they say; they don't where the clock that measures them is set.
+    pub leases: bool,
+    /// When records were forgotten: from, to. What was so before is not so afterwards.
+    pub forgotten: Option<(u64, u64)>,
+}
+
+/// Which attempts took effect, for each key in the order of their numbers.
+#[derive(Debug)]
+pub struct Effects(pub Vec<Vec<u32>>);
+
+impl Effects {
+    /// How many effects there are beyond one for each key.
+    pub fn repeated(&self) -> usize {
+        self.0.iter().map(|attempts| attempts.len() - 1).sum()
+    }
+}
+
+/// One call, put together from its lines.
+#[derive(Clone, Debug)]
+struct Call {
+    worker: u32,
+    number: u32,
+    key: usize,
+    asked: u64,
+    /// When the lease was last known to be held, and the attempt began.
+    began: Option<(u32, u64)>,
+    held: u64,
+    ended: bool,
+    told: Option<(u64, Event)>,
+}
+
+impl Call {
+    fn result(&self) -> Option<String> {
+        self.began.map(|(attempt, _)| result(attempt, self.worker, self.number))
+    }
+}
+
+fn calls(lines: &[Line]) -> Vec<Call> {
+    let mut calls: HashMap<(u32, u32), Call> = HashMap::new();
+    for Line { at, worker, call, key, event, .. } in lines {
+        let (worker, call, key, asked) = (*worker, *call, *key, *at);
+        let it = calls.entry((worker, call)).or_insert(Call {
+            worker,
+            number: call,
+            key,
+            asked,
+            began: None,
+            held: asked,
+            ended: false,
+            told: None,
+        });
+        match event {
+            Event::Asked => {}
+            Event::Began(attempt) => it.began = Some((*attempt, *at)),
+            Event::Held => it.held = it.held.max(*at),
+            Event::Ended => it.ended = true,
+            told => it.told = Some((*at, told.clone())),
+        }
+    }
+    calls.into_values().collect()
+}
+
+impl Rules {
+    /// Of a store that kept its records, and whose clock nobody set.
+    pub const STRICT: Self = Self { leases: true, forgotten: None };
+
+    async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store) -> Effects {
+        let mut of_keys = vec![Vec::new(); keys];
+        for call in calls(lines) {
+            of_keys[call.key].push(call);
+        }
+        let mut effects = Vec::new();
+        for (n, calls) in of_keys.into_iter().enumerate() {
+            let recorded = store.inspect(&key(n)).await.expect("answers").expect("recorded").record;
+            let State::Completed(Payload::Stored { bytes, .. }) = &recorded.state else { panic!("{n}: {recorded:?}") };
+            let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
+            effects.push(self.audit_key(&calls, &recorded).unwrap_or_else(|problem| {
+                let lines: Vec<_> = lines.iter().filter(|line| line.key == n).map(ToString::to_string).collect();
+                panic!("key {n}, recorded {recorded}: {problem}\n{}", lines.join("\n"))
+            }));
+        }
+        Effects(effects)
+    }
+
+    /// The attempts that took effect, or what is wrong.
+    fn audit_key(&self, calls: &[Call], recorded: &str) -> Result<Vec<u32>, String> {
+        let ran = |call: &&Call| call.result().is_some_and(|result| result == recorded);
+        let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
+        if !run.ended {
+            return Err("it was recorded before its body had ended".to_owned());
+        }
+        if matches!(run.told, Some((_, Event::LeaseLost))) {
+            return Err("it was recorded, and told that its lease was lost".to_owned());
+        }
+        let (before, after): (Vec<_>, Vec<_>) = match self.forgotten {
+            None => (Vec::new(), calls.iter().collect()),
+            // What was going on at that moment may belong to either side.
+            Some((from, to)) => (
+                calls.iter().filter(|call| call.told.as_ref().is_some_and(|(at, _)| *at < from)).collect(),
+                calls.iter().filter(|call| call.asked > to).collect(),
+            ),
+        };
+        self.audit_memory(&before, None)?;
+        self.audit_memory(&after, Some(recorded))?;
+        let last = attempt_of(recorded);
+        if let Some((later, _)) = after.iter().filter_map(|call| call.began).find(|(attempt, _)| *attempt > last) {
+            return Err(format!("attempt {later} ran after the one that is recorded"));
+        }
+        let mut attempts: Vec<u32> = calls.iter().filter_map(|call| call.began).map(|(attempt, _)| attempt).collect();
+        attempts.sort_unstable();
+        Ok(attempts)
+    }
+
+    /// What was so as long as nothing was forgotten.
+    fn audit_memory(&self, calls: &[&Call], recorded: Option<&str>) -> Result<(), String> {
+        let mut outcome = recorded;
+        for call in calls {
+            if let Some((_, Event::Ran(result) | Event::Replayed(result))) = &call.told
+                && *outcome.get_or_insert(result) != result
+            {
+                return Err(format!("{} was told {result}", call.worker));
+            }
+        }
+        let mut runs: Vec<_> = calls.iter().filter_map(|it| it.began.map(|(attempt, at)| (attempt, at, it))).collect();
+        runs.sort_unstable_by_key(|(attempt, at, _)| (*attempt, *at));
+        for pair in runs.windows(2) {
+            let [(first, _, before), (second, began, _)] = pair else { unreachable!("windows of two") };
+            if first == second {
+                return Err(format!("attempt {first} ran twice"));
+            }
+            let lapses = before.held + u64::try_from(LEASE.as_millis()).expect("short");
+            if self.leases && began + CLOCK_SLACK < lapses {
+                return Err(format!("attempt {second} began {} ms before the lease lapsed", lapses - began));
+            }
+        }
+        Ok(())
+    }
+}
+
+// The race that every store is in.
 
 /// A race: `racers` processes work on all keys, one more is killed `kills` times, wherever it happens to be.
 #[derive(Clone, Copy, Debug)]
@@ -25,78 +510,28 @@ pub struct Race<'a> {
     pub kills: usize,
 }
 
-/// Which attempts took effect, for each key in the order of the effects.
-#[derive(Debug)]
-pub struct Effects(pub Vec<Vec<u32>>);
-
-impl Effects {
-    /// How many effects there are beyond one for each key.
-    pub fn repeated(&self) -> usize {
-        self.0.iter().map(|attempts| attempts.len() - 1).sum()
-    }
-}
-
 impl<'a> Race<'a> {
     /// The race that every store is in: 8 processes, 1 000 keys.
     pub fn new(program: &'a str, spec: &'a str) -> Self {
         Self { program, spec, keys: 1000, racers: 7, kills: 12 }
     }
 
-    /// Runs the race beside `meanwhile`, and audits it: every key took effect, attempts never overlapped, and nothing ran
-    /// after the attempt that is recorded.
+    /// Runs the race beside `meanwhile`, and audits it by [`Rules::STRICT`].
     pub async fn run(self, meanwhile: impl Future<Output = ()>) -> Effects {
-        let path =
-            std::env::temp_dir().join(format!("idem-race-{}-{}", std::process::id(), crate::server::free_port()));
-        File::create(&path).expect("a file for the effects");
-        let mut racers: Vec<Child> = (0..self.racers).map(|n| self.racer(&path, n * self.keys / self.racers)).collect();
+        let mut crew = Crew::new(self.program, self.spec);
+        let keys = Keys::Fixed(self.keys);
+        for n in 0..self.racers {
+            crew.start(n * self.keys / self.racers, keys, Work::Nothing);
+        }
         let kills = async {
             for kill in 0..self.kills {
-                let mut victim = self.racer(&path, kill * self.keys / self.kills);
+                let victim = crew.start(kill * self.keys / self.kills, keys, Work::Nothing);
                 tokio::time::sleep(Duration::from_millis(60)).await;
-                victim.kill().expect("was running");
-                victim.wait().expect("was running");
+                crew.kill(victim);
             }
         };
         tokio::join!(kills, meanwhile);
-        let ended = tokio::task::spawn_blocking(move || {
-            racers.iter_mut().all(|racer| racer.wait().expect("was running").success())
-        });
-        assert!(ended.await.expect("waited"), "a racer failed");
-        let effects = self.audit(&*stores::open(self.spec).await, &path).await;
-        std::fs::remove_file(&path).ok();
-        effects
+        crew.ended().await;
+        crew.audit(self.keys, &Rules::STRICT).await
     }
-
-    fn racer(&self, effects: &Path, begin: usize) -> Child {
-        let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", self.program, self.spec]).arg(effects);
-        command.args([&self.keys.to_string(), &begin.to_string()]);
-        command.spawn().expect("a racer starts")
-    }
-
-    async fn audit(&self, store: &dyn Store, path: &Path) -> Effects {
-        let mut text = String::new();
-        File::open(path).and_then(|mut file| file.read_to_string(&mut text)).expect("the effects can be read");
-        let mut effects = vec![Vec::new(); self.keys];
-        for line in text.lines() {
-            let (n, attempt) = line.split_once(' ').expect("a key and an attempt");
-            effects[n.parse::<usize>().expect("a key")].push(attempt.parse::<u32>().expect("an attempt"));
-        }
-        for (n, effects) in effects.iter().enumerate() {
-            let recorded = store.inspect(&key(n)).await.expect("answers").expect("recorded").record;
-            let State::Completed(Payload::Stored { bytes, .. }) = &recorded.state else { panic!("{n}: {recorded:?}") };
-            let recorded: u32 = serde_json::from_slice(bytes).expect("an attempt");
-            assert!(effects.is_sorted_by(|a, b| a < b), "{n}: attempts overlap: {effects:?}");
-            assert_eq!(effects.last(), Some(&recorded), "{n}: something ran after the attempt that is recorded");
-        }
-        Effects(effects)
-    }
-}
-
-/// The key that racers work on.
-///
-/// # Panics
-/// Never: a number is a valid key.
-pub fn key(n: usize) -> Key {
-    Key::new("race", n).expect("a valid key")
 }

@@ -1,11 +1,12 @@
 //! Servers of the tests' own: on free ports, in folders of their own, gone with the process that started them.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, RedisStore};
@@ -42,16 +43,7 @@ impl Kind {
         if let Some((_, url)) = servers.iter().find(|(kind, _)| *kind == self) {
             return url.clone();
         }
-        // The server dies with the thread that started it, so this thread lives as long as the process.
-        let (sender, receiver) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            let server = RedisServer::start(self);
-            sender.send(server.url()).unwrap();
-            loop {
-                std::thread::park();
-            }
-        });
-        let url = receiver.recv().expect("the server starts");
+        let url = forever(move || keep(RedisServer::start(self), RedisServer::url));
         servers.push((self, url.clone()));
         url
     }
@@ -76,6 +68,9 @@ impl Kind {
     }
 }
 
+/// What a process finds in its environment.
+pub type Env = Vec<(String, OsString)>;
+
 /// A server process; killed when dropped.
 #[derive(Debug)]
 pub struct RedisServer {
@@ -83,6 +78,7 @@ pub struct RedisServer {
     port: u16,
     folder: PathBuf,
     args: Vec<String>,
+    env: Env,
     child: Option<Child>,
 }
 
@@ -94,11 +90,15 @@ impl RedisServer {
 
     /// A server with these arguments.
     pub fn start_with(kind: Kind, args: &[&str]) -> Self {
-        let port = free_port();
+        Self::start_at(kind, free_port(), args, &[])
+    }
+
+    /// A server on this port, with these arguments and this in its environment.
+    pub fn start_at(kind: Kind, port: u16, args: &[&str], env: &[(String, OsString)]) -> Self {
         let folder = std::env::temp_dir().join(format!("idem-test-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder for the server");
         let args = args.iter().map(ToString::to_string).collect();
-        let mut server = Self { kind, port, folder, args, child: None };
+        let mut server = Self { kind, port, folder, args, env: env.to_vec(), child: None };
         server.run();
         server
     }
@@ -111,6 +111,11 @@ impl RedisServer {
     /// Its port.
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Where its files are.
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// What it was given for this argument.
@@ -130,6 +135,7 @@ impl RedisServer {
             .args(["--port", &self.port.to_string(), "--bind", "127.0.0.1", "--save", "", "--dir"])
             .arg(&self.folder)
             .args(&self.args)
+            .envs(self.env.iter().cloned())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -167,8 +173,7 @@ impl RedisServer {
 
     /// Stops or continues the process.
     pub fn signal(&self, signal: &str) {
-        let pid = self.child.as_ref().expect("running").id().to_string();
-        Command::new("kill").args([signal, &pid]).status().expect("kill runs");
+        assert!(self::signal(self.child.as_ref().expect("running").id(), signal), "it has ended");
     }
 
     /// A connection of the raw client.
@@ -201,4 +206,63 @@ pub fn free_port() -> u16 {
             return port;
         }
     }
+}
+
+/// Sends `signal`, such as `-STOP`, to a process, and says whether it was there.
+pub fn signal(pid: u32, signal: &str) -> bool {
+    let sent = Command::new("kill").args([signal, &pid.to_string()]).stderr(Stdio::null()).status();
+    sent.expect("kill runs").success()
+}
+
+/// Runs `start` on a thread that lives as long as the process: servers die with the thread that started them.
+pub fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        sender.send(start()).ok();
+        loop {
+            std::thread::park();
+        }
+    });
+    receiver.recv().expect("started")
+}
+
+/// Lets `it` live for ever.
+pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
+    let read = read(&it);
+    std::mem::forget(it);
+    read
+}
+
+/// How long a condition may take before it counts as failed: minutes, which only what hangs will take.
+const PATIENCE: Duration = Duration::from_secs(180);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Waits until `condition` holds, by blocking.
+///
+/// # Panics
+/// If it never does.
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while started.elapsed() < PATIENCE {
+        if condition() {
+            return;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    panic!("never happened: {what}");
+}
+
+/// Waits until `condition` holds.
+///
+/// # Panics
+/// If it never does.
+pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let started = Instant::now();
+    while started.elapsed() < PATIENCE {
+        if condition().await {
+            return;
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+    panic!("never happened: {what}");
 }

@@ -1,0 +1,318 @@
+//! How each kind of fault is played: racers at work, the fault, what they are told meanwhile, and the audit.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::race::{self, Crew, Event, Keys, Rules, Work};
+use idem_tests::server::until;
+
+use crate::rigs::{Rig, set_all};
+use crate::tools::WallClock;
+use crate::{Fault, Seen};
+
+/// How many keys have to get done before a store counts as working.
+const PROGRESS: usize = 5;
+/// How far clocks are stepped, in seconds.
+const STEP: i64 = 3600;
+const DELAY: Duration = Duration::from_millis(100);
+
+/// Brings `fault` about in `rig` while racers work, and shows that they see what is promised: `seen`.
+pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
+    let clock = WallClock::new();
+    let mut scene = Scene::open(rig, fault, &clock).await;
+    let rules = match seen {
+        Seen::TakenOver => scene.kill_workers().await,
+        Seen::LeaseLost => scene.stop_workers().await,
+        Seen::Refused => scene.is_refused(fault).await,
+        Seen::Retried => scene.is_retried(fault).await,
+        Seen::RunsAgain => scene.is_forgotten(fault).await,
+        Seen::Slower => scene.is_slower().await,
+        Seen::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
+        Seen::GoesOn => scene.clock_is_stepped(&clock, false).await,
+        Seen::LeasesMove => scene.clock_is_stepped(&clock, true).await,
+    };
+    scene.close(&rules).await;
+}
+
+/// Racers at work: one holds the key 0 from before the fault until [`Scene::close`], the others go from key to key.
+struct Scene<R> {
+    rig: R,
+    crew: Crew,
+    holder: u32,
+    others: [u32; 2],
+}
+
+/// The lines of the table, by what they say of calls.
+struct Seens(Vec<race::Line>);
+
+impl Seens {
+    /// What calls were told that had asked after `since`, with who they were.
+    fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
+        let asked: HashMap<_, _> = self
+            .0
+            .iter()
+            .filter(|line| line.event == Event::Asked)
+            .map(|line| ((line.worker, line.call), line.at))
+            .collect();
+        self.0.iter().filter(move |line| line.event != Event::Asked && asked[&(line.worker, line.call)] > since)
+    }
+
+    fn ran_since(&self, since: u64) -> usize {
+        self.told_since(since).filter(|line| matches!(line.event, Event::Ran(_))).count()
+    }
+
+    fn last_of(&self, worker: u32) -> Option<&race::Line> {
+        self.0.iter().rev().find(|line| line.worker == worker)
+    }
+
+    /// How often `worker` was refused by the store in calls that it began after `since`.
+    fn refused_since(&self, since: u64, worker: u32) -> usize {
+        let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
+        self.told_since(since).filter(refused).count()
+    }
+}
+
+impl<R: Rig> Scene<R> {
+    async fn open(rig: R, fault: Fault, clock: &WallClock) -> Self {
+        let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
+        let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
+        let stepped = if steps { clock.env() } else { rig.env() };
+        let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
+        crew.set_env(right);
+        let holder = crew.start(0, Keys::Open, Work::Held);
+        let one = crew.start(1, Keys::Open, Work::Some);
+        crew.set_env(stepped);
+        let two = crew.start(1, Keys::Open, Work::Some);
+        let scene = Self { rig, crew, holder, others: [one, two] };
+        scene
+            .until("everybody is at work", |seen| {
+                let holds = seen.0.iter().any(|line| line.worker == holder && line.event == Event::Held);
+                let ran = |line: &race::Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
+                let at_work = |worker| seen.0.iter().any(|line| line.worker == worker && ran(line));
+                holds && at_work(one) && at_work(two) && seen.ran_since(0) >= PROGRESS
+            })
+            .await;
+        scene
+    }
+
+    async fn until(&self, what: &str, mut condition: impl FnMut(&Seens) -> bool) {
+        self.crew.until(what, |lines| condition(&Seens(lines.to_vec()))).await;
+    }
+
+    fn seen(&self) -> Seens {
+        Seens(self.crew.lines())
+    }
+
+    /// Waits until keys get done that are begun from now on.
+    async fn progress(&self, what: &str) {
+        let now = race::now();
+        self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
+    }
+
+    /// Waits until everybody was told that the store can't be used, in calls that are made from now on. Who is recording a
+    /// result is told nothing for as long as its lease can be renewed.
+    async fn told(&self) {
+        let now = race::now();
+        self.until("everybody is refused", |seen| {
+            let refused = self.others.map(|worker| seen.refused_since(now, worker) > 0);
+            let recording = |worker| seen.last_of(worker).is_some_and(|line| line.event == Event::Ended);
+            let stuck = |(worker, refused): (&u32, &bool)| *refused || recording(*worker);
+            refused.contains(&true) && self.others.iter().zip(&refused).all(stuck)
+        })
+        .await;
+    }
+
+    async fn close(mut self, rules: &Rules) {
+        self.crew.open_gate(self.holder);
+        let keys = self.crew.finish();
+        self.crew.ended().await;
+        let effects = self.crew.audit(keys, rules).await;
+        println!("{keys} keys, {} effects beyond one for each", effects.repeated());
+    }
+
+    async fn kill_workers(&mut self) -> Rules {
+        for _ in 0..3 {
+            let victim = self.crew.start(1, Keys::Open, Work::Some);
+            let began = |line: &race::Line| line.worker == victim && matches!(line.event, Event::Began(_));
+            self.until("a body runs", |seen| seen.0.iter().any(began)).await;
+            self.crew.kill(victim);
+        }
+        self.crew.kill(self.holder);
+        let successor = self.crew.start(0, Keys::Open, Work::Some);
+        let took_over = |line: &race::Line| {
+            line.worker == successor && line.key == 0 && matches!(line.event, Event::Ran(_) | Event::Replayed(_))
+        };
+        self.until("its key is taken over", |seen| seen.0.iter().any(took_over)).await;
+        self.progress("the others go on").await;
+        Rules::STRICT
+    }
+
+    /// Stops `worker`, where it keeps nobody else from working.
+    async fn stop(&self, worker: u32) {
+        loop {
+            self.crew.signal(worker, "-STOP");
+            if !self.rig.is_held_up().await {
+                return;
+            }
+            self.crew.signal(worker, "-CONT");
+        }
+    }
+
+    async fn stop_workers(&mut self) -> Rules {
+        self.stop(self.holder).await;
+        self.stop(self.others[0]).await;
+        let successor = self.crew.start(0, Keys::Open, Work::Held);
+        let (holder, of_key_0) = (self.holder, |line: &&race::Line| line.key == 0);
+        self.until("its key is taken over", |seen| {
+            seen.0.iter().filter(of_key_0).any(|line| line.worker == successor && line.event == Event::Held)
+        })
+        .await;
+        self.progress("the others go on").await;
+        // Their bodies overlap now; and who wakes has nothing left to do but to record its result.
+        self.crew.open_gate(self.holder);
+        self.crew.signal(self.holder, "-CONT");
+        self.crew.signal(self.others[0], "-CONT");
+        let told = |seen: &Seens| {
+            let held = |line: &&race::Line| line.worker == holder && line.event == Event::Held;
+            let call = seen.0.iter().find(held)?.call;
+            let told = |line: &&race::Line| line.worker == holder && line.call == call && line.event.ends_a_call();
+            seen.0.iter().find(told).map(|line| line.event.clone())
+        };
+        self.until("who wakes is told something", |seen| told(seen).is_some()).await;
+        assert_eq!(told(&self.seen()), Some(Event::LeaseLost), "it was taken over");
+        self.crew.open_gate(successor);
+        for (worker, ran) in [(successor, true), (holder, false)] {
+            self.until("both have the result of the one that was not stopped", |seen| {
+                let told = |line: &race::Line| match line.event {
+                    Event::Ran(_) => ran,
+                    Event::Replayed(_) => !ran,
+                    _ => false,
+                };
+                seen.0.iter().filter(of_key_0).any(|line| line.worker == worker && told(line))
+            })
+            .await;
+        }
+        Rules::STRICT
+    }
+
+    async fn is_refused(&mut self, fault: Fault) -> Rules {
+        if fault == Fault::connections_cut {
+            // Before an answer, and in the middle of one: nobody knows then what was done.
+            for line in [Line::ResetOnReply, Line::LoseReplies, Line::LoseRequests] {
+                set_all(self.rig.lines(), line);
+                self.told().await;
+                set_all(self.rig.lines(), Line::Pass);
+                self.progress(&format!("all goes on after {line:?}")).await;
+            }
+        }
+        self.rig.break_down(fault).await;
+        self.told().await;
+        let begun = |seen: &Seens| seen.0.iter().filter(|line| matches!(line.event, Event::Began(_))).count();
+        let mut ends = false;
+        for _ in 0..if fault == Fault::disk_full && self.rig.fills_up_slowly() { 20 } else { 1 } {
+            let before = begun(&self.seen());
+            self.told().await;
+            ends = begun(&self.seen()) == before;
+            if ends {
+                break;
+            }
+        }
+        assert!(ends, "bodies run although their keys can't be reserved");
+        self.rig.heal(fault).await;
+        self.progress("all goes on after the fault").await;
+        Rules::STRICT
+    }
+
+    async fn is_retried(&mut self, fault: Fault) -> Rules {
+        self.rig.break_down(fault).await;
+        self.progress("all goes on after the fault").await;
+        self.rig.heal(fault).await;
+        Rules::STRICT
+    }
+
+    async fn is_forgotten(&mut self, fault: Fault) -> Rules {
+        let from = race::now();
+        self.rig.break_down(fault).await;
+        if fault == Fault::table_removed {
+            self.told().await;
+        }
+        self.rig.heal(fault).await;
+        let to = race::now();
+        let holder = self.holder;
+        self.until("the running attempt learns that its lease is lost", |seen| {
+            seen.0.iter().any(|line| line.worker == holder && line.key == 0 && line.event == Event::LeaseLost)
+        })
+        .await;
+        self.crew.start(1, Keys::Open, Work::Some);
+        self.until("a finished operation runs again", |seen| {
+            let ran = |line: &race::Line| line.at < from && matches!(line.event, Event::Ran(_));
+            let ran = |key| seen.0.iter().any(|line| line.key == key && ran(line));
+            seen.told_since(to).any(|line| matches!(line.event, Event::Ran(_)) && ran(line.key))
+        })
+        .await;
+        Rules { forgotten: Some((from, to)), ..Rules::STRICT }
+    }
+
+    async fn is_slower(&mut self) -> Rules {
+        set_all(self.rig.lines(), Line::Delay(DELAY));
+        let now = race::now();
+        self.progress("all goes on meanwhile").await;
+        let seen = self.seen();
+        let there_and_back = 2 * u64::try_from(DELAY.as_millis()).expect("short");
+        for line in seen.told_since(now).filter(|line| matches!(line.event, Event::Ran(_))) {
+            let asked = |it: &&race::Line| (it.worker, it.call) == (line.worker, line.call);
+            let took = line.at - seen.0.iter().find(asked).expect("asked").at;
+            assert!(took + 20 > 2 * there_and_back, "a reservation and a completion took {took} ms");
+        }
+        set_all(self.rig.lines(), Line::Pass);
+        self.progress("all goes on afterwards").await;
+        Rules::STRICT
+    }
+
+    async fn goes_on_elsewhere(&mut self) -> Rules {
+        for line in [Line::EndToClient, Line::EndToServer] {
+            let halved = || self.rig.lines().iter().map(Proxy::halved).sum::<usize>();
+            let before = halved();
+            set_all(self.rig.lines(), line);
+            until("connections are half closed", async || halved() > before).await;
+            self.progress(&format!("all goes on with {line:?}")).await;
+            set_all(self.rig.lines(), Line::Pass);
+            self.progress(&format!("all goes on after {line:?}")).await;
+        }
+        Rules::STRICT
+    }
+
+    async fn clock_is_stepped(&mut self, clock: &WallClock, leases_move: bool) -> Rules {
+        let true_time = wall_of(&SystemTime::now()) - i64::try_from(race::now()).expect("soon");
+        let stepped = self.others[1];
+        for step in [STEP, -STEP] {
+            clock.step(step);
+            // Who meets an attempt that is running waits for it.
+            let duplicate = self.crew.start(0, Keys::Open, Work::Some);
+            let (now, wanted) = (race::now(), step * 1000);
+            self.until("a body runs at another time", |seen| {
+                seen.told_since(now).any(|line| {
+                    let off = i64::try_from(line.wall).expect("in this age")
+                        - i64::try_from(line.at).expect("soon")
+                        - true_time;
+                    line.worker == stepped && matches!(line.event, Event::Began(_)) && (off - wanted).abs() < 60_000
+                })
+            })
+            .await;
+            if !leases_move {
+                self.until("a duplicate is not misled", |seen| {
+                    seen.0.iter().any(|line| line.worker == duplicate && line.key == 0 && line.event.ends_a_call())
+                })
+                .await;
+            }
+            self.progress("all goes on meanwhile").await;
+        }
+        clock.step(0);
+        Rules { leases: !leases_move, ..Rules::STRICT }
+    }
+}
+
+fn wall_of(time: &SystemTime) -> i64 {
+    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).expect("in this age")
+}

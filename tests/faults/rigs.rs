@@ -1,0 +1,493 @@
+//! Each store, and how every fault is brought about in it.
+
+use std::path::PathBuf;
+
+use idem_runtime::PostgresStore;
+use idem_tests::cluster::{Cluster, Watched, ask, until};
+use idem_tests::dynamo::{self, Emulator, TABLE};
+use idem_tests::postgres::PostgresServer;
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::server::{Env, Kind, RedisServer, free_port};
+use idem_tests::sqlite::{self, Folder};
+use redis::Value;
+use tokio_postgres::error::SqlState;
+
+use crate::Fault;
+use crate::tools::{Disk, FULL, READ_ONLY};
+
+/// A store, its servers, and what can be done to them.
+pub trait Rig {
+    /// What racers open.
+    fn spec(&self) -> String;
+
+    /// What racers find in their environment.
+    fn env(&self) -> Env {
+        Env::new()
+    }
+
+    /// The lines between racers and servers.
+    fn lines(&self) -> &[Proxy] {
+        &[]
+    }
+
+    /// Whether all processes have the clock of one host, and the store has no other.
+    fn clock_of_the_host(&self) -> bool {
+        false
+    }
+
+    /// Whether a full disk leaves it room in the files that it has.
+    fn fills_up_slowly(&self) -> bool {
+        false
+    }
+
+    /// Whether a process that stands still keeps everybody else from the store.
+    async fn is_held_up(&self) -> bool {
+        false
+    }
+
+    /// Brings the fault about.
+    async fn break_down(&mut self, fault: Fault);
+
+    /// Ends it.
+    async fn heal(&mut self, fault: Fault);
+}
+
+/// So long that no server is replaced unless that is the fault.
+const NEVER: u32 = 600_000;
+
+fn is_of_lines(fault: Fault) -> bool {
+    matches!(fault, Fault::connections_cut | Fault::connections_delayed | Fault::connections_half_closed)
+}
+
+/// Every line does this from now on.
+pub fn set_all(lines: &[Proxy], line: Line) {
+    for proxy in lines {
+        proxy.set(line);
+    }
+}
+
+// SQLite.
+
+/// A file.
+pub struct Sqlite {
+    folder: Folder,
+    disk: Disk,
+}
+
+impl Sqlite {
+    #[expect(clippy::unused_async, reason = "as for every other store")]
+    pub async fn start(_: Fault) -> Self {
+        let folder = Folder::new();
+        Self { disk: Disk::of(folder.path()), folder }
+    }
+
+    /// The files that belong to it, here and elsewhere.
+    fn files(&self) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+        let away = self.folder.path().join("away");
+        std::fs::create_dir_all(&away).expect("a folder");
+        let folder = self.folder.path().to_owned();
+        ["records.db", "records.db-wal", "records.db-shm"].map(|name| (folder.join(name), away.join(name))).into_iter()
+    }
+}
+
+impl Rig for Sqlite {
+    fn spec(&self) -> String {
+        format!("hurried sqlite {}", self.folder.file().display())
+    }
+
+    fn env(&self) -> Env {
+        self.disk.env()
+    }
+
+    fn clock_of_the_host(&self) -> bool {
+        true
+    }
+
+    async fn is_held_up(&self) -> bool {
+        let path = self.folder.file();
+        // Waits for a lock for half a minute.
+        let locked = move || sqlite::raw(&path).execute_batch("BEGIN IMMEDIATE; ROLLBACK").is_err();
+        tokio::task::spawn_blocking(locked).await.expect("asked")
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::disk_full => self.disk.fail(FULL),
+            Fault::read_only => self.disk.fail(READ_ONLY),
+            Fault::records_deleted => {
+                let deleted = sqlite::raw(&self.folder.file()).execute_batch("DELETE FROM idem_records");
+                deleted.expect("deletes");
+            }
+            Fault::table_removed => {
+                self.files().for_each(|(here, away)| std::fs::rename(here, away).expect("can be moved"));
+            }
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::table_removed => {
+                self.files().for_each(|(here, away)| std::fs::rename(away, here).expect("can be moved"));
+            }
+            _ => self.disk.heal(),
+        }
+    }
+}
+
+// Redis: one server, a cluster, or a primary with sentinels.
+
+/// Servers of one topology.
+pub struct Redis {
+    servers: Servers,
+    lines: Vec<Proxy>,
+    disk: Disk,
+    replicated: bool,
+}
+
+enum Servers {
+    One(RedisServer),
+    Cluster(Cluster),
+    Watched(Watched),
+}
+
+/// What a server is given on its way.
+fn settings(fault: Fault) -> Vec<String> {
+    let settings: &[&str] = match fault {
+        Fault::server_killed_and_restarted => &["--appendonly", "yes", "--appendfsync", "always"],
+        Fault::disk_full => &["--appendonly", "yes"],
+        _ => &["--appendonly", "no"],
+    };
+    settings.iter().map(ToString::to_string).collect()
+}
+
+/// Proxies in front of `ports` where the fault is one of lines, and the ports to go to.
+async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
+    let mut lines = Vec::new();
+    if is_of_lines(fault) {
+        for port in ports {
+            lines.push(Proxy::to(*port).await);
+        }
+    }
+    let through = if lines.is_empty() { ports.to_vec() } else { lines.iter().map(Proxy::port).collect() };
+    (lines, through)
+}
+
+/// The environment of a server whose disk may fail; the others need none.
+fn disk_env(fault: Fault, disk: &Disk) -> Env {
+    if fault == Fault::disk_full { disk.env() } else { Env::new() }
+}
+
+impl Redis {
+    async fn server(fault: Fault, disk: &Disk) -> (RedisServer, Vec<Proxy>, u16) {
+        let settings = settings(fault);
+        let mut args: Vec<&str> = settings.iter().map(String::as_str).collect();
+        args.extend(["--repl-diskless-sync-delay", "0"]);
+        let server = RedisServer::start_at(Kind::Redis, free_port(), &args, &disk_env(fault, disk));
+        let (lines, through) = proxied(fault, &[server.port()]).await;
+        (server, lines, through[0])
+    }
+
+    pub async fn one(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        let (server, lines, _) = Self::server(fault, &disk).await;
+        Self { servers: Servers::One(server), lines, disk, replicated: false }
+    }
+
+    pub async fn cluster(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        if fault == Fault::failover {
+            let servers = Servers::Cluster(Cluster::start(2000));
+            return Self { servers, lines: Vec::new(), disk, replicated: true };
+        }
+        let ports = [free_port(), free_port()];
+        let (lines, through) = proxied(fault, &ports).await;
+        let args = |n: usize| {
+            // Where clients are sent to.
+            let announced = ["--cluster-announce-port".to_owned(), through[n].to_string()];
+            [settings(fault), announced.to_vec()].concat()
+        };
+        let cluster = Cluster::start_at(&ports, ports.len(), NEVER, args, &disk_env(fault, &disk));
+        Self { servers: Servers::Cluster(cluster), lines, disk, replicated: false }
+    }
+
+    pub async fn sentinel(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        let (server, lines, through) = Self::server(fault, &disk).await;
+        let replicated = fault == Fault::failover;
+        let watched = Watched::start_at(server, through, if replicated { 1500 } else { NEVER });
+        Self { servers: Servers::Watched(watched), lines, disk, replicated }
+    }
+
+    /// Those that clients write to.
+    fn primaries(&mut self) -> &mut [RedisServer] {
+        match &mut self.servers {
+            Servers::One(server) => std::slice::from_mut(server),
+            Servers::Cluster(cluster) => &mut cluster.nodes,
+            Servers::Watched(watched) => &mut watched.servers[..1],
+        }
+    }
+
+    fn say(&mut self, command: &str) {
+        for server in self.primaries() {
+            ask::<Value>(server.port(), command).unwrap_or_else(|error| panic!("{command}: {error}"));
+        }
+    }
+
+    /// Kills a primary, and lets it come back once its replica has its place.
+    async fn fail_over(&mut self) {
+        match &mut self.servers {
+            Servers::Cluster(cluster) => {
+                cluster.nodes[2].kill();
+                let replica = cluster.nodes[5].port();
+                until("the replica is promoted", async || is_primary(replica)).await;
+                cluster.nodes[2].run();
+            }
+            Servers::Watched(watched) => {
+                let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
+                watched.servers[0].kill();
+                until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
+                // Nothing counts there until it has a replica. The old primary is told what the sentinels would tell it.
+                watched.servers[0].run();
+                ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
+            }
+            Servers::One(_) => unreachable!("nobody takes its place"),
+        }
+    }
+}
+
+fn is_primary(port: u16) -> bool {
+    idem_tests::cluster::field(port, "INFO replication", "role").as_deref() == Some("master")
+}
+
+impl Rig for Redis {
+    fn spec(&self) -> String {
+        let hosts: Vec<_> = self.lines.iter().map(|line| format!("127.0.0.1:{}", line.port())).collect();
+        let hosts = hosts.join(",");
+        let url = match &self.servers {
+            Servers::One(server) if hosts.is_empty() => server.url(),
+            Servers::One(_) => format!("redis://{hosts}"),
+            Servers::Cluster(cluster) if hosts.is_empty() => cluster.url(),
+            Servers::Cluster(_) => format!("redis-cluster://{hosts}"),
+            // They name the proxy as the primary.
+            Servers::Watched(watched) => watched.url(),
+        };
+        format!("hurried {} {url} race:", if self.replicated { "replicated" } else { "redis" })
+    }
+
+    fn lines(&self) -> &[Proxy] {
+        &self.lines
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.primaries().iter_mut().for_each(RedisServer::kill),
+            Fault::server_stopped_and_continued => self.primaries().iter().for_each(|server| server.signal("-STOP")),
+            Fault::failover => self.fail_over().await,
+            Fault::connections_cut => set_all(&self.lines, Line::Refuse),
+            Fault::out_of_memory => self.say("CONFIG SET maxmemory 1"),
+            Fault::disk_full => self.disk.fail(FULL),
+            Fault::read_only => match self.servers {
+                Servers::One(_) => self.say("REPLICAOF 127.0.0.1 1"),
+                // Nobody else can make a replica of these.
+                Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 9"),
+            },
+            Fault::records_deleted => self.say("FLUSHALL"),
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.primaries().iter_mut().for_each(RedisServer::run),
+            Fault::server_stopped_and_continued => self.primaries().iter().for_each(|server| server.signal("-CONT")),
+            Fault::connections_cut => set_all(&self.lines, Line::Pass),
+            Fault::out_of_memory => self.say("CONFIG SET maxmemory 0"),
+            Fault::disk_full => self.disk.heal(),
+            Fault::read_only => match self.servers {
+                Servers::One(_) => self.say("REPLICAOF NO ONE"),
+                Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 0"),
+            },
+            _ => {}
+        }
+    }
+}
+
+// PostgreSQL.
+
+/// A server.
+pub struct Postgres {
+    server: PostgresServer,
+    lines: Vec<Proxy>,
+    disk: Disk,
+    /// Who holds what there is of something.
+    hoarder: Option<tokio_postgres::Client>,
+}
+
+impl Postgres {
+    pub async fn start(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        // So that there is an end to them.
+        let settings = ["max_locks_per_transaction=10"];
+        let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
+        let (lines, _) = proxied(fault, &[server.port()]).await;
+        let rig = Self { server, lines, disk, hoarder: None };
+        rig.make_table().await;
+        rig
+    }
+
+    async fn make_table(&self) {
+        PostgresStore::options().ensure_schema().connect(&self.server.url()).await.expect("makes the table");
+    }
+
+    async fn say(&self, text: &str) {
+        let raw = self.server.raw().await;
+        for statement in text.split(';') {
+            raw.batch_execute(statement).await.unwrap_or_else(|error| panic!("{statement}: {error:?}"));
+        }
+    }
+
+    /// Takes locks until the server has no memory for another one.
+    async fn hoard(&mut self) {
+        let raw = self.server.raw().await;
+        let (mut next, mut refused) = (0_u32, 0);
+        // Others may still be giving some back.
+        while refused < 50 {
+            let more = if refused == 0 { 1000 } else { 1 };
+            let sql = format!("SELECT count(pg_advisory_lock(n)) FROM generate_series({next}, {}) n", next + more - 1);
+            next += more;
+            refused = match raw.batch_execute(&sql).await {
+                Ok(()) => refused.min(1),
+                Err(error) => {
+                    assert_eq!(error.code().map(SqlState::code), Some("53200"), "{error:?}");
+                    refused + 1
+                }
+            };
+            if refused > 1 {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        }
+        self.hoarder = Some(raw);
+    }
+}
+
+impl Rig for Postgres {
+    fn spec(&self) -> String {
+        let port = self.lines.first().map_or(self.server.port(), Proxy::port);
+        format!("hurried postgres postgres://postgres@127.0.0.1:{port}/postgres idem")
+    }
+
+    fn fills_up_slowly(&self) -> bool {
+        true
+    }
+
+    fn lines(&self) -> &[Proxy] {
+        &self.lines
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server.kill(),
+            Fault::server_stopped_and_continued => self.server.stop(),
+            Fault::connections_cut => set_all(&self.lines, Line::Refuse),
+            Fault::out_of_memory => self.hoard().await,
+            Fault::disk_full => {
+                // There is log ahead: without that a server ends itself, and that is another fault.
+                self.say("SELECT pg_switch_wal();CHECKPOINT").await;
+                self.disk.fail(FULL);
+            }
+            Fault::read_only => {
+                self.say("ALTER SYSTEM SET default_transaction_read_only = on;SELECT pg_reload_conf()").await;
+            }
+            Fault::records_deleted => self.say("TRUNCATE idem.records").await,
+            Fault::table_removed => self.say("DROP SCHEMA idem CASCADE").await,
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server.run(),
+            Fault::server_stopped_and_continued => self.server.go_on(),
+            Fault::connections_cut => set_all(&self.lines, Line::Pass),
+            Fault::out_of_memory => self.hoarder = None,
+            Fault::disk_full => self.disk.heal(),
+            Fault::read_only => {
+                self.say("ALTER SYSTEM RESET default_transaction_read_only;SELECT pg_reload_conf()").await;
+            }
+            Fault::table_removed => self.make_table().await,
+            _ => {}
+        }
+    }
+}
+
+// DynamoDB.
+
+/// An emulator that keeps its tables on disk.
+pub struct Dynamo {
+    emulator: Emulator,
+    lines: Vec<Proxy>,
+    disk: Disk,
+    /// What the clocks of its users may differ by, in seconds, where that is not next to nothing.
+    skew: Option<u64>,
+}
+
+impl Dynamo {
+    pub async fn start(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        let emulator = Emulator::durable_in(&disk_env(fault, &disk)).await;
+        let (lines, _) = proxied(fault, &[emulator.port()]).await;
+        let skew = (fault == Fault::clock_stepped_within_the_skew).then_some(2 * 3600);
+        Self { emulator, lines, disk, skew }
+    }
+
+    fn client(&self) -> aws_sdk_dynamodb::Client {
+        dynamo::client(&dynamo::Wire::to(&self.emulator.endpoint()))
+    }
+
+    async fn delete_all(&self) {
+        let client = self.client();
+        let found = client.scan().table_name(TABLE).consistent_read(true).send().await.expect("scans");
+        for item in found.items() {
+            let delete = client.delete_item().table_name(TABLE).key("key", item["key"].clone());
+            delete.send().await.expect("deletes");
+        }
+    }
+}
+
+impl Rig for Dynamo {
+    fn spec(&self) -> String {
+        let port = self.lines.first().map_or(self.emulator.port(), Proxy::port);
+        let skew = self.skew.map(|skew| format!(" {skew}")).unwrap_or_default();
+        format!("hurried dynamo http://127.0.0.1:{port} {TABLE}{skew}")
+    }
+
+    fn lines(&self) -> &[Proxy] {
+        &self.lines
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.emulator.kill(),
+            Fault::server_stopped_and_continued => self.emulator.signal("-STOP"),
+            Fault::connections_cut => set_all(&self.lines, Line::Refuse),
+            Fault::disk_full => self.disk.fail(FULL),
+            Fault::records_deleted => self.delete_all().await,
+            Fault::table_removed => {
+                self.client().delete_table().table_name(TABLE).send().await.expect("deletes");
+            }
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.emulator.run(),
+            Fault::server_stopped_and_continued => self.emulator.signal("-CONT"),
+            Fault::connections_cut => set_all(&self.lines, Line::Pass),
+            Fault::disk_full => self.disk.heal(),
+            Fault::table_removed => self.emulator.create_table().await,
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! A disk that fails and a clock that is set, for processes that are none the wiser.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use idem_tests::server::Env;
+
+/// A file whose content tells processes what to believe; gone when dropped.
+#[derive(Debug)]
+struct Switch(PathBuf);
+
+impl Switch {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Self(std::env::temp_dir().join(format!("idem-switch-{}-{number}", std::process::id())))
+    }
+
+    fn set(&self, text: &str) {
+        // Whole or not at all.
+        let draft = self.0.with_extension("draft");
+        std::fs::write(&draft, text).expect("can be written");
+        std::fs::rename(draft, &self.0).expect("can be written");
+    }
+
+    fn unset(&self) {
+        std::fs::remove_file(&self.0).ok();
+    }
+}
+
+impl Drop for Switch {
+    fn drop(&mut self) {
+        self.unset();
+    }
+}
+
+/// A folder of some processes' that refuses to be written to.
+#[derive(Debug)]
+pub struct Disk {
+    folder: PathBuf,
+    switch: Switch,
+}
+
+/// No room (`ENOSPC`).
+pub const FULL: u32 = 28;
+/// A file system that was mounted anew for reading only (`EROFS`).
+pub const READ_ONLY: u32 = 30;
+
+impl Disk {
+    /// The disk under `folder`, which works.
+    pub fn of(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), switch: Switch::new() }
+    }
+
+    /// The environment of those who are to meet it.
+    pub fn env(&self) -> Env {
+        vec![
+            ("LD_PRELOAD".to_owned(), library().into()),
+            ("IDEM_DISK".to_owned(), self.folder.clone().into()),
+            ("IDEM_DISK_FAULT".to_owned(), self.switch.0.clone().into()),
+        ]
+    }
+
+    /// From now on it refuses with this error.
+    pub fn fail(&self, error: u32) {
+        self.switch.set(&error.to_string());
+    }
+
+    /// It works again.
+    pub fn heal(&self) {
+        self.switch.unset();
+    }
+}
+
+/// `disk.c`, compiled.
+fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let name = |ending: &str| std::env::temp_dir().join(format!("idem-disk-{}.{ending}", std::process::id()));
+        let (source, library) = (name("c"), name("so"));
+        std::fs::write(&source, include_str!("disk.c")).expect("can be written");
+        let mut compile = Command::new("cc");
+        compile.args(["-shared", "-fPIC", "-O1", "-o"]).args([&library, &source]).arg("-ldl");
+        let output = compile.output().unwrap_or_else(|error| panic!("cc: {error}; run ./scripts/test"));
+        assert!(output.status.success(), "cc: {}", String::from_utf8_lossy(&output.stderr));
+        std::fs::remove_file(source).ok();
+        library
+    })
+}
+
+/// The wall clock of some processes.
+#[derive(Debug)]
+pub struct WallClock(Switch);
+
+impl WallClock {
+    /// One that is right.
+    pub fn new() -> Self {
+        let clock = Self(Switch::new());
+        clock.step(0);
+        clock
+    }
+
+    /// The environment of those who are to believe it.
+    pub fn env(&self) -> Env {
+        let set = |name: &str, value: &str| (name.to_owned(), value.into());
+        vec![
+            ("LD_PRELOAD".to_owned(), libfaketime().into()),
+            ("FAKETIME_TIMESTAMP_FILE".to_owned(), self.0.0.clone().into()),
+            set("FAKETIME_NO_CACHE", "1"),
+            // Steps of a wall clock don't touch the monotonic one.
+            set("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
+        ]
+    }
+
+    /// Sets it this many seconds ahead of the right time.
+    pub fn step(&self, seconds: i64) {
+        self.0.set(&format!("{seconds:+}\n"));
+    }
+}
+
+/// `IDEM_TEST_FAKETIME`, or where Debian has it.
+fn libfaketime() -> PathBuf {
+    if let Some(library) = std::env::var_os("IDEM_TEST_FAKETIME") {
+        return library.into();
+    }
+    let folders = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
+    let mut libraries = folders.map(|folder| folder.path().join("faketime/libfaketimeMT.so.1"));
+    libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
+}

@@ -1,0 +1,79 @@
+//! What the tests of every store ask for: reservations, results, and calls of a handler that counts its runs.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{
+    CodecName, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Payload, Policy, Reservation, Reserve,
+    Store, StoreError, observe, record_values, run,
+};
+
+/// Longer than any test takes.
+pub const LEASE: Duration = Duration::from_secs(60);
+/// For how long records are kept.
+pub const TTL: Duration = Duration::from_secs(3600);
+/// Both of them.
+pub const POLICY: Policy = Policy::new(TTL).lease(LEASE);
+
+/// A key in the scope of tests.
+pub fn key(name: &str) -> Key {
+    Key::new("test", name).expect("a valid key")
+}
+
+/// A new attempt's reservation of `name`.
+pub fn request(store: &impl Store, name: &str) -> Reserve {
+    Reserve {
+        key: key(name),
+        owner: store.heartbeats().new_owner(),
+        lease: LEASE,
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+/// The lease of who was answered that the key is reserved.
+pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
+    match answer {
+        Ok(Reservation::Reserved { lease, .. }) => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Reserves what `request` asks for.
+pub async fn wins(store: &impl Store, request: &Reserve) -> Lease {
+    lease_of(store.reserve(request).await)
+}
+
+/// Reserves `name`.
+pub async fn reserved(store: &impl Store, name: &str) -> Lease {
+    wins(store, &request(store, name)).await
+}
+
+/// These bytes as a result.
+pub fn stored(bytes: impl Into<Bytes>) -> Payload {
+    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() }
+}
+
+/// A result.
+pub fn done() -> Finish {
+    Finish::Completed(stored("42"))
+}
+
+/// One call of a handler that counts its runs, and returns how many there were.
+pub async fn call(store: &impl Store, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
+    call_with(store, name, POLICY, runs).await
+}
+
+/// The same with a policy of its own.
+pub async fn call_with(
+    store: &impl Store,
+    name: &str,
+    policy: Policy,
+    runs: &AtomicU32,
+) -> (Result<u32, Error>, Outcome) {
+    let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
+    observe(run(Operation::new(store, Ok(key(name)), policy), record_values::<Json>(), body)).await
+}
