@@ -8,10 +8,10 @@ use syn::LitStr;
 use super::input::Input;
 
 // The attribute's own readers: a crate of macros has no other interface.
-#[allow(dead_code, unreachable_pub, missing_docs)]
+#[allow(dead_code, unused_imports, unreachable_pub)]
 #[path = "../../idem-macros/src/duration.rs"]
 mod duration;
-#[allow(dead_code, unreachable_pub, missing_docs)]
+#[allow(dead_code, unused_imports, unreachable_pub)]
 #[path = "../../idem-macros/src/template.rs"]
 mod template;
 
