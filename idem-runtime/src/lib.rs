@@ -148,6 +148,18 @@ pub use stores::sqlite::{InSqlite, SqliteOptions, SqliteStore, Synchronous};
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use within::{OperationWithin, Transaction, Within, run_within};
 
+/// How stores read rows and items, without a server: for tests of what anybody may have written there.
+#[cfg(all(feature = "conformance", any(feature = "sqlite", feature = "postgres", feature = "dynamodb")))]
+#[doc(hidden)]
+pub mod __stored {
+    #[cfg(feature = "dynamodb")]
+    pub use crate::stores::dynamo::read_item;
+    #[cfg(feature = "postgres")]
+    pub use crate::stores::postgres::{Cells, read_row};
+    #[cfg(feature = "sqlite")]
+    pub use crate::stores::sqlite::meet_row;
+}
+
 #[doc(hidden)]
 #[path = "private.rs"]
 pub mod __private;

@@ -120,9 +120,15 @@ fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
+/// How many bytes a frame of `len` bytes can hold: a block has 4 bytes at least, and holds 128 KiB at most. Room for more
+/// is never made, whatever the frame claims.
+const fn most_in(len: usize) -> usize {
+    (len / 4).saturating_mul(128 * 1024)
+}
+
 /// The `size` bytes in `frame`; `None` if there are less or more, or others than were put in.
 fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
-    if get_frame_content_size(frame).ok()?? != size as u64 {
+    if get_frame_content_size(frame).ok()?? != size as u64 || size > most_in(frame.len()) {
         return None;
     }
     DECOMPRESSOR.with_borrow_mut(|decompressor| {

@@ -602,3 +602,9 @@ fn changes_too_often() -> StoreError {
 fn corrupt(error: FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
+
+/// The record in an item that may be anybody's, when its lease lapses and when its retention ends: for tests.
+#[cfg(feature = "conformance")]
+pub fn read_item(item: Attributes) -> Result<(Record, i64, i64), StoreError> {
+    item::read(item).map(|found| (found.record, found.lapses_at, found.expires_at)).map_err(corrupt)
+}

@@ -26,6 +26,8 @@ use tokio_postgres::types::ToSql;
 use self::client::{Database, Effect, Failure, Hidden};
 use self::lanes::{Lanes, Work};
 pub use self::options::PostgresOptions;
+#[cfg(feature = "conformance")]
+pub use self::sql::Cells;
 use self::sql::{Ask, Found, Met, Statement, Statements, corrupt};
 use self::wake::Wakeups;
 #[cfg(feature = "sqlx")]
@@ -657,5 +659,15 @@ impl Store for Shared {
             let reopened = self.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
             Ok(if reopened { Write::Done } else { Write::Refused })
         })
+    }
+}
+
+/// What a row that may be anybody's says; `None` if that is that the record was made just now. For tests.
+#[cfg(feature = "conformance")]
+pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
+    match sql::met(row) {
+        sql::Met::Made => Ok(None),
+        sql::Met::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
+        sql::Met::Unseen => Err(sql::corrupt(crate::record::format::FormatError::Damaged)),
     }
 }

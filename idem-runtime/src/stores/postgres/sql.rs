@@ -442,13 +442,17 @@ pub(super) fn key(row: &Row) -> Option<&str> {
     row.try_get(KEY_AT).ok()
 }
 
+fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
+    matches!(row.cell::<Option<T>>(at), Ok(None))
+}
+
 /// What a row says.
 pub(super) fn met(row: &impl Cells) -> Met {
-    // Only a record that was made just now has no format.
     match row.cell::<Option<i16>>(0) {
-        Ok(None) => Met::Made,
+        // A record that was made just now has no format, nor anything else; of one that lacks it, nothing is known.
+        Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
         Ok(Some(format)) => Met::Found(found(row, format).map(Box::new)),
-        Err(_) => Met::Found(Err(FormatError::Damaged)),
+        _ => Met::Found(Err(FormatError::Damaged)),
     }
 }
 

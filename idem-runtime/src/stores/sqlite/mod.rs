@@ -258,3 +258,16 @@ impl Store for Shared {
         StoreFuture::new(self.write(Ask::Reopen(key.clone(), attempt)))
     }
 }
+
+/// What a look at `request.key` and a reservation of it answer at `now`, if its row on `connection` may be anybody's: for
+/// tests.
+#[cfg(feature = "conformance")]
+pub fn meet_row(
+    connection: &rusqlite::Connection,
+    request: &Reserve,
+    now: i64,
+) -> (Result<Option<Inspection>, StoreError>, Result<Reservation, StoreError>) {
+    let mut table = table::Table::new(connection, table::NAME);
+    let seen = table.inspect(&request.key, now).map_err(|trouble| connect::failed(&trouble));
+    (seen, table.reserve(request, now).map_err(|trouble| connect::failed(&trouble)))
+}

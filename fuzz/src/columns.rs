@@ -1,0 +1,311 @@
+//! The parts of a record, as SQLite, PostgreSQL and DynamoDB keep them: each in a place of its own, of whatever type.
+//!
+//! An input is a record in columns, some of which somebody has overwritten. How it is laid out is written here a second
+//! time, so that a mistake in the library is not repeated.
+
+use std::collections::HashMap;
+
+use aws_sdk_dynamodb::primitives::Blob;
+use aws_sdk_dynamodb::types::AttributeValue;
+use idem_runtime::__stored::{Cells, meet_row, read_item, read_row};
+use idem_runtime::record::format::FormatError;
+use idem_runtime::{
+    Inspection, Meeting, OnCrash, Payload, Record, Reservation, Reserve, State, StoreError, StoreErrorKind,
+};
+use rusqlite::Connection;
+use rusqlite::types::Value;
+use tokio_postgres::types::{FromSql, Type};
+
+use super::input::Input;
+use super::record::request;
+
+const NAMES: [&str; 14] = [
+    "format",
+    "state",
+    "owner",
+    "attempt",
+    "starts",
+    "fingerprint",
+    "on_crash_fail",
+    "lease_ms",
+    "ttl_ms",
+    "codec",
+    "result",
+    "result_bytes",
+    "lapses_at",
+    "expires_at",
+];
+const FORMAT: usize = 0;
+const STATE: usize = 1;
+const OWNER: usize = 2;
+const LAPSES_AT: usize = 12;
+const EXPIRES_AT: usize = 13;
+
+/// The types of the columns in PostgreSQL.
+const TYPES: [Type; 14] = [
+    Type::INT2,
+    Type::TEXT,
+    Type::BYTEA,
+    Type::INT8,
+    Type::INT8,
+    Type::BYTEA,
+    Type::BOOL,
+    Type::INT8,
+    Type::INT8,
+    Type::TEXT,
+    Type::BYTEA,
+    Type::INT8,
+    Type::TIMESTAMPTZ,
+    Type::TIMESTAMPTZ,
+];
+
+/// What is in one place.
+#[derive(Clone, PartialEq, Debug)]
+enum Cell {
+    Null,
+    Bool(bool),
+    Int(i64),
+    Real(f64),
+    Text(String),
+    Blob(Vec<u8>),
+}
+
+impl Cell {
+    fn any(input: &mut Input<'_>) -> Self {
+        match input.below(7) {
+            0 => Self::Null,
+            1 => Self::Bool(input.flag()),
+            2 | 3 => Self::Int(input.integer()),
+            4 => Self::Real(f64::from_bits(u64::from_be_bytes(input.array()))),
+            5 => Self::Text(input.text()),
+            _ => Self::Blob(input.bytes().to_vec()),
+        }
+    }
+
+    /// Whether it is of the type that the library writes there.
+    fn fits(&self, at: usize) -> bool {
+        match (self, &TYPES[at]) {
+            (Self::Null, _) => {
+                matches!(NAMES[at], "fingerprint" | "lease_ms" | "ttl_ms" | "codec" | "result" | "result_bytes")
+            }
+            (Self::Bool(_), ty) => *ty == Type::BOOL,
+            (Self::Int(n), ty) if *ty == Type::INT2 => i16::try_from(*n).is_ok(),
+            (Self::Int(_), ty) => *ty == Type::INT8 || *ty == Type::TIMESTAMPTZ,
+            (Self::Real(_), _) => false,
+            (Self::Text(_), ty) => *ty == Type::TEXT,
+            (Self::Blob(_), ty) => *ty == Type::BYTEA,
+        }
+    }
+}
+
+type Columns = [Cell; 14];
+
+/// The columns of `record`.
+fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
+    let millis =
+        |duration: std::time::Duration| Cell::Int(i64::try_from(duration.as_millis()).expect("as it was made"));
+    let (state, (codec, result, result_bytes)) = match &record.state {
+        State::Pending { .. } => ("P", (Cell::Null, Cell::Null, Cell::Null)),
+        State::Released => ("R", (Cell::Null, Cell::Null, Cell::Null)),
+        State::Interrupted => ("I", (Cell::Null, Cell::Null, Cell::Null)),
+        State::Completed(payload) => ("C", payload_columns(payload)),
+        State::Failed(payload) => ("F", payload_columns(payload)),
+    };
+    let (lease, ttl, fails) = match record.state {
+        State::Pending { lease, ttl, on_crash } => (millis(lease), millis(ttl), on_crash == OnCrash::Fail),
+        _ => (Cell::Null, Cell::Null, false),
+    };
+    [
+        Cell::Int(1),
+        Cell::Text(state.to_owned()),
+        Cell::Blob(record.owner.as_bytes().to_vec()),
+        Cell::Int(record.attempt.into()),
+        Cell::Int(record.starts.into()),
+        record.fingerprint.map_or(Cell::Null, |fingerprint| Cell::Blob(fingerprint.as_bytes().to_vec())),
+        Cell::Bool(fails),
+        lease,
+        ttl,
+        codec,
+        result,
+        result_bytes,
+        Cell::Int(lapses_at),
+        Cell::Int(expires_at),
+    ]
+}
+
+fn payload_columns(payload: &Payload) -> (Cell, Cell, Cell) {
+    match payload {
+        Payload::Stored { codec, bytes } => {
+            (Cell::Text(codec.as_str().to_owned()), Cell::Blob(bytes.to_vec()), Cell::Null)
+        }
+        Payload::TooLarge { bytes } => (Cell::Null, Cell::Null, Cell::Int(bytes.cast_signed())),
+        _ => (Cell::Null, Cell::Null, Cell::Null),
+    }
+}
+
+/// What is read is what was written; nonsense is an error in every store, never another record, and never none.
+pub fn columns_as_stored(data: &[u8]) {
+    let mut input = Input(data);
+    let written = input.record();
+    let (now, lapses_at, expires_at) = (input.integer(), input.integer(), input.integer());
+    let mut row = columns(&written, lapses_at, expires_at);
+    let altered = input.below(4);
+    for _ in 0..altered {
+        let at = usize::from(input.below(14));
+        row[at] = Cell::any(&mut input);
+    }
+    let mangled = input.flag();
+
+    let sqlite = sqlite(&row, &request(&mut input), now);
+    let postgres = postgres(&row, mangled);
+    let dynamo = dynamo(&row);
+
+    let of_the_right_types = row.iter().enumerate().all(|(at, cell)| cell.fits(at));
+    if of_the_right_types {
+        assert_eq!(postgres, dynamo, "{row:?}");
+        if let Some(sqlite) = sqlite {
+            assert_eq!(sqlite, dynamo, "{row:?}");
+        }
+    }
+    if altered == 0 {
+        assert_eq!(dynamo.as_ref(), Some(&written));
+    }
+    // Whatever was made of nonsense is written in one way, and means the same then.
+    for record in [postgres, dynamo].into_iter().flatten() {
+        let row = columns(&record, lapses_at, expires_at);
+        assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
+        assert_eq!(self::dynamo(&row).as_ref(), Some(&record));
+    }
+}
+
+/// Nothing but `Corrupt` may be said of what can't be read.
+fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
+    answer.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}")).ok()
+}
+
+// ---- SQLite ----------------------------------------------------------------------------------------------------------
+
+thread_local! {
+    // Without types, so that whatever is written stays what it is.
+    static TABLE: Connection = {
+        let connection = Connection::open_in_memory().expect("opens");
+        let columns = format!("CREATE TABLE idem_records (key PRIMARY KEY, {}, listed_at)", NAMES.join(", "));
+        connection.execute_batch(&columns).expect("makes a table");
+        connection
+    };
+}
+
+/// What SQLite makes of a row: its record or nothing. `None` if its retention has ended.
+fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Option<Option<Record>> {
+    // A time that has to be there in one state, and must not in the others.
+    let lapses = row[STATE] == Cell::Text("P".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
+    let mut values = vec![Value::from(request.key.as_str().to_owned())];
+    values.extend(row.iter().enumerate().map(|(at, cell)| match cell {
+        _ if at == LAPSES_AT && !lapses => Value::Null,
+        Cell::Null => Value::Null,
+        Cell::Bool(flag) => Value::from(i64::from(*flag)),
+        Cell::Int(n) => Value::from(*n),
+        Cell::Real(n) => Value::from(*n),
+        Cell::Text(text) => Value::from(text.clone()),
+        Cell::Blob(bytes) => Value::from(bytes.clone()),
+    }));
+    let (seen, reserved) = TABLE.with(|connection| {
+        let marks = vec!["?"; values.len()].join(", ");
+        let insert = format!("INSERT OR REPLACE INTO idem_records VALUES ({marks}, NULL)");
+        connection.execute(&insert, rusqlite::params_from_iter(values)).expect("inserts");
+        meet_row(connection, request, now)
+    });
+    let seen: Option<Option<Inspection>> = corrupt(seen);
+    match seen {
+        // Nobody gets what can't be read.
+        None => {
+            reserved.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt)).expect_err("reserved");
+            Some(None)
+        }
+        Some(None) => {
+            let integer = |at: usize| match row[at] {
+                Cell::Int(n) => Some(n),
+                Cell::Bool(flag) => Some(flag.into()),
+                _ => None,
+            };
+            assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
+            assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
+            assert!(matches!(reserved, Ok(Reservation::Reserved { takeover: false, .. })), "{reserved:?}");
+            None
+        }
+        Some(Some(Inspection { record, lapses_in, .. })) => {
+            match (record.meet(request, lapses_in.unwrap_or_default()), reserved) {
+                (Meeting::Answer(expected), Ok(answer)) => assert_eq!(answer, expected),
+                (Meeting::Replace { with, takeover }, Ok(answer)) => {
+                    assert_eq!(answer, Reservation::Reserved { lease: with.lease(request), takeover });
+                }
+                (expected, Err(error)) => panic!("{error} instead of {expected:?}"),
+            }
+            Some(Some(record))
+        }
+    }
+}
+
+// ---- PostgreSQL ------------------------------------------------------------------------------------------------------
+
+/// A row as the driver has it: bytes, and the types that the server has named.
+struct Row(Vec<(Type, Option<Vec<u8>>)>);
+
+impl Cells for Row {
+    fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError> {
+        let (ty, bytes) = self.0.get(at).ok_or(FormatError::Damaged)?;
+        if !T::accepts(ty) {
+            return Err(FormatError::Damaged);
+        }
+        T::from_sql_nullable(ty, bytes.as_deref()).map_err(|_| FormatError::Damaged)
+    }
+}
+
+/// What PostgreSQL makes of a row. `mangled` bytes are not what their type says.
+fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
+    let mut cells: Vec<_> = row
+        .iter()
+        .enumerate()
+        .map(|(at, cell)| match cell {
+            Cell::Null => (TYPES[at].clone(), None),
+            Cell::Bool(flag) => (Type::BOOL, Some(vec![u8::from(*flag)])),
+            Cell::Int(n) => match (&TYPES[at], i16::try_from(*n)) {
+                (&Type::INT2, Ok(n)) => (Type::INT2, Some(n.to_be_bytes().to_vec())),
+                (&Type::TIMESTAMPTZ, _) => (Type::TIMESTAMPTZ, Some(n.to_be_bytes().to_vec())),
+                _ => (Type::INT8, Some(n.to_be_bytes().to_vec())),
+            },
+            Cell::Real(n) => (Type::FLOAT8, Some(n.to_be_bytes().to_vec())),
+            Cell::Text(text) => (Type::TEXT, Some(text.clone().into_bytes())),
+            Cell::Blob(bytes) if mangled => (TYPES[at].clone(), Some(bytes.clone())),
+            Cell::Blob(bytes) => (Type::BYTEA, Some(bytes.clone())),
+        })
+        .collect();
+    cells.push((Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
+    match corrupt(read_row(&Row(cells)))? {
+        Some(Inspection { record, .. }) => Some(record),
+        // What was made just now has none of its columns.
+        None => {
+            assert!([FORMAT, STATE, OWNER].iter().all(|at| row[*at] == Cell::Null), "no record: {row:?}");
+            None
+        }
+    }
+}
+
+// ---- DynamoDB --------------------------------------------------------------------------------------------------------
+
+/// What DynamoDB makes of an item with these attributes.
+fn dynamo(row: &Columns) -> Option<Record> {
+    let attribute = |cell: &Cell| {
+        Some(match cell {
+            Cell::Null => return None,
+            Cell::Bool(flag) => AttributeValue::Bool(*flag),
+            Cell::Int(n) => AttributeValue::N(n.to_string()),
+            Cell::Real(n) => AttributeValue::N(n.to_string()),
+            Cell::Text(text) => AttributeValue::S(text.clone()),
+            Cell::Blob(bytes) => AttributeValue::B(Blob::new(bytes.clone())),
+        })
+    };
+    let named = NAMES.iter().zip(row).filter_map(|(name, cell)| Some(((*name).to_owned(), attribute(cell)?)));
+    let item: HashMap<_, _> = named.collect();
+    corrupt(read_item(item)).map(|(record, ..)| record)
+}

@@ -1,0 +1,151 @@
+//! Results that wrappers have put into another form: compressed, or in an object.
+
+use std::num::NonZeroU32;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{
+    CodecName, Compressed, Finish, Key, ManualClock, MemoryStore, Offloaded, OnCrash, Owner, Payload, Reservation,
+    Reserve, Store, StoreErrorKind, Write,
+};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStoreExt, PutPayload};
+
+use super::input::Input;
+
+/// Where the object is.
+const PATH: &str = "idem/object";
+
+/// What was wrapped is unwrapped as it was; nonsense is a result that is unavailable, never an error that could let the body
+/// run again, and never another result.
+pub fn envelopes(data: &[u8]) {
+    let mut input = Input(data);
+    let objects = Arc::new(InMemory::new());
+    // Its clock stands still: a call that waits is never answered.
+    let inner = MemoryStore::with_clock(ManualClock::new());
+    let (offload, above) = (input.flag(), input.byte().into());
+    let around = |inner: &MemoryStore| match offload {
+        true => Offloaded::options().above(above).around(inner.clone(), objects.clone()).handle(),
+        false => Compressed::options().above(above).around(inner.clone()).handle(),
+    };
+    let wrapped = around(&inner);
+    match input.flag() {
+        true => {
+            let codec = input.codec();
+            let times = 1 + usize::from(input.byte());
+            let (at, mask) = (u16::from_be_bytes(input.array()), input.byte());
+            let bytes = Bytes::from(input.rest().repeat(times));
+            let payload = Payload::Stored { codec, bytes: bytes.clone() };
+            finish(&*wrapped, payload.clone());
+            assert_eq!(replay(&*wrapped), payload);
+
+            // Damage is noticed behind the form and the name of the codec, which nothing protects in other records either.
+            let Payload::Stored { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
+            let header = 3 + usize::from(written.get(2).copied().unwrap_or_default());
+            if written != bytes && written[1] != 0 && mask != 0 {
+                let mut damaged = written.to_vec();
+                damaged[header + usize::from(at) % (written.len() - header)] ^= mask;
+                written = damaged.into();
+                let inner = MemoryStore::with_clock(ManualClock::new());
+                finish(&inner, Payload::Stored { codec, bytes: written });
+                match replay(&*around(&inner)) {
+                    Payload::Stored { bytes: read, .. } => assert_eq!(read, bytes),
+                    other => assert!(matches!(other, Payload::Unreadable { .. }), "{other:?}"),
+                }
+            }
+        }
+        false => {
+            let codec = if offload { "idem:object" } else { "idem:zstd" };
+            let codec = CodecName::new(codec.as_bytes()).expect("a name");
+            let bytes = match input.below(3) {
+                0 => Bytes::copy_from_slice(input.rest()),
+                _ => envelope(&mut input, &objects),
+            };
+            finish(&inner, Payload::Stored { codec, bytes });
+            match replay(&*wrapped) {
+                Payload::Stored { .. } => {}
+                Payload::Unreadable { reason } => assert!(!reason.is_empty()),
+                other => panic!("{other:?} was never recorded"),
+            }
+        }
+    }
+}
+
+/// An envelope that may be right in every part, and in which every part may be wrong; with an object for it.
+fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
+    let form = input.below(4);
+    let name = if input.below(8) == 0 { input.bytes() } else { b"json" };
+    let size = input.integer().cast_unsigned();
+    let path = if input.below(8) == 0 { input.text() } else { PATH.to_owned() };
+    let digest = if input.flag() { SHA_OF_NOTHING } else { [input.byte(); 32] };
+    let content = input.rest();
+    let mut out = vec![1, form, u8::try_from(name.len()).unwrap_or(u8::MAX)];
+    out.extend_from_slice(name);
+    out.extend_from_slice(&size.to_be_bytes());
+    match form {
+        // A frame of zstd that says the same of its size.
+        1 => {
+            out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
+            out.extend_from_slice(&size.to_le_bytes());
+            out.extend_from_slice(content);
+        }
+        2 => {
+            now(objects.put(&Path::from(PATH), PutPayload::from(content.to_vec()))).expect("puts");
+            out.extend_from_slice(&digest);
+            out.extend_from_slice(path.as_bytes());
+        }
+        _ => out.extend_from_slice(content),
+    }
+    out.into()
+}
+
+/// Of the empty text, so that there is a digest that is right.
+const SHA_OF_NOTHING: [u8; 32] = [
+    0xe3, 0xb0, 0xc4, 0x42, 0x98, 0xfc, 0x1c, 0x14, 0x9a, 0xfb, 0xf4, 0xc8, 0x99, 0x6f, 0xb9, 0x24, 0x27, 0xae, 0x41,
+    0xe4, 0x64, 0x9b, 0x93, 0x4c, 0xa4, 0x95, 0x99, 0x1b, 0x78, 0x52, 0xb8, 0x55,
+];
+
+fn request(owner: u8) -> Reserve {
+    Reserve {
+        key: Key::new("fuzz", "key").expect("a key"),
+        owner: Owner::from_bytes([owner; Owner::BYTES]),
+        lease: Duration::from_secs(30),
+        ttl: Duration::from_secs(3600),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: NonZeroU32::new(1),
+    }
+}
+
+fn finish(store: &dyn Store, payload: Payload) {
+    let Ok(Reservation::Reserved { lease, .. }) = now(store.reserve(&request(1))) else { panic!("not reserved") };
+    assert_eq!(now(store.finish(&lease, &Finish::Completed(payload))).expect("finishes"), Write::Done);
+}
+
+/// What a duplicate gets, and an operator with it.
+fn replay(store: &dyn Store) -> Payload {
+    let Ok(Reservation::Finished(record)) = now(store.reserve(&request(2))) else {
+        panic!("a finished record is replayed")
+    };
+    let payload = record.state.payload().expect("is finished").clone();
+    match now(store.inspect(&request(2).key)) {
+        Ok(inspection) => assert_eq!(inspection.expect("is there").record, record),
+        Err(error) => {
+            assert!(matches!(payload, Payload::Unreadable { .. }));
+            assert!(matches!(error.kind(), StoreErrorKind::Misconfigured | StoreErrorKind::Unavailable), "{error}");
+        }
+    }
+    payload
+}
+
+/// What `future` answers at once: nothing here waits.
+fn now<T>(future: impl Future<Output = T>) -> T {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(answer) => answer,
+        Poll::Pending => panic!("it waits, and for what?"),
+    }
+}

@@ -1,0 +1,55 @@
+//! Fingerprints of what producers send.
+
+use std::collections::BTreeMap;
+
+use idem_runtime::Fingerprint;
+use serde::Serialize;
+use serde_json::Value;
+
+/// Equal JSON has equal fingerprints, however it is written, and other JSON has others.
+pub fn fingerprints(data: &[u8]) {
+    // A byte that no text has.
+    let mut documents = data.split(|byte| *byte == 0xff).filter_map(|text| serde_json::from_slice::<Value>(text).ok());
+    let (Some(one), other) = (documents.next(), documents.next()) else { return };
+    let pretty = serde_json::to_string_pretty(&one).expect("writes");
+    assert_eq!(of(&one), of(&serde_json::from_str::<Value>(&pretty).expect("reads")), "{one}");
+    assert_eq!(of(&one), of(&typed(&one)), "{one}");
+    assert_ne!(of(&one), of(&[&one]), "{one}");
+    if let Some(other) = other {
+        assert_eq!(one == other, of(&one) == of(&other), "{one} and {other}");
+        assert_eq!(of(&[&one, &other]) == of(&[&other, &one]), one == other, "{one} and {other}");
+    }
+}
+
+fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
+    Fingerprint::of(value).expect("JSON serializes")
+}
+
+/// The same in other types of Rust.
+fn typed(value: &Value) -> Typed<'_> {
+    match value {
+        Value::Null => Typed::Absent(None),
+        Value::Bool(flag) => Typed::Flag(*flag),
+        Value::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+            (Some(number), ..) => Typed::Signed(Some(number.into())),
+            (None, Some(number), _) => Typed::Unsigned(number.into()),
+            (None, None, number) => Typed::Float(number.unwrap_or_default()),
+        },
+        Value::String(text) => Typed::Text(text),
+        Value::Array(values) => Typed::List(values.iter().rev().map(typed).rev().collect()),
+        Value::Object(entries) => Typed::Map(entries.iter().map(|(name, value)| (&**name, typed(value))).collect()),
+    }
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Typed<'a> {
+    Absent(Option<u8>),
+    Flag(bool),
+    Signed(Option<i128>),
+    Unsigned(u128),
+    Float(f64),
+    Text(&'a str),
+    List(Box<[Typed<'a>]>),
+    Map(BTreeMap<&'a str, Typed<'a>>),
+}

@@ -1,0 +1,115 @@
+//! Values out of the bytes that a fuzzer writes. Bytes that are missing are zeros, so that every input means something.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::{CodecName, Fingerprint, OnCrash, Owner, Payload, Record, State};
+
+/// The rest of an input.
+#[derive(Clone, Copy)]
+pub(crate) struct Input<'a>(pub(crate) &'a [u8]);
+
+impl<'a> Input<'a> {
+    pub(crate) fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut array = [0; N];
+        let taken = self.take(N);
+        array[..taken.len()].copy_from_slice(taken);
+        array
+    }
+
+    pub(crate) fn byte(&mut self) -> u8 {
+        self.array::<1>()[0]
+    }
+
+    /// A number below `n`.
+    pub(crate) fn below(&mut self, n: u8) -> u8 {
+        self.byte() % n
+    }
+
+    pub(crate) fn flag(&mut self) -> bool {
+        self.byte() & 1 == 1
+    }
+
+    /// Mostly a number that means something, sometimes any.
+    pub(crate) fn integer(&mut self) -> i64 {
+        match self.byte() {
+            255 => i64::from_be_bytes(self.array()),
+            254 => i64::MAX - i64::from(self.byte()),
+            253 => i64::MIN + i64::from(self.byte()),
+            252 => i64::from(u32::from_be_bytes(self.array())),
+            small => i64::from(small),
+        }
+    }
+
+    fn take(&mut self, len: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    /// Bytes with their length in front of them.
+    pub(crate) fn bytes(&mut self) -> &'a [u8] {
+        let len = self.byte();
+        self.take(len.into())
+    }
+
+    pub(crate) fn text(&mut self) -> String {
+        String::from_utf8_lossy(self.bytes()).into_owned()
+    }
+
+    pub(crate) fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.0)
+    }
+
+    /// A duration of whole milliseconds, as they are written.
+    pub(crate) fn duration(&mut self) -> Duration {
+        Duration::from_millis(self.integer().unsigned_abs().min(i64::MAX.unsigned_abs()))
+    }
+
+    pub(crate) fn on_crash(&mut self) -> OnCrash {
+        if self.flag() { OnCrash::Fail } else { OnCrash::Retry }
+    }
+
+    pub(crate) fn fingerprint(&mut self) -> Option<Fingerprint> {
+        self.flag().then(|| Fingerprint::from_bytes([self.byte(); Fingerprint::BYTES]))
+    }
+
+    pub(crate) fn owner(&mut self) -> Owner {
+        Owner::from_bytes([self.byte(); Owner::BYTES])
+    }
+
+    pub(crate) fn codec(&mut self) -> CodecName {
+        let name = match self.below(6) {
+            0 => "json",
+            1 => "msgpack",
+            2 => "postcard",
+            3 => "idem:zstd",
+            4 => "idem:object",
+            _ => return CodecName::new(self.bytes()).unwrap_or(CodecName::of::<idem_runtime::Json>()),
+        };
+        CodecName::new(name.as_bytes()).expect("a name")
+    }
+
+    pub(crate) fn payload(&mut self) -> Payload {
+        match self.below(4) {
+            0 => Payload::TooLarge { bytes: self.integer().cast_unsigned() },
+            1 => Payload::Unencodable,
+            _ => Payload::Stored { codec: self.codec(), bytes: Bytes::copy_from_slice(self.bytes()) },
+        }
+    }
+
+    /// A record that an attempt could have written.
+    pub(crate) fn record(&mut self) -> Record {
+        let attempt = u32::from_be_bytes(self.array()).max(1);
+        let starts = u32::from_be_bytes(self.array()).min(attempt);
+        let (owner, fingerprint) = (self.owner(), self.fingerprint());
+        let state = match self.below(5) {
+            0 => State::Pending { lease: self.duration(), ttl: self.duration(), on_crash: self.on_crash() },
+            1 => State::Released,
+            2 => State::Interrupted,
+            3 => State::Completed(self.payload()),
+            _ => State::Failed(self.payload()),
+        };
+        Record { owner, attempt, starts, fingerprint, state }
+    }
+}

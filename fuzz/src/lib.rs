@@ -1,0 +1,25 @@
+//! What is done with the input of strangers: records that anybody may have written, results of other releases, keys.
+//!
+//! Each target takes any bytes, and panics if the library breaks a promise about them. The programs in `fuzz_targets`
+//! search for such bytes; `tests/corpora.rs` includes this file and runs every target over what they have found.
+
+pub mod codecs;
+pub mod columns;
+pub mod envelopes;
+pub mod fingerprints;
+mod input;
+pub mod keys;
+pub mod record;
+
+/// A target: its name, which is that of its corpus and of its program, and what it does with an input.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every target.
+pub const TARGETS: [Target; 6] = [
+    ("codecs", codecs::codecs),
+    ("columns", columns::columns_as_stored),
+    ("envelopes", envelopes::envelopes),
+    ("fingerprints", fingerprints::fingerprints),
+    ("keys", keys::keys),
+    ("record", record::record),
+];

@@ -1,0 +1,48 @@
+//! Every target of `fuzz/` over what the fuzzer has found to matter.
+
+// The bodies of the targets are there, and are used by the fuzzer's programs as well.
+#[path = "../fuzz/src/lib.rs"]
+#[allow(unreachable_pub)] // The programs are another crate.
+mod targets;
+
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+
+/// How much more memory an input may take than all before it: 512 bytes hold no more, even if they are compressed.
+const MAX_KIB: u64 = 16 * 1024;
+
+fn main() {
+    let names: Vec<_> = targets::TARGETS.iter().map(|(name, _)| *name).collect();
+    for folder in ["corpus", "fuzz_targets"] {
+        let files: Vec<_> = files(folder).iter().map(|file| file.file_stem().unwrap().to_owned()).collect();
+        assert_eq!(files, names, "each target has a corpus and a program");
+    }
+    for (name, target) in targets::TARGETS {
+        // What is made once is made before it counts.
+        target(&[]);
+        let files = files(&format!("corpus/{name}"));
+        assert!(!files.is_empty(), "{name} has no corpus");
+        for file in &files {
+            let input = std::fs::read(file).unwrap();
+            let before = peak_kib();
+            assert!(catch_unwind(|| target(&input)).is_ok(), "{}", file.display());
+            if let (Some(before), Some(after)) = (before, peak_kib()) {
+                assert!(after - before < MAX_KIB, "{} takes {} KiB", file.display(), after - before);
+            }
+        }
+        println!("{name}: {} inputs survived", files.len());
+    }
+}
+
+fn files(folder: &str) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz").join(folder);
+    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// The most address space that this process has ever had, where the system tells.
+fn peak_kib() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| line.strip_prefix("VmPeak:")?.trim().strip_suffix(" kB")?.trim().parse().ok())
+}
