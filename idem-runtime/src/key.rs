@@ -54,6 +54,12 @@ impl Key {
         &self.text
     }
 
+    /// The stored form, for whoever keeps it.
+    #[cfg(feature = "memory")]
+    pub(crate) fn shared(&self) -> Arc<str> {
+        Arc::clone(&self.text)
+    }
+
     /// The scope the key lives under.
     pub fn scope(&self) -> &str {
         self.split().0
