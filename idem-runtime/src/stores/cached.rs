@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::clock::{Clock, Instant};
+use crate::clock::{self, Clock, Instant};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::stores::wrapper::hand_on;
@@ -443,7 +443,7 @@ impl Store for Shared {
         if !self.keeps {
             return self.inner.reserve(request);
         }
-        let now = self.cache.now();
+        let now = clock::now(&*self.cache.clock);
         let mut shard = self.cache.shard(&request.key);
         let is_finished = match shard.entries.get_mut(&request.key) {
             None => false,

@@ -12,7 +12,7 @@ use hashbrown::HashTable;
 use tokio::sync::Notify;
 
 use self::slots::{Order, Slot, Slots};
-use crate::clock::{Clock, Instant, SystemClock, race};
+use crate::clock::{self, Clock, Instant, SystemClock, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::sync::lock;
@@ -237,7 +237,7 @@ fn point(instant: Instant) -> Nanos {
 
 impl Shared {
     fn now(&self) -> Nanos {
-        point(self.heartbeats.clock().now())
+        point(clock::now(self.heartbeats.clock()))
     }
 
     /// Chosen by bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.

@@ -126,7 +126,10 @@ impl Form {
         bytes.extend_from_slice(head);
         bytes.extend_from_slice(name);
         bytes.extend_from_slice(rest);
-        (Self(form), Bytes::from(bytes))
+        let bytes = Bytes::from(bytes);
+        // `Bytes` makes what its clones share when it is first cloned: here, so that no replay allocates it.
+        drop(bytes.clone());
+        (Self(form), bytes)
     }
 
     fn read(self, head: Head, bytes: &Bytes) -> Payload {
