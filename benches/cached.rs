@@ -8,7 +8,7 @@ use std::hint::black_box;
 use dashmap::DashMap;
 use idem_benches::{Goal, Receipt, Table, alternate, nanos_each, sized, timed_on_cpu};
 use idem_runtime::{Cached, Error, MemoryStore, idempotent};
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{Call, Fault, FaultyStore};
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
 async fn ship(store: &Cached, order_id: u64) -> Result<Receipt, Error> {
@@ -58,4 +58,37 @@ fn main() {
 
     let table = Table::new("Cached, one thread", "ns", "times its time");
     table.line("cached replay", &raw, &idem, |ours, raw| ours / raw, Goal::AtMost(1.5));
+    hot_key(&runtime);
+}
+
+/// Duplicates of one key that arrive together, in tasks of their own, before anything is cached.
+fn hot_key(runtime: &tokio::runtime::Runtime) {
+    let duplicates = sized(10_000, 200);
+    println!("\n| hot key, {duplicates} duplicates at once | store calls | microseconds in all |");
+    println!("|---|---|---|");
+    for (name, finished) in
+        [("finished by another process", true), ("new: one runs, the others get `InProgress`", false)]
+    {
+        let memory = MemoryStore::new();
+        let counted = FaultyStore::new(&memory);
+        let cached = Cached::new(counted.clone());
+        if finished {
+            runtime.block_on(ship(&Cached::new(memory), 0)).expect("ships");
+        }
+        counted.next(Call::Reserve, Fault::Slow(3));
+        let took = timed_on_cpu(|| {
+            runtime.block_on(async {
+                let call = |_| {
+                    let cached = cached.clone();
+                    tokio::spawn(async move { ship(&cached, 0).await.is_ok() })
+                };
+                let calls: Vec<_> = (0..duplicates).map(call).collect();
+                for call in calls {
+                    black_box(call.await.expect("ends"));
+                }
+            });
+        });
+        let calls = [Call::Reserve, Call::Inspect, Call::Finish].map(|call| counted.count(call)).iter().sum::<usize>();
+        println!("| {name} | {calls} | {} |", took.as_micros());
+    }
 }

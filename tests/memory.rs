@@ -208,7 +208,7 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
 #[tokio::test]
 async fn the_order_of_the_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
-    let entries = || format!("{:?}", world.store).matches("Reverse(").count();
+    let entries = || format!("{:?}", world.store).matches("Listed(").count();
     for _ in 0..100 {
         // Each time it is written, it expires sooner than before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {

@@ -1,6 +1,7 @@
 //! The only reader of time and the only source of randomness.
 #![allow(clippy::disallowed_methods)]
 
+use std::cell::Cell;
 use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -53,6 +54,39 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
     /// 128 random bits; called once for each store handle, which derives its owner tokens from them.
     fn entropy(&self) -> u128;
+}
+
+thread_local! {
+    /// What a clock showed just now, on this thread: the engine dates a reservation, and the store it asks does so, too.
+    static READING: Cell<Option<(usize, Instant)>> = const { Cell::new(None) };
+}
+
+/// Which clock it is.
+fn address(clock: &dyn Clock) -> usize {
+    std::ptr::from_ref(clock).addr()
+}
+
+/// Asks a store for something right after `clock` was read. What the store answers at once it may date by that reading.
+pub(crate) fn asked<R>(clock: &dyn Clock, now: Instant, ask: impl FnOnce() -> R) -> R {
+    /// However the call ends, its reading is old then.
+    struct Old;
+    impl Drop for Old {
+        fn drop(&mut self) {
+            READING.set(None);
+        }
+    }
+    READING.set(Some((address(clock), now)));
+    let _old = Old;
+    ask()
+}
+
+/// The present by `clock`, for a store that is being asked.
+#[cfg(any(feature = "memory", feature = "cached"))]
+pub(crate) fn now(clock: &dyn Clock) -> Instant {
+    match READING.get() {
+        Some((read, now)) if read == address(clock) => now,
+        _ => clock.now(),
+    }
 }
 
 /// Milliseconds since 1970 by the wall clock of this host, which all its processes share. It may be set, and two hosts

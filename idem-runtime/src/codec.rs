@@ -1,5 +1,6 @@
 //! Results to bytes and back.
 
+use std::cell::Cell;
 use std::fmt;
 
 use serde::Serialize;
@@ -59,6 +60,14 @@ pub trait Codec: 'static {
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
 }
 
+thread_local! {
+    /// JSON is written here and copied once, as most of a result that grew byte by byte would be room for more.
+    static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
+/// What was longer is handed out as it is, and the next result gets another buffer.
+const LONGEST_BUFFER: usize = 16 * 1024;
+
 /// JSON by `serde_json`, the default: for people to read, and forgiving when the type changes.
 ///
 /// A field that is added with `#[serde(default)]`, made an `Option`, or removed does no harm to old records.
@@ -74,7 +83,15 @@ impl Codec for Json {
     const READS_OTHERS: bool = true;
 
     fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
-        serde_json::to_vec(value).map_err(Into::into)
+        let mut buffer = BUFFER.take();
+        buffer.clear();
+        serde_json::to_writer(&mut buffer, value)?;
+        if buffer.len() > LONGEST_BUFFER {
+            return Ok(buffer);
+        }
+        let bytes = buffer.as_slice().to_vec();
+        BUFFER.set(buffer);
+        Ok(bytes)
     }
 
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {

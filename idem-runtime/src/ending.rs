@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 
 use crate::clock::Instant;
 use crate::heartbeat::UnderWay;
-use crate::{Finish, Lease, Payload, Release, Store, StoreError, StoreErrorKind, Write};
+use crate::{Finish, Lease, Payload, Release, Store, StoreError, StoreErrorKind, StoreFuture, Write};
 
 /// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -38,26 +38,32 @@ impl Ending {
     }
 }
 
-/// Writes `ending`, again and again while the lease can be held: every write is safe to repeat with its owner token. If
-/// the store can't hold the result, `ending` becomes one without it.
-pub(crate) async fn write(
+/// Writes `ending` once.
+pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Ending) -> StoreFuture<'a, Write> {
+    match ending {
+        Ending::Finish(finish) => store.finish(lease, finish),
+        Ending::Release(release) => store.release(lease, *release),
+    }
+}
+
+/// Writes `ending` again, of which `written` came when it was written first, and again while the lease can be held: every
+/// write is safe to repeat with its owner token. If the store can't hold the result, `ending` becomes one without it.
+pub(crate) async fn write_again(
     store: &dyn Store,
     lease: &Lease,
     confirmed_at: Instant,
     ending: &mut Ending,
+    mut written: Result<Write, StoreError>,
 ) -> Result<Write, StoreError> {
     let heartbeats = store.heartbeats();
     let mut pause = FIRST_PAUSE;
     loop {
-        let written = match &*ending {
-            Ending::Finish(finish) => store.finish(lease, finish).await,
-            Ending::Release(release) => store.release(lease, *release).await,
-        };
         let Err(error) = written else { return written };
         if error.kind() == StoreErrorKind::TooLarge
             && let Some(without_result) = ending.without_result()
         {
             *ending = without_result;
+            written = write(store, lease, ending).await;
             continue;
         }
         let remaining = heartbeats.lease_remaining(lease, confirmed_at);
@@ -66,6 +72,7 @@ pub(crate) async fn write(
         }
         heartbeats.clock().sleep(pause.min(remaining)).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
+        written = write(store, lease, ending).await;
     }
 }
 
@@ -74,7 +81,8 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
     let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
         let _under_way = UnderWay::new(store.heartbeats());
         let key = &lease.key;
-        match write(&*store, &lease, confirmed_at, &mut ending).await {
+        let written = write(&*store, &lease, &ending).await;
+        match write_again(&*store, &lease, confirmed_at, &mut ending, written).await {
             Ok(Write::Done) => tracing::debug!(%key, store = store.name(), attempt = lease.attempt, "written late"),
             // A reservation whose answer was not awaited need not have landed.
             Ok(Write::Refused) => tracing::debug!(%key, store = store.name(), "nothing of this attempt to write to"),

@@ -15,14 +15,14 @@ use pin_project_lite::pin_project;
 use serde::Serialize;
 
 use crate::attempt::{self, Attempt, Entered};
-use crate::clock::Instant;
+use crate::clock::{self, Instant};
 use crate::ending::{self, Ending};
 use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
 use crate::{
     Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, Lease, MissingKey, Mode, OnCrash,
     OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve,
-    State, Store, StoreError, StoreErrorKind, Unavailable, Write,
+    State, Store, StoreError, StoreErrorKind, StoreFuture, Unavailable, Write,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -34,7 +34,8 @@ const WAIT_FALLBACK: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Operation {
     store: Arc<dyn Store>,
-    key: Result<Key, KeyError>,
+    /// In a box, as every call would move its room about.
+    key: Result<Key, Box<KeyError>>,
     policy: Policy,
     fingerprint: Option<Result<Fingerprint, FingerprintError>>,
 }
@@ -42,7 +43,7 @@ pub struct Operation {
 impl Operation {
     /// An operation named by `key` in `store`. A key that could not be built is reported when the operation is run.
     pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
-        Self { store: store.handle(), key, policy, fingerprint: None }
+        Self { store: store.handle(), key: key.map_err(Box::new), policy, fingerprint: None }
     }
 
     /// The operation with the fingerprint of its payload.
@@ -149,7 +150,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         Err(error) if error.problem == KeyProblem::Missing && policy.missing_key == MissingKey::Run => {
             return Begun::Unprotected(None, None);
         }
-        Err(error) => return Begun::Refused(error.clone().into()),
+        Err(error) => return Begun::Refused(KeyError::clone(error).into()),
     };
     if let Err(reason) = policy.check() {
         return Begun::Refused(Error::InvalidPolicy { key, reason });
@@ -171,90 +172,115 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     };
     let mut give_up_at = None;
     loop {
-        let (reservation, mut asked_at) = match reserve(store, &request).await {
-            Ok(answer) => answer,
-            Err(source) => {
-                return Begun::Refused(Error::Store { key: request.key, store: name, started: false, source });
-            }
-        };
-        let key = &request.key;
-        match reservation {
-            Reservation::Reserved { lease, takeover } => {
-                if store.heartbeats().clock().now() >= asked_at.saturating_add(lease.lease) {
+        // In a block of its own, as all that is in reach of an `await` takes room in the future of the call.
+        let (attempt, lapses_in) = {
+            // The lease of a repeated reservation began at the earliest when the first one was sent.
+            let clock = store.heartbeats().clock();
+            let mut asked_at = clock.now();
+            let mut asking = clock::asked(clock, asked_at, || store.reserve(&request));
+            let reservation = match asking.at_once() {
+                Some(reservation) => Ok(reservation),
+                None => match reserve(store, &request, asked_at, &mut asking).await {
                     // The answer took longer than the lease: somebody else may have run since.
-                    match confirm(store, &request, &lease, &mut asked_at).await {
-                        Ok(Write::Done) => {}
-                        Ok(Write::Refused) => continue,
-                        Err(source) => {
-                            return Begun::Refused(Error::Store {
-                                key: request.key,
-                                store: name,
-                                started: false,
-                                source,
-                            });
+                    Ok(Reservation::Reserved { lease, takeover })
+                        if clock.now() >= asked_at.saturating_add(lease.lease) =>
+                    {
+                        match confirm(store, &request, &lease, &mut asked_at).await {
+                            Ok(Write::Done) => Ok(Reservation::Reserved { lease, takeover }),
+                            Ok(Write::Refused) => continue,
+                            Err(error) => Err(error),
                         }
                     }
-                }
-                if takeover {
-                    tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
-                }
-                let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
-                return Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce));
+                    answer => answer,
+                },
+            };
+            drop(asking);
+            match settle(operation, mode, &request, reservation, asked_at) {
+                Settled::Begun(begun) => return begun,
+                Settled::Pending { attempt, lapses_in } => (attempt, lapses_in),
             }
-            Reservation::Finished(record) => {
-                let on_undecodable = policy.on_undecodable;
-                return Begun::Replay { key: request.key, store: name, record, on_undecodable };
+        };
+        let now = store.heartbeats().clock().now();
+        let left = match policy.in_progress {
+            // A handler that waited for itself would wait in vain, and a shadow must not slow anybody down.
+            InProgress::Wait(limit) if mode == Mode::Enforce && !attempt::is_inside(&request.key) => {
+                give_up_at.get_or_insert(now.saturating_add(limit)).saturating_since(now)
             }
-            Reservation::Pending { attempt, lapses_in } => {
-                let now = store.heartbeats().clock().now();
-                let left = match policy.in_progress {
-                    // A handler that waited for itself would wait in vain, and a shadow must not slow anybody down.
-                    InProgress::Wait(limit) if mode == Mode::Enforce && !attempt::is_inside(key) => {
-                        give_up_at.get_or_insert(now.saturating_add(limit)).saturating_since(now)
-                    }
-                    _ => Duration::ZERO,
-                };
-                if left.is_zero() {
-                    let retry_after = lapses_in;
-                    return Begun::Refused(Error::InProgress { key: request.key, store: name, attempt, retry_after });
-                }
-                *waited = true;
-                if let Err(error) = store.wait(key, attempt, left.min(lapses_in)).await {
-                    tracing::warn!(%key, store = name, %error, "can't wait for a running attempt; asking again");
-                    store.heartbeats().clock().sleep(left.min(WAIT_FALLBACK)).await;
-                }
-            }
-            Reservation::Mismatch { attempt } => {
-                return Begun::Refused(Error::FingerprintMismatch { key: request.key, store: name, attempt });
-            }
-            Reservation::Interrupted { attempt } => {
-                return Begun::Refused(Error::Interrupted { key: request.key, store: name, attempt });
-            }
-            Reservation::Exhausted { attempts } => {
-                return Begun::Refused(Error::AttemptsExhausted { key: request.key, store: name, attempts });
-            }
+            _ => Duration::ZERO,
+        };
+        let key = &request.key;
+        if left.is_zero() {
+            let key = key.clone();
+            return Begun::Refused(Error::InProgress { key, store: name, attempt, retry_after: lapses_in });
+        }
+        *waited = true;
+        if let Err(error) = store.wait(key, attempt, left.min(lapses_in)).await {
+            tracing::warn!(%key, store = name, %error, "can't wait for a running attempt; asking again");
+            store.heartbeats().clock().sleep(left.min(WAIT_FALLBACK)).await;
         }
     }
 }
 
-/// Reserves, and repeats that with the same owner token if the store fails: a reservation that landed is recognised.
-async fn reserve(store: &Arc<dyn Store>, request: &Reserve) -> Result<(Reservation, Instant), StoreError> {
-    let clock = store.heartbeats().clock();
-    // The lease of a repeated reservation began at the earliest when the first one was sent.
-    let asked_at = clock.now();
+enum Settled {
+    Begun(Begun),
+    Pending { attempt: u32, lapses_in: Duration },
+}
+
+/// What follows from a reservation.
+fn settle(
+    operation: &Operation,
+    mode: Mode,
+    request: &Reserve,
+    reservation: Result<Reservation, StoreError>,
+    asked_at: Instant,
+) -> Settled {
+    let Operation { store, policy, .. } = operation;
+    let (key, name) = (&request.key, store.name());
+    Settled::Begun(match reservation {
+        Ok(Reservation::Finished(record)) => {
+            Begun::Replay { key: key.clone(), store: name, record, on_undecodable: policy.on_undecodable }
+        }
+        Ok(Reservation::Reserved { lease, takeover }) => {
+            if takeover {
+                tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
+            }
+            let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
+            Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce))
+        }
+        Ok(Reservation::Pending { attempt, lapses_in }) => return Settled::Pending { attempt, lapses_in },
+        Ok(Reservation::Mismatch { attempt }) => {
+            Begun::Refused(Error::FingerprintMismatch { key: key.clone(), store: name, attempt })
+        }
+        Ok(Reservation::Interrupted { attempt }) => {
+            Begun::Refused(Error::Interrupted { key: key.clone(), store: name, attempt })
+        }
+        Ok(Reservation::Exhausted { attempts }) => {
+            Begun::Refused(Error::AttemptsExhausted { key: key.clone(), store: name, attempts })
+        }
+        Err(source) => Begun::Refused(Error::Store { key: key.clone(), store: name, started: false, source }),
+    })
+}
+
+/// Awaits a reservation, and repeats it with the same owner token if the store fails: one that landed is recognised.
+async fn reserve<'a>(
+    store: &'a Arc<dyn Store>,
+    request: &'a Reserve,
+    asked_at: Instant,
+    asking: &mut StoreFuture<'a, Reservation>,
+) -> Result<Reservation, StoreError> {
     let mut unanswered = Unanswered { store, request, asked_at, may_have_landed: true };
     let mut pauses = RESERVE_PAUSES.iter();
     let mut may_have_landed = false;
     loop {
-        match store.reserve(request).await {
+        match (&mut *asking).await {
             Ok(reservation) => {
                 unanswered.may_have_landed = false;
-                return Ok((reservation, asked_at));
+                return Ok(reservation);
             }
             Err(error) => {
                 may_have_landed |= error.may_have_landed();
                 match pauses.next() {
-                    Some(pause) if error.is_transient() => clock.sleep(*pause).await,
+                    Some(pause) if error.is_transient() => store.heartbeats().clock().sleep(*pause).await,
                     _ => {
                         unanswered.may_have_landed = may_have_landed;
                         return Err(error);
@@ -262,6 +288,7 @@ async fn reserve(store: &Arc<dyn Store>, request: &Reserve) -> Result<(Reservati
                 }
             }
         }
+        *asking = store.reserve(request);
     }
 }
 
@@ -345,6 +372,12 @@ impl Held {
         polled.map(Some)
     }
 
+    /// Writes how the body ended, once.
+    fn write(&self) -> Option<StoreFuture<'_, Write>> {
+        let Attempt { store, lease, .. } = self.attempt();
+        self.on_drop.as_ref().map(|ending| ending::write(&**store, lease, ending))
+    }
+
     fn is_held(&self, cx: &Context<'_>) -> bool {
         let Attempt { store, lease, .. } = self.attempt();
         store.heartbeats().is_held(&**store, lease.owner, cx.waker())
@@ -384,7 +417,17 @@ impl Drop for Held {
 #[expect(clippy::manual_async_fn, reason = "see above")]
 fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
     async move {
-        let ended = write_end(&mut held).await;
+        let written = match held.write() {
+            Some(mut writing) => match writing.at_once() {
+                Some(written) => Ok(written),
+                None => writing.await,
+            },
+            None => Ok(Write::Done),
+        };
+        let ended = match written {
+            Ok(written) => Ok(written),
+            Err(error) => write_again(&mut held, error).await,
+        };
         let stored = match (&ended, &held.on_drop) {
             (Ok(Write::Done), Some(ending)) => stored(held.attempt().key(), ending),
             _ => None,
@@ -413,13 +456,15 @@ fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
     }
 }
 
-async fn write_end(held: &mut Held) -> Result<Write, StoreError> {
-    let Held { attempt: Some(Attempt { store, lease, reserved_at, .. }), on_drop: Some(ending), .. } = held else {
-        return Ok(Write::Done);
-    };
-    match ending {
-        Ending::Release(release) => store.release(lease, *release).await,
-        Ending::Finish(_) => ending::write(&**store, lease, *reserved_at, ending).await,
+/// A release that failed is not for the caller to wait for; everything else is written while the lease can be held.
+async fn write_again(held: &mut Held, error: StoreError) -> Result<Write, StoreError> {
+    match held {
+        Held { attempt: Some(Attempt { store, lease, reserved_at, .. }), on_drop: Some(ending), .. }
+            if matches!(ending, Ending::Finish(_)) =>
+        {
+            ending::write_again(&**store, lease, *reserved_at, ending, Err(error)).await
+        }
+        _ => Err(error),
     }
 }
 

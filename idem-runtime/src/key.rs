@@ -54,6 +54,12 @@ impl Key {
         &self.text
     }
 
+    /// The stored form, for whoever keeps it.
+    #[cfg(feature = "memory")]
+    pub(crate) fn shared(&self) -> Arc<str> {
+        Arc::clone(&self.text)
+    }
+
     /// The scope the key lives under.
     pub fn scope(&self) -> &str {
         self.split().0
@@ -225,12 +231,14 @@ impl Scope {
     }
 
     fn check(&self) -> Result<(), KeyProblem> {
-        self.checked
-            .get_or_init(|| {
-                check_scope(self.name)?;
-                self.site.map_or(Ok(()), |site| claim(self.name, site))
-            })
-            .clone()
+        let checked = self.checked.get_or_init(|| {
+            check_scope(self.name)?;
+            self.site.map_or(Ok(()), |site| claim(self.name, site))
+        });
+        match checked {
+            Ok(()) => Ok(()),
+            Err(problem) => Err(problem.clone()),
+        }
     }
 }
 
@@ -320,6 +328,38 @@ impl<'a> KeyBuilder<'a> {
         }
     }
 
+    /// Appends text, as [`display_part`](KeyBuilder::display_part) does.
+    fn text_part(&mut self, text: &str, next: Option<char>) {
+        if text.is_empty() {
+            self.missing_part();
+        } else if text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'%' && !is_char(byte, next)) {
+            self.text.push_str(text);
+        } else {
+            // Never fails.
+            let _ = Escape { out: &mut self.text, next }.write_str(text);
+        }
+    }
+
+    /// Appends a whole number, as [`display_part`](KeyBuilder::display_part) does, but for the machinery of formatting.
+    fn whole_part(&mut self, negative: bool, magnitude: u64, next: Option<char>) {
+        let mut digits = [0; 21];
+        let mut at = digits.len();
+        let mut rest = magnitude;
+        loop {
+            at -= 1;
+            digits[at] = b"0123456789"[(rest % 10) as usize];
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        if negative {
+            at -= 1;
+            digits[at] = b'-';
+        }
+        self.text_part(str::from_utf8(&digits[at..]).unwrap_or_default(), next);
+    }
+
     /// Notes that a value is absent: the whole key is missing.
     pub fn missing_part(&mut self) {
         self.problem.get_or_insert(KeyProblem::Missing);
@@ -348,6 +388,10 @@ impl<'a> KeyBuilder<'a> {
         }
         result
     }
+}
+
+fn is_char(byte: u8, c: Option<char>) -> bool {
+    c == Some(char::from(byte))
 }
 
 fn hash(text: &str) -> u64 {
@@ -395,7 +439,7 @@ pub trait KeyPart {
 
 impl KeyPart for str {
     fn append(&self, builder: &mut KeyBuilder<'_>, next: Option<char>) {
-        builder.display_part(&self, next);
+        builder.text_part(self, next);
     }
 }
 
@@ -467,9 +511,21 @@ macro_rules! displayed {
     )* };
 }
 
+macro_rules! whole {
+    ($($type:ty)*) => { $(
+        impl KeyPart for $type {
+            fn append(&self, builder: &mut KeyBuilder<'_>, next: Option<char>) {
+                #[allow(unused_comparisons, clippy::cast_lossless, reason = "for all of them")]
+                builder.whole_part(*self < 0, self.abs_diff(0) as u64, next);
+            }
+        }
+    )* };
+}
+
+whole! { u8 u16 u32 u64 usize i8 i16 i32 i64 isize }
+
 displayed! {
-    bool char
-    u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize
+    bool char u128 i128
     std::num::NonZeroU8 std::num::NonZeroU16 std::num::NonZeroU32 std::num::NonZeroU64 std::num::NonZeroU128
     std::num::NonZeroI8 std::num::NonZeroI16 std::num::NonZeroI32 std::num::NonZeroI64 std::num::NonZeroI128
     std::num::NonZeroUsize std::num::NonZeroIsize

@@ -170,15 +170,24 @@ pub(crate) struct Observation<'a> {
 impl<'a> Observation<'a> {
     /// `None` in the slot means that nobody observes.
     pub(crate) fn enter(slot: &'a mut Option<Outcome>) -> Self {
-        OBSERVER.with_borrow_mut(|observer| std::mem::swap(observer, slot));
+        swap(slot);
         Self { slot }
     }
 }
 
 impl Drop for Observation<'_> {
     fn drop(&mut self) {
-        OBSERVER.with_borrow_mut(|observer| std::mem::swap(observer, self.slot));
+        swap(self.slot);
     }
+}
+
+fn swap(slot: &mut Option<Outcome>) {
+    OBSERVER.with_borrow_mut(|observer| {
+        // Most calls are observed by nobody.
+        if observer.is_some() || slot.is_some() {
+            std::mem::swap(observer, slot);
+        }
+    });
 }
 
 /// Reports how a call ended to whoever observes it.

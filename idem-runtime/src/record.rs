@@ -122,22 +122,30 @@ impl Record {
     /// Decides what `request` does with this record, whose lease (if it is pending) lapses in `lapses_in`; zero means it
     /// has lapsed. Pure: every store asks this one function, and then makes the answer atomic in its own way.
     pub fn meet(&self, request: &Reserve, lapses_in: Duration) -> Meeting {
+        self.decide(request, lapses_in).unwrap_or_else(|| Meeting::Answer(Reservation::Finished(self.clone())))
+    }
+
+    /// The same for a record that nobody else needs.
+    pub(crate) fn met_by(self, request: &Reserve, lapses_in: Duration) -> Meeting {
+        self.decide(request, lapses_in).unwrap_or_else(|| Meeting::Answer(Reservation::Finished(self)))
+    }
+
+    /// `None` if the record itself is the answer.
+    fn decide(&self, request: &Reserve, lapses_in: Duration) -> Option<Meeting> {
         // Checked in every state: a replay or a takeover for another payload would be a wrong answer.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
             && recorded != presented
         {
-            return Meeting::Answer(Reservation::Mismatch { attempt: self.attempt });
+            return Some(Meeting::Answer(Reservation::Mismatch { attempt: self.attempt }));
         }
         let (on_crash, takeover) = match &self.state {
-            State::Completed(_) | State::Failed(_) => {
-                return Meeting::Answer(Reservation::Finished(self.clone()));
-            }
+            State::Completed(_) | State::Failed(_) => return None,
             // A reservation that was repeated because its answer got lost recognises its own record.
             State::Pending { .. } if self.owner == request.owner => {
-                return Meeting::Answer(Reservation::Reserved { lease: self.lease(request), takeover: false });
+                return Some(Meeting::Answer(Reservation::Reserved { lease: self.lease(request), takeover: false }));
             }
             State::Pending { .. } if !lapses_in.is_zero() => {
-                return Meeting::Answer(Reservation::Pending { attempt: self.attempt, lapses_in });
+                return Some(Meeting::Answer(Reservation::Pending { attempt: self.attempt, lapses_in }));
             }
             State::Pending { on_crash, .. } => (*on_crash, true),
             State::Interrupted => (OnCrash::Fail, false),
@@ -146,13 +154,14 @@ impl Record {
         // Whoever started or meets the interrupted body under `fail` has promised at most one run.
         let interrupted = on_crash == OnCrash::Fail || (takeover && request.on_crash == OnCrash::Fail);
         if interrupted {
-            return Meeting::Answer(Reservation::Interrupted { attempt: self.attempt });
+            return Some(Meeting::Answer(Reservation::Interrupted { attempt: self.attempt }));
         }
         if self.attempt == u32::MAX || request.max_attempts.is_some_and(|max| self.starts >= max.get()) {
-            return Meeting::Answer(Reservation::Exhausted { attempts: self.starts });
+            return Some(Meeting::Answer(Reservation::Exhausted { attempts: self.starts }));
         }
         let fingerprint = request.fingerprint.or(self.fingerprint);
-        Meeting::Replace { with: Self::pending(request, self.attempt + 1, self.starts + 1, fingerprint), takeover }
+        let with = Self::pending(request, self.attempt + 1, self.starts + 1, fingerprint);
+        Some(Meeting::Replace { with, takeover })
     }
 
     /// The lease that `request` holds on this pending record.

@@ -327,6 +327,14 @@ impl<'a, T> StoreFuture<'a, T> {
         Self(Answer::Ready(Some(answer)))
     }
 
+    /// Takes the answer, if it was there at once and is no error; otherwise the future is as it was.
+    pub(crate) fn at_once(&mut self) -> Option<T> {
+        match &mut self.0 {
+            Answer::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
+            _ => None,
+        }
+    }
+
     /// The answer of `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
         Self(Answer::Later(Box::pin(future)))

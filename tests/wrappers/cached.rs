@@ -706,3 +706,137 @@ async fn a_shadow_of_nothing_stays() {
     let late: Result<String, Error> = world.call(&store, POLICY, "again").await.0;
     assert_eq!((late.unwrap().as_str(), world.runs()), ("first", 1));
 }
+
+// ---- One flight for many -------------------------------------------------------------------------------------------
+
+const MANY: usize = 10_000;
+
+fn asks(world: &World) -> usize {
+    world.store.count(Call::Reserve) + world.store.count(Call::Inspect)
+}
+
+#[tokio::test]
+async fn many_duplicates_of_a_finished_key_cost_one_call() {
+    let world = World::new();
+    let record = world.finished(&world.memory, "k", b"1").await;
+    for fingerprint in [None, Some(Fingerprint::of(&1).unwrap())] {
+        let store = ageless(&world);
+        let requests: Vec<_> = (0..MANY).map(|_| Reserve { fingerprint, ..world.request("k") }).collect();
+        let before = calls(&world);
+        world.store.next(Call::Reserve, Fault::Slow(3));
+        for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
+            assert_eq!(answer.unwrap(), Reservation::Finished(record.clone()));
+        }
+        assert_eq!(calls(&world) - before, 1);
+    }
+}
+
+#[tokio::test]
+async fn whoever_joins_is_told_of_another_payload() {
+    let world = World::new();
+    let [right, wrong] = [1, 2].map(|payload| Some(Fingerprint::of(&payload).unwrap()));
+    let first = Reserve { fingerprint: right, ..world.request("k") };
+    let Reservation::Reserved { lease, .. } = world.memory.reserve(&first).await.unwrap() else {
+        panic!("not reserved")
+    };
+    assert_eq!(world.memory.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    let store = ageless(&world);
+    world.store.next(Call::Reserve, Fault::Slow(3));
+    let requests = [right, wrong, right, None].map(|fingerprint| Reserve { fingerprint, ..world.request("k") });
+    let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+    let mismatches: Vec<_> =
+        answers.into_iter().map(|answer| matches!(answer.unwrap(), Reservation::Mismatch { .. })).collect();
+    assert_eq!(mismatches, [false, true, false, false]);
+    assert_eq!(calls(&world), 1);
+}
+
+/// A reservation is one caller's own; that somebody's attempt is running is said to each one in answer to its own token.
+#[tokio::test]
+async fn what_is_no_finished_record_is_not_shared() {
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    world.store.next(Call::Reserve, Fault::Slow(3));
+    let requests: Vec<_> = (0..MANY).map(|_| world.request("k")).collect();
+    let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+    let reserved = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Reserved { .. }));
+    let pending = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Pending { attempt: 1, .. }));
+    assert_eq!(answers.iter().filter(|answer| reserved(answer)).count(), 1);
+    assert_eq!(answers.iter().filter(|answer| pending(answer)).count(), MANY - 1);
+    assert_eq!(calls(&world), MANY, "each asks at most once");
+
+    // The winner repeats itself, because its answer got lost, while another one asks.
+    let winner = answers.iter().position(reserved).unwrap();
+    world.store.next(Call::Reserve, Fault::Slow(3));
+    let repeated = [&world.request("k"), &requests[winner]];
+    let answers = futures::future::join_all(repeated.map(|request| store.reserve(request))).await;
+    assert!(pending(&answers[0]) && reserved(&answers[1]), "{answers:?}");
+
+    // Somebody else's failure is nobody's answer.
+    world.finished(&world.memory, "other", b"1").await;
+    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let requests = [world.request("other"), world.request("other")];
+    let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+    assert_eq!(answers[0].as_ref().unwrap_err().kind(), StoreErrorKind::Unavailable);
+    assert!(matches!(answers[1], Ok(Reservation::Finished(_))), "{answers:?}");
+}
+
+#[tokio::test]
+async fn many_that_wait_for_a_running_attempt_ask_once_each() {
+    let world = World::new();
+    let store = Cached::new(world.store.clone());
+    let lease = world.reserved(&store, "call").await;
+    let before = asks(&world);
+    let waiting = POLICY.in_progress(InProgress::Wait(LEASE / 2));
+    let mut duplicates: Vec<_> = (0..MANY).map(|_| Box::pin(world.call(&store, waiting, "again"))).collect();
+    for _ in 0..3 {
+        for duplicate in &mut duplicates {
+            assert!(futures::poll!(duplicate).is_pending());
+        }
+    }
+    assert_eq!(asks(&world) - before, MANY, "each asks once, and then waits");
+    assert_eq!(store.finish(&lease, &completed(br#""first""#)).await.unwrap(), Write::Done);
+    for (replayed, outcome) in futures::future::join_all(duplicates).await {
+        assert_eq!(replayed.unwrap(), "first");
+        assert!(outcome.waited() && outcome.replayed());
+    }
+    assert_eq!(asks(&world) - before, MANY, "the result is there already");
+}
+
+/// The one that asks for all may be dropped, or not be polled again by whoever has it.
+#[tokio::test]
+async fn nobody_is_kept_by_another_ones_call() {
+    let world = World::new();
+    let record = world.finished(&world.memory, "k", b"1").await;
+    let store = ageless(&world);
+    let requests = [world.request("k"), world.request("k"), world.request("k")];
+    let [first, second, third] = &requests;
+
+    world.store.next(Call::Reserve, Fault::Hang);
+    let mut hanging = store.reserve(first);
+    assert!(futures::poll!(&mut hanging).is_pending());
+    let mut joined = store.reserve(second);
+    assert!(futures::poll!(&mut joined).is_pending());
+    world.clock.advance(Duration::from_millis(100));
+    assert_eq!(joined.await.unwrap(), Reservation::Finished(record.clone()), "it asks for itself after a while");
+
+    let mut joined = store.reserve(third);
+    assert!(futures::poll!(&mut joined).is_pending());
+    drop(hanging);
+    assert_eq!(joined.await.unwrap(), Reservation::Finished(record), "the other one is gone");
+}
+
+/// What is asked after a `reopen` must not be answered from before it.
+#[tokio::test]
+async fn nobody_joins_what_a_reopen_has_outdated() {
+    let world = World::new();
+    let record = world.finished(&world.memory, "k", b"1").await;
+    let store = ageless(&world);
+    let [early, late] = [world.request("k"), world.request("k")];
+    world.store.next(Call::Reserve, Fault::Slow(1));
+    let mut asking = store.reserve(&early);
+    // The store has answered, and the answer is under way.
+    asking = polled(asking, 2).await;
+    assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Write::Done);
+    assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Reserved { .. }));
+    assert_eq!(asking.await.unwrap(), Reservation::Finished(record));
+}

@@ -3,12 +3,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::Notify;
+use tokio::sync::futures::OwnedNotified;
 
-use crate::clock::{Clock, Instant};
+use crate::clock::{self, Clock, Instant, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::stores::wrapper::hand_on;
@@ -28,6 +30,9 @@ const LEAST_BYTES: usize = 1024 * 1024;
 const ENTRY_BYTES: usize = 384;
 /// How many owners of writes a shard remembers.
 const WRITERS: usize = 256;
+/// How long a duplicate waits for what another one of its key has asked. That one may not be polled any more, and must not
+/// keep anybody waiting for long.
+const LONGEST_JOIN: Duration = Duration::from_millis(100);
 /// Later than every point in time.
 const NEVER: Instant = Instant::new(Duration::MAX);
 
@@ -38,6 +43,9 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// of its record, by the process's monotonic clock. What this process finished itself is kept at once. What
 /// another process finished is kept from its second replay on, which reads the record together with what is left of its
 /// retention; the first two replays cost one call each, as they would without the cache.
+///
+/// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have it without a call if it is
+/// a finished record. Any other answer is not shared: each then asks for itself.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: those of the store. The cache never answers that a key is free.
 /// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them what
@@ -193,6 +201,36 @@ struct Shard {
     made: u64,
     /// Whose results may have landed: owners of the latest writes, under way, done, or never answered.
     writers: VecDeque<Owner>,
+    /// The reservations under way that others of their key may join.
+    flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
+}
+
+/// A reservation under way.
+struct Flight {
+    /// Whose it is: another handle may be of another runtime, which may stand still.
+    of: Weak<Shared>,
+    landed: Arc<Notify>,
+    /// The answer, if it is a finished record that stays as it is.
+    record: OnceLock<Record>,
+}
+
+/// The reservation that others may join; however it ends, they are woken.
+struct Leading<'a> {
+    cache: &'a Cache,
+    key: &'a Key,
+    flight: Arc<Flight>,
+}
+
+impl Drop for Leading<'_> {
+    fn drop(&mut self) {
+        let mut shard = self.cache.shard(self.key);
+        // What is there may be the next one: nobody joins what a `reopen` has outdated.
+        if shard.flights.get(self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
+            shard.flights.remove(self.key);
+        }
+        drop(shard);
+        self.flight.landed.notify_waiters();
+    }
 }
 
 /// A key that is known to be finished.
@@ -207,6 +245,13 @@ struct Entry {
     touched: bool,
     /// Its place in the ring.
     at: usize,
+}
+
+enum Known {
+    Nothing,
+    /// It is finished; the record is to be read.
+    Finished,
+    Answer(Reservation),
 }
 
 struct Making {
@@ -240,6 +285,27 @@ impl Shard {
             && let Some(moved) = self.entries.get_mut(moved)
         {
             moved.at = entry.at;
+        }
+    }
+
+    /// What is known of the key of `request`.
+    fn look_up(&mut self, request: &Reserve, now: Instant) -> Known {
+        match self.entries.get_mut(&request.key) {
+            None => Known::Nothing,
+            Some(entry) if entry.ends_at <= now => {
+                self.remove(&request.key);
+                Known::Nothing
+            }
+            Some(entry) => {
+                entry.touched = true;
+                match &entry.record {
+                    Some(record) if entry.fresh_until > now => match record.meet(request, Duration::ZERO) {
+                        Meeting::Answer(answer) => Known::Answer(answer),
+                        Meeting::Replace { .. } => Known::Finished,
+                    },
+                    _ => Known::Finished,
+                }
+            }
         }
     }
 
@@ -354,6 +420,7 @@ impl Cache {
         for making in shard.making.iter_mut().filter(|making| making.key == *key) {
             making.from = making.from.max(from);
         }
+        shard.flights.remove(key);
     }
 
     /// Forgets everything that is known of `key`.
@@ -361,6 +428,7 @@ impl Cache {
         let mut shard = self.shard(key);
         shard.remove(key);
         shard.making.retain(|making| making.key != *key);
+        shard.flights.remove(key);
     }
 
     /// Notes a write of `owner`, and says whether it is the only one that may have landed.
@@ -419,6 +487,48 @@ impl Shared {
         Ok(answer)
     }
 
+    async fn ask(&self, request: &Reserve, is_finished: bool) -> Result<Reservation, StoreError> {
+        if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
+    }
+
+    /// Asks for everybody who joins meanwhile.
+    async fn lead(
+        &self,
+        request: &Reserve,
+        is_finished: bool,
+        leading: Leading<'_>,
+    ) -> Result<Reservation, StoreError> {
+        let answer = self.ask(request, is_finished).await;
+        if let Ok(Reservation::Finished(record)) = &answer
+            && is_final(record)
+        {
+            // Nobody else sets it.
+            let _ = leading.flight.record.set(record.clone());
+        }
+        answer
+    }
+
+    /// Waits for what another duplicate has asked, and asks as well unless that is a finished record: whose attempt is
+    /// pending, and whose reservation failed, is said to each one in its own words.
+    async fn join(
+        &self,
+        request: &Reserve,
+        flight: Arc<Flight>,
+        landed: OwnedNotified,
+    ) -> Result<Reservation, StoreError> {
+        race(landed, self.cache.clock.sleep(LONGEST_JOIN)).await;
+        if let Some(record) = flight.record.get()
+            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+        {
+            return Ok(answer);
+        }
+        let known = self.cache.shard(&request.key).look_up(request, self.cache.now());
+        match known {
+            Known::Answer(answer) => Ok(answer),
+            known => self.ask(request, matches!(known, Known::Finished)).await,
+        }
+    }
+
     /// Reserves a key that is known to be finished, by reading its record together with what is left of its retention.
     async fn read(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
@@ -443,30 +553,28 @@ impl Store for Shared {
         if !self.keeps {
             return self.inner.reserve(request);
         }
-        let now = self.cache.now();
         let mut shard = self.cache.shard(&request.key);
-        let is_finished = match shard.entries.get_mut(&request.key) {
-            None => false,
-            Some(entry) if entry.ends_at <= now => {
-                shard.remove(&request.key);
-                false
-            }
-            Some(entry) => {
-                entry.touched = true;
-                if entry.fresh_until > now
-                    && let Some(record) = &entry.record
-                    && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
-                {
-                    return StoreFuture::ready(Ok(answer));
-                }
-                true
-            }
+        let is_finished = match shard.look_up(request, clock::now(&*self.cache.clock)) {
+            Known::Answer(answer) => return StoreFuture::ready(Ok(answer)),
+            known => matches!(known, Known::Finished),
         };
-        drop(shard);
-        match is_finished {
-            true => StoreFuture::new(self.read(request)),
-            false => StoreFuture::new(self.reserve_in_store(request)),
+        let Some(flight) = shard.flights.get(&request.key) else {
+            let (landed, record) = Default::default();
+            let flight = Arc::new(Flight { of: Weak::clone(&self.this), landed, record });
+            shard.flights.insert(request.key.clone(), Arc::clone(&flight));
+            drop(shard);
+            let leading = Leading { cache: &self.cache, key: &request.key, flight };
+            return StoreFuture::new(self.lead(request, is_finished, leading));
+        };
+        if !Weak::ptr_eq(&flight.of, &self.this) {
+            drop(shard);
+            return StoreFuture::new(self.ask(request, is_finished));
         }
+        let flight = Arc::clone(flight);
+        // Made while the lock is held, so that the landing finds it.
+        let landed = Arc::clone(&flight.landed).notified_owned();
+        drop(shard);
+        StoreFuture::new(self.join(request, flight, landed))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

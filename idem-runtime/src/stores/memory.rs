@@ -1,15 +1,18 @@
 //! Records in the memory of this process.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+mod slots;
+
+use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use hashbrown::HashTable;
 use tokio::sync::Notify;
 
-use crate::clock::{Clock, Instant, SystemClock, race};
+use self::slots::{Order, Slot, Slots};
+use crate::clock::{self, Clock, Instant, SystemClock, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::sync::lock;
@@ -115,12 +118,15 @@ struct Records {
     len: AtomicUsize,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shard {
-    slots: HashMap<Key, Slot, BuildHasherDefault<KeyHasher>>,
-    /// For each slot the entry of its `listed_at`, no later than its expiry; entries of other times are out of date.
-    expiries: BinaryHeap<Reverse<(Instant, Key)>>,
-    waiters: HashMap<Key, Waiters>,
+    /// Nothing is due before this: [`Slot::listed_at`] of the first in `order`.
+    next_due: Nanos,
+    /// Where in `slots` a key is, by its hash.
+    places: HashTable<u32>,
+    slots: Slots,
+    order: Order,
+    waiters: HashMap<Key, Waiters, BuildHasherDefault<KeyHasher>>,
 }
 
 /// Those who wait for one key, and how many they are.
@@ -130,68 +136,64 @@ struct Waiters {
     count: usize,
 }
 
-#[derive(Debug)]
-struct Slot {
-    record: Record,
-    expires_at: Instant,
-    /// Meaningful while the record is pending.
-    lapses_at: Instant,
-    listed_at: Instant,
-}
-
-impl Slot {
-    /// A slot that is listed `ttl` from now: when it expires if it is finished at once, so that this needs no other entry.
-    fn new(record: Record, ttl: Duration, now: Instant) -> Self {
-        let mut slot = Self { record, expires_at: now, lapses_at: now, listed_at: now.saturating_add(ttl) };
-        slot.date(ttl, now);
-        slot
-    }
-
-    /// Counts lease and retention from `now`.
-    fn date(&mut self, ttl: Duration, now: Instant) {
-        self.lapses_at = match self.record.state {
-            State::Pending { lease, .. } => now.saturating_add(lease),
-            _ => now,
-        };
-        self.expires_at = now.saturating_add(self.record.retention(ttl));
-    }
-
-    /// The same for a record that was changed. If it now expires sooner than it is listed, the answer is the time to list
-    /// it at.
-    fn changed(&mut self, ttl: Duration, now: Instant) -> Option<Instant> {
-        self.date(ttl, now);
-        let relist = self.expires_at < self.listed_at;
-        self.listed_at = self.listed_at.min(self.expires_at);
-        relist.then_some(self.listed_at)
+impl Default for Shard {
+    fn default() -> Self {
+        let (slots, order, waiters) = Default::default();
+        Self { next_due: Nanos::MAX, places: HashTable::new(), slots, order, waiters }
     }
 }
 
 impl Shard {
-    fn get(&mut self, key: &Key, now: Instant) -> Option<&mut Slot> {
-        self.slots.get_mut(key).filter(|slot| slot.expires_at > now)
+    /// The place of a record that may have expired.
+    fn place(&self, key: &Key) -> Option<u32> {
+        let hash = short_hash(key);
+        let is_it = |place: &u32| self.slots.get(*place).is_of(hash, key);
+        self.places.find(spread(hash), is_it).copied()
+    }
+
+    fn get(&mut self, key: &Key, now: Nanos) -> Option<&mut Slot> {
+        let place = self.place(key)?;
+        Some(self.slots.get_mut(place)).filter(|slot| slot.expires_at > now)
+    }
+
+    fn insert(&mut self, slot: Slot) {
+        let hash = slot.hash();
+        self.next_due = self.next_due.min(slot.listed_at);
+        let place = self.slots.insert(slot);
+        self.places.insert_unique(spread(hash), place, |place| spread(self.slots.get(*place).hash()));
+        self.order.push(place, &self.slots);
+    }
+
+    /// Counts the retention of the record at `place` anew, now that it has changed.
+    fn date(&mut self, place: u32, ttl: Nanos, now: Nanos) {
+        let slot = self.slots.get_mut(place);
+        slot.date(ttl, now);
+        if slot.expires_at < slot.listed_at {
+            // Only if the `ttl` has become shorter, or if the attempt has run for longer than that: worth a search.
+            slot.listed_at = slot.expires_at;
+            self.next_due = self.next_due.min(slot.listed_at);
+            self.order.sooner(place, &self.slots);
+        }
     }
 
     /// Removes up to `limit` expired records and says how many.
-    fn sweep(&mut self, now: Instant, limit: usize) -> usize {
+    fn sweep(&mut self, now: Nanos, limit: usize) -> usize {
         let mut removed = 0;
-        while removed < limit {
-            match self.expiries.peek() {
-                Some(Reverse((due, _))) if *due <= now => {}
-                _ => break,
-            }
-            let Some(Reverse((due, key))) = self.expiries.pop() else { break };
-            match self.slots.get_mut(&key) {
-                Some(slot) if slot.listed_at != due => {}
-                Some(slot) if slot.expires_at > now => {
-                    slot.listed_at = slot.expires_at;
-                    self.expiries.push(Reverse((slot.listed_at, key)));
+        while self.next_due <= now && removed < limit {
+            let Some(place) = self.order.first() else { break };
+            let slot = self.slots.get_mut(place);
+            if slot.expires_at > now {
+                slot.listed_at = slot.expires_at;
+                self.order.first_is_later(&self.slots);
+            } else {
+                self.order.remove_first(&self.slots);
+                if let Ok(entry) = self.places.find_entry(spread(self.slots.get(place).hash()), |it| *it == place) {
+                    entry.remove();
                 }
-                Some(_) => {
-                    self.slots.remove(&key);
-                    removed += 1;
-                }
-                None => {}
+                self.slots.remove(place);
+                removed += 1;
             }
+            self.next_due = self.order.first_due(&self.slots);
         }
         removed
     }
@@ -206,9 +208,36 @@ impl Shard {
     }
 }
 
+/// The bits of a key's hash that a slot remembers.
+fn short_hash(key: &Key) -> u32 {
+    let mut hasher = KeyHasher::default();
+    key.hash(&mut hasher);
+    let [a, b, c, d, ..] = hasher.finish().to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
+
+/// As many bits as a table wants, at both ends.
+fn spread(hash: u32) -> u64 {
+    u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Nanoseconds since the origin of the store's clock, or a span of time: half as large as an [`Instant`].
+type Nanos = u64;
+
+/// The longest span, 146 years: two of them and the present are still a point in time.
+const LONGEST: Nanos = Nanos::MAX / 4;
+
+fn span(duration: Duration) -> Nanos {
+    Nanos::try_from(duration.as_nanos()).unwrap_or(LONGEST).min(LONGEST)
+}
+
+fn point(instant: Instant) -> Nanos {
+    Nanos::try_from(instant.since_origin().as_nanos()).unwrap_or(2 * LONGEST).min(2 * LONGEST)
+}
+
 impl Shared {
-    fn now(&self) -> Instant {
-        self.heartbeats.clock().now()
+    fn now(&self) -> Nanos {
+        point(clock::now(self.heartbeats.clock()))
     }
 
     /// Chosen by bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.
@@ -218,8 +247,8 @@ impl Shared {
         &self.records.shards[usize::from(hasher.finish().to_le_bytes()[5]) % SHARDS]
     }
 
-    fn sweep(&self, shard: &Mutex<Shard>, now: Instant, limit: usize) {
-        let removed = lock(shard).sweep(now, limit);
+    fn sweep(&self, shard: &mut Shard, now: Nanos, limit: usize) {
+        let removed = shard.sweep(now, limit);
         if removed > 0 {
             self.records.len.fetch_sub(removed, Ordering::Relaxed);
         }
@@ -231,14 +260,12 @@ impl Shared {
         self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
     }
 
-    fn try_reserve(&self, request: &Reserve, now: Instant) -> Result<Reservation, StoreError> {
+    fn try_reserve(&self, request: &Reserve, now: Nanos) -> Result<Reservation, StoreError> {
         let mut shard = lock(self.shard(&request.key));
-        let removed = shard.sweep(now, SWEEP);
-        if removed > 0 {
-            self.records.len.fetch_sub(removed, Ordering::Relaxed);
-        }
         let shard = &mut *shard;
-        let Some(slot) = shard.slots.get_mut(&request.key) else {
+        self.sweep(shard, now, SWEEP);
+        let ttl = span(request.ttl);
+        let Some(place) = shard.place(&request.key) else {
             if !self.claim_room() {
                 let message =
                     format!("the store holds {} records and is full; none is forgotten early", self.records.capacity);
@@ -246,13 +273,12 @@ impl Shared {
             }
             let record = Record::first(request);
             let lease = record.lease(request);
-            let slot = Slot::new(record, request.ttl, now);
-            shard.expiries.push(Reverse((slot.listed_at, request.key.clone())));
-            shard.slots.insert(request.key.clone(), slot);
+            shard.insert(Slot::new(record, &request.key, short_hash(&request.key), ttl, now));
             return Ok(Reservation::Reserved { lease, takeover: false });
         };
+        let slot = shard.slots.get_mut(place);
         let (with, takeover) = if slot.expires_at > now {
-            match slot.record.meet(request, slot.lapses_at.saturating_since(now)) {
+            match slot.record().met_by(request, slot.lapses_in(now)) {
                 Meeting::Answer(answer) => return Ok(answer),
                 Meeting::Replace { with, takeover } => (with, takeover),
             }
@@ -260,43 +286,36 @@ impl Shared {
             (Record::first(request), false)
         };
         let lease = with.lease(request);
-        slot.record = with;
-        if let Some(at) = slot.changed(request.ttl, now) {
-            shard.expiries.push(Reverse((at, request.key.clone())));
-        }
+        slot.set(with, &request.key);
+        shard.date(place, ttl, now);
         shard.wake(&request.key);
         Ok(Reservation::Reserved { lease, takeover })
     }
 
-    /// Compare-and-set on the owner token: a pending record becomes `state`; one that is there already is recognised.
-    fn end(&self, lease: &Lease, state: State, refund: u32) -> Write {
+    /// Compare-and-set on the owner token: `end` is done to a pending record; one that is ended already is recognised.
+    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Write {
         let now = self.now();
         let mut shard = lock(self.shard(&lease.key));
-        let Some(slot) = shard.get(&lease.key, now).filter(|slot| slot.record.owner == lease.owner) else {
+        let Some(place) = shard.place(&lease.key) else { return Write::Refused };
+        let slot = shard.slots.get_mut(place);
+        if slot.expires_at <= now || slot.owner() != lease.owner {
             return Write::Refused;
-        };
-        if !slot.record.is_pending() {
-            return slot.record.ended(lease.owner, state.payload().is_some());
         }
-        slot.record.starts = slot.record.starts.saturating_sub(refund);
-        slot.record.state = state;
-        if let Some(at) = slot.changed(lease.ttl, now) {
-            shard.expiries.push(Reverse((at, lease.key.clone())));
+        if !slot.is_pending() {
+            return slot.record().ended(lease.owner, with_result);
         }
+        end(slot);
+        shard.date(place, span(lease.ttl), now);
         shard.wake(&lease.key);
         Write::Done
     }
 
-    fn renew_one(&self, lease: &Lease, now: Instant) -> Write {
+    fn renew_one(&self, lease: &Lease, now: Nanos) -> Write {
         match lock(self.shard(&lease.key)).get(&lease.key, now) {
-            Some(slot) if slot.record.owner == lease.owner => match slot.record.state {
-                State::Pending { lease, ttl, .. } => {
-                    slot.lapses_at = now.saturating_add(lease);
-                    slot.expires_at = slot.lapses_at.saturating_add(ttl);
-                    Write::Done
-                }
-                _ => Write::Refused,
-            },
+            Some(slot) if slot.owner() == lease.owner && slot.is_pending() => {
+                slot.date(span(lease.ttl), now);
+                Write::Done
+            }
             _ => Write::Refused,
         }
     }
@@ -319,7 +338,7 @@ impl Store for Shared {
         let now = self.now();
         let mut answer = self.try_reserve(request, now);
         if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
-            self.records.shards.iter().for_each(|shard| self.sweep(shard, now, usize::MAX));
+            self.records.shards.iter().for_each(|shard| self.sweep(&mut lock(shard), now, usize::MAX));
             answer = self.try_reserve(request, now);
         }
         StoreFuture::ready(answer)
@@ -331,12 +350,11 @@ impl Store for Shared {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
-        StoreFuture::ready(Ok(self.end(lease, finish.state(), 0)))
+        StoreFuture::ready(Ok(self.end(lease, true, |slot| slot.finish(finish))))
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
-        let refund = u32::from(release == Release::NotStarted);
-        StoreFuture::ready(Ok(self.end(lease, release.state(), refund)))
+        StoreFuture::ready(Ok(self.end(lease, false, |slot| slot.release(release))))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
@@ -344,9 +362,7 @@ impl Store for Shared {
         let shard = self.shard(key);
         let (waiter, woken) = {
             let mut shard = lock(shard);
-            let pending = shard.get(key, now).is_some_and(|slot| {
-                slot.record.attempt == attempt && matches!(slot.record.state, State::Pending { .. })
-            });
+            let pending = shard.get(key, now).is_some_and(|slot| slot.attempt() == attempt && slot.is_pending());
             if !pending {
                 return StoreFuture::ready(Ok(()));
             }
@@ -367,19 +383,20 @@ impl Store for Shared {
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         let now = self.now();
         StoreFuture::ready(Ok(lock(self.shard(key)).get(key, now).map(|slot| Inspection {
-            record: slot.record.clone(),
-            expires_in: slot.expires_at.saturating_since(now),
-            lapses_in: matches!(slot.record.state, State::Pending { .. }).then(|| slot.lapses_at.saturating_since(now)),
+            record: slot.record(),
+            expires_in: slot.expires_in(now),
+            lapses_in: slot.is_pending().then(|| slot.lapses_in(now)),
         })))
     }
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         let now = self.now();
         let mut shard = lock(self.shard(key));
-        let reopened = shard.get(key, now).filter(|slot| slot.record.attempt == attempt).is_some_and(|slot| {
-            let live = matches!(slot.record.state, State::Pending { .. }) && slot.lapses_at > now;
+        let reopened = shard.get(key, now).filter(|slot| slot.attempt() == attempt).is_some_and(|slot| {
+            let live = slot.is_pending() && !slot.lapses_in(now).is_zero();
             if !live {
-                slot.record = Record { starts: 0, state: State::Released, ..slot.record.clone() };
+                let record = slot.record();
+                slot.set(Record { starts: 0, state: State::Released, ..record }, key);
             }
             !live
         });

@@ -1,0 +1,448 @@
+//! Records of one shard, each in as few bytes as it takes, and the order in which they expire.
+//!
+//! Everything here is an index into chunks of slots: a chunk never moves and is never half empty for long, where a map of
+//! records would be up to twice as large as what it holds. What a record doesn't need in its state, it doesn't have: a
+//! pending one shares the text of its key with its call, a finished one keeps key and result in one allocation.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::{Nanos, span};
+use crate::codec::CodecName;
+use crate::{Fingerprint, Finish, Key, OnCrash, Owner, Payload, Record, Release, State};
+
+/// Slots in a chunk. A power of two.
+const CHUNK: usize = 32;
+/// The end of the list of vacant slots.
+const NONE: u32 = u32::MAX;
+
+/// A record, when its retention ends, and when that is looked at.
+pub(super) struct Slot {
+    owner: Owner,
+    attempt: u32,
+    starts: u32,
+    pub(super) expires_at: Nanos,
+    /// Its place in the [`Order`]; never later than it expires, and often sooner: what is renewed is not listed anew.
+    pub(super) listed_at: Nanos,
+    body: Body,
+}
+
+/// The rest of a record, behind the first bits of the hash of its key.
+enum Body {
+    Vacant {
+        next: u32,
+    },
+    /// Pending, released or interrupted.
+    Open {
+        stage: Stage,
+        head: Head,
+        hash: u32,
+        bytes: Arc<[u8]>,
+        /// Of a pending record.
+        lease: Nanos,
+        ttl: Nanos,
+    },
+    Completed {
+        form: Form,
+        head: Head,
+        hash: u32,
+        bytes: Bytes,
+    },
+    Failed {
+        form: Form,
+        head: Head,
+        hash: u32,
+        bytes: Bytes,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Pending(OnCrash),
+    Released,
+    Interrupted,
+}
+
+/// How the bytes of a slot begin: with a fingerprint, if there is one, and the stored form of the key.
+#[derive(Clone, Copy)]
+struct Head(u16);
+
+impl Head {
+    const FINGERPRINTED: u16 = 1 << 15;
+
+    fn new(key: &Key, fingerprint: Option<&Fingerprint>) -> Self {
+        const { assert!(Key::MAX_BYTES < Self::FINGERPRINTED as usize) };
+        let len = u16::try_from(key.as_str().len()).expect("a key has at most `Key::MAX_BYTES`");
+        Self(len | if fingerprint.is_some() { Self::FINGERPRINTED } else { 0 })
+    }
+
+    fn key_at(self) -> usize {
+        if self.0 & Self::FINGERPRINTED == 0 { 0 } else { Fingerprint::BYTES }
+    }
+
+    fn len(self) -> usize {
+        self.key_at() + usize::from(self.0 & !Self::FINGERPRINTED)
+    }
+
+    fn key(self, bytes: &[u8]) -> &[u8] {
+        &bytes[self.key_at()..self.len()]
+    }
+
+    fn fingerprint(self, bytes: &[u8]) -> Option<Fingerprint> {
+        let bytes = bytes[..self.key_at()].first_chunk()?;
+        Some(Fingerprint::from_bytes(*bytes))
+    }
+}
+
+/// What follows the head in the bytes of a finished record: the name of a codec of this length and the result, or what
+/// the other numbers say.
+#[derive(Clone, Copy)]
+struct Form(u8);
+
+impl Form {
+    const TOO_LARGE: u8 = 0x10;
+    const UNENCODABLE: u8 = 0x11;
+    const UNREADABLE: u8 = 0x12;
+
+    /// Head and payload in one allocation of exactly their size.
+    fn write(head: &[u8], payload: &Payload) -> (Self, Bytes) {
+        let size;
+        let (form, name, rest): (u8, &[u8], &[u8]) = match payload {
+            Payload::Stored { codec, bytes } => {
+                let name = codec.as_str().as_bytes();
+                (u8::try_from(name.len()).unwrap_or_default(), name, bytes)
+            }
+            Payload::TooLarge { bytes } => {
+                size = bytes.to_be_bytes();
+                (Self::TOO_LARGE, &[], &size)
+            }
+            Payload::Unencodable => (Self::UNENCODABLE, &[], &[]),
+            Payload::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
+        };
+        let mut bytes = Vec::with_capacity(head.len() + name.len() + rest.len());
+        bytes.extend_from_slice(head);
+        bytes.extend_from_slice(name);
+        bytes.extend_from_slice(rest);
+        let bytes = Bytes::from(bytes);
+        // `Bytes` makes what its clones share when it is first cloned: here, so that no replay allocates it.
+        drop(bytes.clone());
+        (Self(form), bytes)
+    }
+
+    fn read(self, head: Head, bytes: &Bytes) -> Payload {
+        let rest = &bytes[head.len()..];
+        match self.0 {
+            Self::TOO_LARGE => Payload::TooLarge { bytes: rest.first_chunk().map_or(0, |it| u64::from_be_bytes(*it)) },
+            Self::UNENCODABLE => Payload::Unencodable,
+            Self::UNREADABLE => Payload::Unreadable { reason: String::from_utf8_lossy(rest).into() },
+            name => {
+                let name = usize::from(name);
+                let codec = CodecName::new(&rest[..name]).expect("the name was taken from a `CodecName`");
+                Payload::Stored { codec, bytes: bytes.slice(head.len() + name..) }
+            }
+        }
+    }
+}
+
+impl Slot {
+    /// A slot that is listed `ttl` from now: when it expires if it is finished at once, so that it need not be moved then.
+    pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
+        let Record { owner, attempt, starts, fingerprint, state } = record;
+        let body = Body::new(key, hash, fingerprint.as_ref(), &state);
+        let mut slot = Self { owner, attempt, starts, expires_at: now, listed_at: now + ttl, body };
+        slot.date(ttl, now);
+        slot
+    }
+
+    /// Replaces the record; its time is another matter.
+    pub(super) fn set(&mut self, record: Record, key: &Key) {
+        let Record { owner, attempt, starts, fingerprint, state } = record;
+        let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
+        *self = Self { owner, attempt, starts, body, ..*self };
+    }
+
+    /// Counts lease and retention from `now`; `ttl` is that of a record that isn't pending.
+    pub(super) fn date(&mut self, ttl: Nanos, now: Nanos) {
+        self.expires_at = match self.body {
+            Body::Open { stage: Stage::Pending(_), lease, ttl, .. } => now + lease + ttl,
+            _ => now + ttl,
+        };
+    }
+
+    pub(super) fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    pub(super) fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    pub(super) fn is_pending(&self) -> bool {
+        matches!(self.body, Body::Open { stage: Stage::Pending(_), .. })
+    }
+
+    /// When the lease of a pending record lapses: its retention is a `ttl` longer.
+    pub(super) fn lapses_in(&self, now: Nanos) -> Duration {
+        let ttl = match self.body {
+            Body::Open { ttl, .. } => ttl,
+            _ => 0,
+        };
+        Duration::from_nanos((self.expires_at - ttl).saturating_sub(now))
+    }
+
+    pub(super) fn expires_in(&self, now: Nanos) -> Duration {
+        Duration::from_nanos(self.expires_at.saturating_sub(now))
+    }
+
+    pub(super) fn record(&self) -> Record {
+        let (head, state) = match &self.body {
+            Body::Open { stage, head, lease, ttl, .. } => (head, stage.state(*lease, *ttl)),
+            Body::Completed { form, head, bytes, .. } => (head, State::Completed(form.read(*head, bytes))),
+            Body::Failed { form, head, bytes, .. } => (head, State::Failed(form.read(*head, bytes))),
+            Body::Vacant { .. } => unreachable!("nobody has the place of a vacant slot"),
+        };
+        let fingerprint = head.fingerprint(self.bytes());
+        Record { owner: self.owner, attempt: self.attempt, starts: self.starts, fingerprint, state }
+    }
+
+    /// Ends a pending attempt with a result.
+    pub(super) fn finish(&mut self, finish: &Finish) {
+        let Body::Open { head, hash, bytes, .. } = &self.body else { return };
+        let (head, hash) = (*head, *hash);
+        let (form, bytes) = Form::write(bytes, finish.payload());
+        self.body = match finish {
+            Finish::Completed(_) => Body::Completed { form, head, hash, bytes },
+            Finish::Failed(_) => Body::Failed { form, head, hash, bytes },
+        };
+    }
+
+    /// Ends a pending attempt without one.
+    pub(super) fn release(&mut self, release: Release) {
+        let Body::Open { stage, .. } = &mut self.body else { return };
+        match release {
+            Release::Returned => *stage = Stage::Released,
+            Release::NotStarted => {
+                *stage = Stage::Released;
+                self.starts = self.starts.saturating_sub(1);
+            }
+            Release::Interrupted => *stage = Stage::Interrupted,
+        }
+    }
+
+    pub(super) fn hash(&self) -> u32 {
+        match self.body {
+            Body::Open { hash, .. } | Body::Completed { hash, .. } | Body::Failed { hash, .. } => hash,
+            Body::Vacant { .. } => 0,
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &self.body {
+            Body::Open { bytes, .. } => bytes,
+            Body::Completed { bytes, .. } | Body::Failed { bytes, .. } => bytes,
+            Body::Vacant { .. } => &[],
+        }
+    }
+
+    pub(super) fn is_of(&self, hash: u32, key: &Key) -> bool {
+        let (is_it, head, bytes): (_, _, &[u8]) = match &self.body {
+            Body::Open { hash: it, head, bytes, .. } => (*it == hash, head, bytes),
+            Body::Completed { hash: it, head, bytes, .. } | Body::Failed { hash: it, head, bytes, .. } => {
+                (*it == hash, head, bytes)
+            }
+            Body::Vacant { .. } => return false,
+        };
+        is_it && head.key(bytes) == key.as_str().as_bytes()
+    }
+}
+
+/// Shows nothing of it: results don't reach logs.
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Slot")
+    }
+}
+
+impl Body {
+    fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, state: &State) -> Self {
+        let head = Head::new(key, fingerprint);
+        let bytes = match fingerprint {
+            None => Arc::from(key.shared()),
+            Some(fingerprint) => fingerprint.as_bytes().iter().chain(key.as_str().as_bytes()).copied().collect(),
+        };
+        let (stage, lease, ttl) = match state {
+            State::Pending { lease, ttl, on_crash } => (Stage::Pending(*on_crash), span(*lease), span(*ttl)),
+            State::Interrupted => (Stage::Interrupted, 0, 0),
+            State::Released => (Stage::Released, 0, 0),
+            State::Completed(_) | State::Failed(_) => unreachable!("a record is reserved or reopened, and then ended"),
+        };
+        Self::Open { stage, head, hash, bytes, lease, ttl }
+    }
+}
+
+impl Stage {
+    fn state(self, lease: Nanos, ttl: Nanos) -> State {
+        match self {
+            Self::Pending(on_crash) => {
+                State::Pending { lease: Duration::from_nanos(lease), ttl: Duration::from_nanos(ttl), on_crash }
+            }
+            Self::Released => State::Released,
+            Self::Interrupted => State::Interrupted,
+        }
+    }
+}
+
+/// Slots by their places, which last as long as they are taken.
+#[derive(Debug)]
+pub(super) struct Slots {
+    chunks: Vec<Vec<Slot>>,
+    /// The first vacant slot.
+    vacant: u32,
+    taken: usize,
+}
+
+impl Default for Slots {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), vacant: NONE, taken: 0 }
+    }
+}
+
+impl Slots {
+    pub(super) fn get(&self, place: u32) -> &Slot {
+        &self.chunks[place as usize / CHUNK][place as usize % CHUNK]
+    }
+
+    pub(super) fn get_mut(&mut self, place: u32) -> &mut Slot {
+        &mut self.chunks[place as usize / CHUNK][place as usize % CHUNK]
+    }
+
+    pub(super) fn insert(&mut self, slot: Slot) -> u32 {
+        self.taken += 1;
+        if self.vacant != NONE {
+            let place = self.vacant;
+            let vacant = std::mem::replace(self.get_mut(place), slot);
+            let Body::Vacant { next } = vacant.body else { unreachable!("vacant slots are chained") };
+            self.vacant = next;
+            return place;
+        }
+        if self.chunks.last().is_none_or(|chunk| chunk.len() == CHUNK) {
+            grow(&mut self.chunks, 4);
+            self.chunks.push(Vec::with_capacity(CHUNK));
+        }
+        let chunk = self.chunks.len() - 1;
+        let at = self.chunks[chunk].len();
+        self.chunks[chunk].push(slot);
+        u32::try_from(chunk * CHUNK + at)
+            .ok()
+            .filter(|place| *place != NONE)
+            .expect("a shard of less than 2^32 records")
+    }
+
+    pub(super) fn remove(&mut self, place: u32) {
+        let next = self.vacant;
+        self.get_mut(place).body = Body::Vacant { next };
+        self.vacant = place;
+        self.taken -= 1;
+        if self.taken == 0 && self.chunks.len() > 1 {
+            // What a burst has taken is given back once it is over.
+            *self = Self::default();
+        }
+    }
+}
+
+/// Makes room for one more by an eighth of what there is: half as much again would be room that most stores never use.
+fn grow<T>(items: &mut Vec<T>, least: usize) {
+    if items.len() == items.capacity() {
+        items.reserve_exact((items.len() / 8).max(least));
+    }
+}
+
+/// The places of all records, as a heap: the one that is listed first is in front.
+#[derive(Debug, Default)]
+pub(super) struct Order(Vec<Listed>);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Listed(u32);
+
+impl Listed {
+    fn at(self, slots: &Slots) -> Nanos {
+        slots.get(self.0).listed_at
+    }
+}
+
+impl Order {
+    pub(super) fn first(&self) -> Option<u32> {
+        self.0.first().map(|listed| listed.0)
+    }
+
+    /// When the first one is listed; later than everything if there is none.
+    pub(super) fn first_due(&self, slots: &Slots) -> Nanos {
+        self.0.first().map_or(Nanos::MAX, |first| first.at(slots))
+    }
+
+    pub(super) fn push(&mut self, place: u32, slots: &Slots) {
+        grow(&mut self.0, CHUNK);
+        self.0.push(Listed(place));
+        self.up(self.0.len() - 1, slots);
+    }
+
+    /// Finds the right position for one that is listed sooner than it was.
+    pub(super) fn sooner(&mut self, place: u32, slots: &Slots) {
+        if let Some(at) = self.0.iter().position(|listed| listed.0 == place) {
+            self.up(at, slots);
+        }
+    }
+
+    /// Finds the right position for the first one, which is listed later than it was.
+    pub(super) fn first_is_later(&mut self, slots: &Slots) {
+        self.down(slots);
+    }
+
+    pub(super) fn remove_first(&mut self, slots: &Slots) {
+        if !self.0.is_empty() {
+            self.0.swap_remove(0);
+            self.down(slots);
+            if self.0.is_empty() {
+                self.0 = Vec::new();
+            }
+        }
+    }
+
+    fn up(&mut self, mut at: usize, slots: &Slots) {
+        let due = self.0[at].at(slots);
+        while at > 0 {
+            let parent = (at - 1) / 2;
+            if self.0[parent].at(slots) <= due {
+                break;
+            }
+            self.0.swap(at, parent);
+            at = parent;
+        }
+    }
+
+    fn down(&mut self, slots: &Slots) {
+        let mut at = 0;
+        loop {
+            let children = [2 * at + 1, 2 * at + 2].into_iter().filter(|child| *child < self.0.len());
+            let Some(child) = children.min_by_key(|child| self.0[*child].at(slots)) else { break };
+            if self.0[at].at(slots) <= self.0[child].at(slots) {
+                break;
+            }
+            self.0.swap(at, child);
+            at = child;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_as_small_as_the_docs_say() {
+        assert_eq!(size_of::<Slot>(), 80);
+    }
+}

@@ -1,0 +1,210 @@
+//! What a call allocates, and what a record takes in memory: counted, not timed, so the same on every machine.
+//!
+//! Bytes are those that were asked of the allocator; what it adds to each allocation is its own affair
+//! (`benches/footprint.rs` measures that, too). Counted on the thread of the test alone.
+
+use std::hint::black_box;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use allocation_counter::{AllocationInfo, measure};
+use idem_runtime::{
+    Codec, CodecName, Error, Fingerprint, Finish, Json, Key, ManualClock, MemoryStore, OnCrash, Payload, Reservation,
+    Reserve, Store, Write, idempotent,
+};
+use serde::{Deserialize, Serialize};
+
+/// A result with as many allocations of its own as it has texts.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct Receipt {
+    order_id: u64,
+    carrier: String,
+    tracking: String,
+    cents: u64,
+}
+
+const TEXTS: u64 = 2;
+
+fn receipt(order_id: u64) -> Receipt {
+    Receipt { order_id, carrier: "Hinterland Parcel".to_owned(), tracking: "HP-2031-0000".to_owned(), cents: 129_900 }
+}
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
+async fn ship(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
+    Ok(receipt(order_id))
+}
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
+async fn hang(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
+    std::future::pending::<()>().await;
+    Ok(receipt(order_id))
+}
+
+/// What a future is that never waits.
+fn now<F: Future>(future: F) -> F::Output {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(output) => output,
+        Poll::Pending => panic!("the memory store answers at once"),
+    }
+}
+
+/// The allocations of one call once everything that is made once a process or a thread is there.
+fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
+    for id in 0..10 {
+        call(id);
+    }
+    measure(|| call(10))
+}
+
+#[test]
+fn a_replay_allocates_the_key_and_the_result_and_nothing_else() {
+    let store = MemoryStore::new();
+    for id in 0..=10 {
+        now(ship(&store, id)).unwrap();
+    }
+    let expected: Vec<_> = (0..=10).map(receipt).collect();
+    let replay = counted(|id| assert_eq!(now(ship(&store, id)).unwrap(), expected[usize::try_from(id).unwrap()]));
+    assert_eq!(replay.count_total, 1 + TEXTS, "the key, and the texts of the result: {replay:?}");
+    assert_eq!(replay.count_current, 0, "{replay:?}");
+}
+
+#[test]
+fn a_duplicate_of_a_running_attempt_allocates_its_key_alone() {
+    let store = MemoryStore::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let _entered = runtime.enter();
+    let mut running: Vec<_> = (0..=10).map(|id| Box::pin(hang(&store, id))).collect();
+    for call in &mut running {
+        assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    let refused = counted(|id| assert!(matches!(now(hang(&store, id)), Err(Error::InProgress { .. }))));
+    assert_eq!(refused.count_total, 1, "the key: {refused:?}");
+}
+
+#[test]
+fn a_first_run_allocates_key_and_result_and_the_record() {
+    let store = MemoryStore::new();
+    // Chunks, tables and orders of the shards grow now and then: room first.
+    for id in 1_000..11_000 {
+        now(ship(&store, id)).unwrap();
+    }
+    let mut most = 0;
+    let mut least = u64::MAX;
+    for id in 0..100 {
+        let first = measure(|| drop(black_box(now(ship(&store, id)))));
+        most = most.max(first.count_total);
+        least = least.min(first.count_total);
+    }
+    // The key, the result's own texts, its encoding, the record, and what replays share.
+    assert_eq!(least, 1 + TEXTS + 1 + 1 + 1);
+    // And a shard that grows: its chunk of slots, and sometimes its table or its order.
+    assert!(most <= least + 4, "{most}");
+}
+
+// ---- Memory for each record ----------------------------------------------------------------------------------------
+
+const PAYLOAD: usize = 150;
+
+fn key(id: usize) -> Key {
+    Key::new("footprint", format_args!("order:{id:09}").to_string()).unwrap()
+}
+
+fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> idem_runtime::Lease {
+    let request = Reserve {
+        key: key(id),
+        owner: store.heartbeats().new_owner(),
+        lease: Duration::from_secs(30),
+        ttl: Duration::from_secs(7 * 86_400),
+        fingerprint,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    };
+    match now(store.reserve(&request)).unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn finish(store: &MemoryStore, lease: &idem_runtime::Lease) {
+    // More room than bytes, as encoders leave it.
+    let mut bytes = Vec::with_capacity(4 * PAYLOAD);
+    bytes.resize(PAYLOAD, b'x');
+    let finish = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
+    assert_eq!(now(store.finish(lease, &finish)).unwrap(), Write::Done);
+}
+
+/// Bytes beyond key and payload for each record, while a store is filled record by record: the worst and the last.
+fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
+    let key_bytes = key(0).as_str().len();
+    let own = key_bytes + if finished { PAYLOAD } else { 0 };
+    let mut held = 0;
+    let store = MemoryStore::with_clock(ManualClock::new());
+    let (mut worst, mut last) = (0.0_f64, 0.0);
+    for id in 0..most {
+        held += measure(|| {
+            let lease = reserve(&store, id, fingerprint);
+            if finished {
+                finish(&store, &lease);
+            }
+        })
+        .bytes_current;
+        let count = id + 1;
+        // While there are few, the chunks of the shards weigh more than what is in them.
+        if count >= 10_000 {
+            #[allow(clippy::cast_precision_loss)]
+            let each = held as f64 / count as f64 - own as f64;
+            worst = worst.max(each);
+            last = each;
+        }
+    }
+    println!("finished {finished}, fingerprint {}: worst {worst:.1}, last {last:.1}", fingerprint.is_some());
+    (worst, last)
+}
+
+#[test]
+fn a_pending_record_takes_its_key_and_at_most_200_bytes() {
+    let (worst, _) = overhead(100_000, false, None);
+    assert!(worst <= 140.0, "{worst}");
+    let (worst, _) = overhead(100_000, false, Some(Fingerprint::of(&1).unwrap()));
+    assert!(worst <= 172.0, "{worst}");
+}
+
+#[test]
+fn a_finished_record_takes_its_key_its_result_and_at_most_150_bytes() {
+    let (worst, _) = overhead(100_000, true, None);
+    assert!(worst <= 140.0, "{worst}");
+    // A fingerprint is 32 bytes of its own.
+    let (worst, _) = overhead(100_000, true, Some(Fingerprint::of(&1).unwrap()));
+    assert!(worst <= 140.0 + 32.0, "{worst}");
+}
+
+/// What has expired is given back, but for the little that a store keeps to grow again.
+#[test]
+fn expired_records_are_given_back() {
+    let clock = ManualClock::new();
+    let store = MemoryStore::with_clock(clock.clone());
+    let held = measure(|| {
+        for id in 0..20_000 {
+            finish(&store, &reserve(&store, id, None));
+        }
+        clock.advance(Duration::from_secs(30 * 86_400));
+        for id in 20_000..60_000 {
+            finish(&store, &reserve(&store, id, None));
+        }
+    });
+    assert_eq!(store.len(), 40_000);
+    let own = key(0).as_str().len() + PAYLOAD;
+    let each = usize::try_from(held.bytes_current).unwrap() / store.len() - own;
+    assert!(each <= 150, "{each}");
+}
+
+/// A codec's own allocations are its own: here it makes one to encode.
+#[test]
+fn json_makes_one_allocation_of_exactly_its_size() {
+    let value = receipt(1);
+    let _ = Json::encode(&value).unwrap();
+    let mut bytes = Vec::new();
+    let encoded = measure(|| bytes = Json::encode(&value).unwrap());
+    assert_eq!((encoded.count_total, encoded.bytes_total), (1, bytes.len() as u64));
+}
