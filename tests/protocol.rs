@@ -33,10 +33,13 @@
 //! Each configuration is a test, and prints what it is about, its bound and how many states that makes:
 //!
 //! ```sh
-//! cargo test -p idem-tests --test protocol crashes -- --nocapture           # one configuration
-//! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-tests --test protocol mistake -- --nocapture
-//! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --test protocol -- --nocapture   # one more of everything
+//! # One configuration, one mistake with its shortest history, and one more of everything that goes wrong:
+//! cargo test -p idem-tests --no-default-features --test protocol crashes -- --nocapture
+//! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-tests --no-default-features --test protocol mistake -- --nocapture
+//! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --no-default-features --test protocol -- --nocapture
 //! ```
+//!
+//! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` brings.
 //!
 //! A rule that does not hold is followed by the shortest history that breaks it, a step a line, with the record and what
 //! became of each call: `Deliver(1)` delivers the second message of the plan, `StoreDoes(1)` is the moment at which the store

@@ -224,7 +224,7 @@ pub(crate) fn all() -> Vec<Config> {
             "duplicates that wait: for a completion, an error, a takeover, a restart, or in vain",
             &[CALL, WAITS, WAITS],
             3,
-            Budget { crashes: 1, ticks: 1, ..nothing },
+            Budget { crashes: 1, restarts: 1, ticks: 1, ..nothing },
         )
         .scenes(&[Waits, Replay, InProgress]),
         config(
