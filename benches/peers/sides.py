@@ -5,7 +5,9 @@ A line is `WORK COUNT PROCESSES THREADS FIRST`, for example `replay 2000 2 4 0`:
 processes and connections are there before.
 """
 
+import ctypes
 import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -30,6 +32,8 @@ def receipt(order_id):
 
 
 def _serve(connect, threads, pipe):
+    # PR_SET_PDEATHSIG: the kernel ends it if its parent dies, which may be killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     call = connect(threads)
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
