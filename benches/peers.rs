@@ -6,7 +6,8 @@
 //! | side | what it is |
 //! |---|---|
 //! | idem | an `#[idempotent]` function, one `RedisStore` or `PostgresStore` with its defaults |
-//! | Powertools | `@idempotent_function` of AWS Lambda Powertools for Python with its Redis layer, `hiredis` installed |
+//! | Powertools | `@idempotent_function` of AWS Lambda Powertools for Python with its Redis layer |
+//! | Powertools with `hiredis` | the same with the parser in C, which its extra `[redis]` does not bring along |
 //! | Powertools, local cache | the same with `use_local_cache`; beside `Cached` |
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
@@ -198,6 +199,8 @@ fn on_redis(runtime: &Runtime) {
     if !is_quick() {
         let powertools = Peer::python("Powertools", "powertools.py", &[&port]);
         sides.push(Side::there("Powertools", &PYTHON, Goal::AtLeast(20.0), powertools));
+        let hiredis = Peer::python("Powertools with hiredis", "powertools.py", &[&port, "hiredis"]);
+        sides.push(Side::there("Powertools with `hiredis`", &PYTHON[..5], Goal::None, hiredis));
         let tasks = TASKS.map(|tasks| (1, tasks));
         let idempotent = Peer::rust("idempotent", &[&port]);
         sides.push(Side::there("crate `idempotent`", &tasks, Goal::AtLeast(1.4), idempotent));
@@ -214,7 +217,7 @@ fn on_redis(runtime: &Runtime) {
     let mut sides =
         vec![Side::here("idem", &[2, 64], Goal::None, |work, tasks, count| ours(runtime, &cached, work, tasks, count))];
     if !is_quick() {
-        let powertools = Peer::python("Powertools", "powertools.py", &[&port, "cached"]);
+        let powertools = Peer::python("Powertools", "powertools.py", &[&port, "hiredis", "cached"]);
         let concurrencies = [(1, 1), (2, 1), (3, 1), (4, 1)];
         sides.push(Side::there("Powertools, local cache, beside `Cached`", &concurrencies, Goal::None, powertools));
     }

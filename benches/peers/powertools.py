@@ -1,6 +1,13 @@
-"""The idempotency decorator of AWS Lambda Powertools for Python, on Redis. Arguments: port, and `cached` for its local cache."""
+"""The idempotency decorator of AWS Lambda Powertools for Python, on Redis.
+
+Arguments: the port; `cached` for its local cache; `hiredis` for the parser in C, which `aws-lambda-powertools[redis]` does not
+bring along, but which the client takes if it is there.
+"""
 
 import sys
+
+if "hiredis" not in sys.argv:
+    sys.modules["hiredis"] = None
 
 import redis
 from aws_lambda_powertools.utilities.idempotency import IdempotencyConfig, idempotent_function
