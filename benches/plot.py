@@ -4,6 +4,7 @@ Arguments: the file of results, and the folder of the benches. Tables go between
 `<!-- end of NAME -->`. A table or plot whose results are missing stays as it is.
 """
 
+import io
 import json
 import pathlib
 import re
@@ -12,7 +13,8 @@ import sys
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import patches, pyplot, ticker
+from PIL import Image
 
 STORES = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"]
 COLOURS = dict(zip(STORES, ["#4c72b0", "#55a868", "#c44e52", "#dd8452", "#8172b3", "#937860"]))
@@ -131,9 +133,19 @@ def finish(axes, title, unit):
         axes.spines[side].set_visible(False)
 
 
+def log_scale(axis):
+    """Plain numbers, at every power of ten."""
+    axis.set_major_locator(ticker.LogLocator(numticks=12))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}".replace(",", " ")))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def save(chart, path):
-    chart.savefig(path, dpi=100, bbox_inches="tight", metadata={"Software": None})
+    picture = io.BytesIO()
+    chart.savefig(picture, dpi=100, bbox_inches="tight")
     pyplot.close(chart)
+    # A palette makes it a third of the size.
+    Image.open(picture).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path)
 
 
@@ -153,12 +165,14 @@ def plot_calls(results, path):
                 axes.plot(*zip(*raw), marker="x", linestyle=":", color=COLOURS[store])
         axes.set_xscale("log")
         axes.set_yscale("log")
+        log_scale(axes.yaxis)
         axes.set_xticks(TASKS, [str(tasks) for tasks in TASKS])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.set_xlabel("tasks" if work != "wait" else "waiting duplicates", fontsize=9)
         unit = "thousand calls a second" if work != "wait" else "ms until the last has its result"
         finish(axes, work + ("" if work == "wait" else " (dotted: by hand)"), unit)
-    grid[0][0].legend(fontsize=8, frameon=False)
+    names = grid[0][0].get_legend_handles_labels()
+    chart.legend(*names, fontsize=9, frameon=False, ncol=len(STORES), loc="outside upper center")
     save(chart, path)
 
 
@@ -177,8 +191,13 @@ def plot_peers(results, path):
                 top = max(it["raw"]["value"], it["idem"]["value"])
                 axes.annotate(f"{figure(it['result']['value'])}×", (n + at, top), ha="center", va="bottom", fontsize=8)
         axes.set_yscale("log")
+        log_scale(axes.yaxis)
+        axes.set_ylim(bottom=0.1)
         axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
-        finish(axes, f"on {server}: idem, first run (blue) and replay (red), beside a peer (grey)", "thousand calls a second")
+        finish(axes, f"on {server}", "thousand calls a second")
+    colours = [("peer", GREY), ("idem, first run", "#4c72b0"), ("idem, replay", "#c44e52")]
+    marks = [patches.Patch(color=colour, label=label) for label, colour in colours]
+    chart.legend(handles=marks, fontsize=9, frameon=False, ncol=3, loc="outside upper center")
     save(chart, path)
 
 
@@ -194,10 +213,12 @@ def plot_results(results, path):
             if raw:
                 axes.plot(*zip(*raw), marker="x", linestyle=":", color=COLOURS[store])
         axes.set_yscale("log")
+        log_scale(axes.yaxis)
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set_xlabel("result", fontsize=9)
         finish(axes, f"{work}, 16 tasks (dotted: by hand)", "thousand calls a second")
-    grid[0].legend(fontsize=8, frameon=False)
+    names = grid[0].get_legend_handles_labels()
+    chart.legend(*names, fontsize=9, frameon=False, ncol=len(STORES), loc="outside upper center")
     save(chart, path)
 
 
