@@ -7,7 +7,7 @@ use std::time::Duration;
 use idem_runtime::Policy;
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
-use redis::{Client, IntoConnectionInfo};
+use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
 
 use crate::Receipt;
 
@@ -33,7 +33,10 @@ impl ByHand {
         let info = url.into_connection_info().expect("a valid URL");
         let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
         let client = Client::open(info).expect("a valid URL");
-        let mut connection = client.get_multiplexed_async_connection().await.expect("connects");
+        // As long as it takes: a busy machine slows a bench down, and does not end it.
+        let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)));
+        let connection = client.get_multiplexed_async_connection_with_config(&config).await;
+        let mut connection = connection.expect("connects");
         let script =
             redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
         Self { connection, script: script.expect("loads").into(), owners: Arc::default() }
