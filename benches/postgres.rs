@@ -8,30 +8,16 @@
 //!
 //! The library has its default pool of 6 connections, whatever the number of tasks. Server and client share the machine.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 
+use idem_benches::by_hand::postgres::ByHand;
+use idem_benches::by_hand::{new_orders, share};
 use idem_benches::{Goal, Receipt, Samples, Table, alternate, is_wanted, sized, thousands_per_second, timed};
 use idem_runtime::{Error, Key, Lease, OnCrash, PostgresStore, Reservation, Reserve, Store, Write, idempotent};
-use idem_tests::postgres::{PostgresServer, raw};
+use idem_tests::postgres::PostgresServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
-use tokio_postgres::{Client, Statement};
-
-const LEASE_MS: i64 = 30_000;
-const TTL_MS: i64 = 7 * 86_400_000;
-const RESERVE: &str = "\
-    INSERT INTO hand.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
-    expires_at, listed_at) VALUES ($1, $2, 1, 'P', 1, 1, false, $3::int8, $4::int8, now() + $3 * interval '1 ms', \
-    now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') ON CONFLICT (key) DO NOTHING";
-const COMPLETE: &str = "\
-    UPDATE hand.records SET state = 'C', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
-    expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'P'";
-const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
-
-/// Orders that nobody has shipped yet.
-static NEXT: LazyLock<AtomicU64> = LazyLock::new(|| AtomicU64::new(1_000_000));
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
 async fn ship(store: &PostgresStore, order_id: u64) -> Result<Receipt, Error> {
@@ -67,42 +53,9 @@ impl Work {
 
     fn order(self, call: u64) -> u64 {
         match self {
-            Self::FirstRun => NEXT.fetch_add(1, Ordering::Relaxed),
+            Self::FirstRun => new_orders(1).start,
             Self::Replay => call % SHIPPED,
         }
-    }
-}
-
-/// The protocol by hand, on one connection.
-struct ByHand {
-    client: Client,
-    reserve: Statement,
-    complete: Statement,
-    replay: Statement,
-}
-
-impl ByHand {
-    async fn connect(server: &PostgresServer) -> Self {
-        let client = raw(&server.url()).await;
-        let prepare = async |text| client.prepare(text).await.expect("prepares");
-        let (reserve, complete, replay) = (prepare(RESERVE).await, prepare(COMPLETE).await, prepare(REPLAY).await);
-        Self { client, reserve, complete, replay }
-    }
-
-    async fn call(&self, work: Work, order_id: u64) {
-        let key = format!("1/bench::ship/order:{order_id}");
-        if work == Work::Replay {
-            let rows = self.client.query(&self.replay, &[&key]).await.expect("answers");
-            assert_eq!(rows.len(), 1);
-            return;
-        }
-        let owner = format!("{order_id:016}");
-        let owner = owner.as_bytes();
-        let made = self.client.execute(&self.reserve, &[&key, &owner, &LEASE_MS, &TTL_MS]).await;
-        assert_eq!(made.expect("answers"), 1, "reserved by somebody else");
-        let json = serde_json::to_vec(&Receipt::of(order_id)).expect("encodes");
-        let done = self.client.execute(&self.complete, &[&key, &owner, &json, &TTL_MS]).await;
-        assert_eq!(done.expect("answers"), 1, "taken over by somebody else");
     }
 }
 
@@ -118,40 +71,31 @@ impl Bench {
         let server = PostgresServer::start();
         let runtime = runtime.enable_all().build().expect("a runtime can be built");
         let (store, by_hand) = runtime.block_on(async {
-            let hand = PostgresStore::schema_sql("hand");
-            server.raw().await.batch_execute(&hand).await.expect("makes the table");
             let store = PostgresStore::options().ensure_schema().connect(&server.url()).await.expect("connects");
             for order_id in 0..SHIPPED {
                 ship(&store, order_id).await.expect("ships");
             }
-            let mut by_hand = Vec::new();
-            for _ in 0..connections {
-                by_hand.push(Arc::new(ByHand::connect(&server).await));
-            }
-            (store, by_hand)
+            (store, ByHand::connections(&server.url(), connections).await)
         });
         Self { server, runtime, store, by_hand }
     }
 
     /// Thousands of calls a second that `tasks` tasks make, each one after the other, `count` in all.
     fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
-        let calls = async {
-            let mut running = JoinSet::new();
-            for task in 0..tasks {
-                let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
-                let store = self.store.clone();
-                running.spawn(async move {
-                    for call in (task..count).step_by(usize::try_from(tasks).expect("few")) {
-                        let order_id = work.order(call);
-                        match &hand {
-                            Some(hand) => hand.call(work, order_id).await,
-                            None => drop(ship(&store, order_id).await.expect("ships")),
-                        }
+        let calls = share(tasks, count, |task, calls| {
+            let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
+            let store = self.store.clone();
+            async move {
+                for call in calls {
+                    let order_id = work.order(call);
+                    match &hand {
+                        Some(hand) if work == Work::FirstRun => drop(hand.ship(order_id).await),
+                        Some(hand) => drop(hand.replay(order_id).await),
+                        None => drop(ship(&store, order_id).await.expect("ships")),
                     }
-                });
+                }
             }
-            running.join_all().await;
-        };
+        });
         let took = timed(|| self.runtime.block_on(calls));
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }

@@ -8,25 +8,14 @@
 //! By hand there are two connections, as the client makes them by default and with `TCP_NODELAY`; a line is against the
 //! better of the two. Server and client share the machine.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use idem_benches::by_hand::redis::{ByHand, TTL};
+use idem_benches::by_hand::share;
 use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, Key, OnCrash, Policy, RedisStore, Reservation, Reserve, Store, idempotent};
+use idem_runtime::{Error, Key, OnCrash, RedisStore, Reservation, Reserve, Store, idempotent};
 use idem_tests::server::{Kind, RedisServer};
-use redis::aio::MultiplexedConnection;
-use redis::io::tcp::TcpSettings;
-use redis::{Client, IntoConnectionInfo};
 use tokio::runtime::Runtime;
-use tokio::task::JoinSet;
-
-const LEASE: Duration = Policy::DEFAULT_LEASE;
-const TTL: Duration = Duration::from_secs(7 * 86_400);
-const OWNER_CHECKED_SET: &str = "\
-    if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
-    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
-    return 1";
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
 async fn ship(store: &RedisStore, order_id: u64) -> Result<Receipt, Error> {
@@ -91,60 +80,6 @@ impl Side {
     }
 }
 
-/// The protocol by hand.
-#[derive(Clone)]
-struct ByHand {
-    connection: MultiplexedConnection,
-    script: Arc<str>,
-    owners: Arc<AtomicU64>,
-}
-
-impl ByHand {
-    async fn connect(server: &RedisServer, nodelay: bool) -> Self {
-        let info = server.url().into_connection_info().expect("a valid URL");
-        let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
-        let client = Client::open(info).expect("a valid URL");
-        let mut connection = client.get_multiplexed_async_connection().await.expect("connects");
-        let script =
-            redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
-        Self { connection, script: script.expect("loads").into(), owners: Arc::default() }
-    }
-
-    async fn reserve(&mut self, key: &str, owner: &str) -> Option<Vec<u8>> {
-        let mut set = redis::cmd("SET");
-        set.arg(key).arg(owner).arg("NX").arg("GET").arg("PX").arg(millis(LEASE));
-        set.query_async(&mut self.connection).await.expect("answers")
-    }
-
-    async fn ship(&mut self, order_id: u64) -> Receipt {
-        let key = format!("idem:1/bench::ship/order:{order_id}");
-        let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
-        assert_eq!(self.reserve(&key, &owner).await, None, "reserved by somebody else");
-        let receipt = Receipt::of(order_id);
-        let json = serde_json::to_vec(&receipt).expect("encodes");
-        let mut complete = redis::cmd("EVALSHA");
-        complete.arg(&*self.script).arg(1).arg(&key).arg(&owner).arg(json).arg(millis(TTL));
-        let done: u64 = complete.query_async(&mut self.connection).await.expect("answers");
-        assert_eq!(done, 1, "taken over by somebody else");
-        receipt
-    }
-
-    async fn replay(&mut self, order_id: u64) -> Vec<u8> {
-        let mut get = redis::cmd("GET");
-        get.arg(format!("idem:1/bench::ship/order:{order_id}"));
-        get.query_async(&mut self.connection).await.expect("answers")
-    }
-
-    async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
-        let key = format!("idem:1/bench::ship/order:{order_id}");
-        self.reserve(&key, "0000000000000000").await.expect("somebody has it")
-    }
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).expect("short enough")
-}
-
 struct Bench {
     server: RedisServer,
     runtime: Runtime,
@@ -160,7 +95,7 @@ impl Bench {
         let runtime = runtime.expect("a runtime can be built");
         let (idem, default, nodelay) = runtime.block_on(async {
             let store = RedisStore::connect(&server.url()).await.expect("connects");
-            (store, ByHand::connect(&server, false).await, ByHand::connect(&server, true).await)
+            (store, ByHand::connect(&server.url(), false).await, ByHand::connect(&server.url(), true).await)
         });
         Self { server, runtime, idem: Side::Idem(idem), default: Side::ByHand(default), nodelay: Side::ByHand(nodelay) }
     }
@@ -192,18 +127,14 @@ impl Bench {
         if work == Work::FirstRun {
             self.prepare(work);
         }
-        let calls = async {
-            let mut running = JoinSet::new();
-            for task in 0..tasks {
-                let mut side = side.clone();
-                running.spawn(async move {
-                    for call in (task..count).step_by(usize::try_from(tasks).expect("few")) {
-                        side.call(work, call % work.orders()).await;
-                    }
-                });
+        let calls = share(tasks, count, |_, calls| {
+            let mut side = side.clone();
+            async move {
+                for call in calls {
+                    side.call(work, call % work.orders()).await;
+                }
             }
-            running.join_all().await;
-        };
+        });
         let took = timed(|| self.runtime.block_on(calls));
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }

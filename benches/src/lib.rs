@@ -7,7 +7,12 @@
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
+pub mod by_hand;
+pub mod peer;
+
 use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -68,6 +73,11 @@ impl Samples {
         quantile(&self.0, 0.5)
     }
 
+    /// The values that the middle half of the rounds lies between.
+    pub fn middle_half(&self) -> (f64, f64) {
+        (quantile(&self.0, 0.25), quantile(&self.0, 0.75))
+    }
+
     /// The largest value.
     pub fn max(&self) -> f64 {
         quantile(&self.0, 1.0)
@@ -95,18 +105,46 @@ fn quantile(values: &[f64], at: f64) -> f64 {
 
 /// Measures every side once a round, in an order that turns from round to round. One round more comes first and counts
 /// for nothing.
-pub fn alternate<const N: usize>(rounds: usize, sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
-    let mut sides = sides.map(|side| (side, Vec::with_capacity(rounds)));
+pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
+    let samples = alternate_all(rounds, &mut sides);
+    samples.try_into().expect("one for each side")
+}
+
+/// The same for any number of sides.
+pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Vec<Samples> {
+    let mut samples = vec![Vec::with_capacity(rounds); sides.len()];
     for round in 0..=rounds {
-        for turn in 0..N {
-            let (side, samples) = &mut sides[(round + turn) % N];
-            let value = side();
+        for turn in 0..sides.len() {
+            let side = (round + turn) % sides.len();
+            let value = sides[side]();
             if round > 0 {
-                samples.push(value);
+                samples[side].push(value);
             }
         }
     }
-    sides.map(|(_, samples)| Samples(samples))
+    samples.into_iter().map(Samples).collect()
+}
+
+/// A side that makes as many calls a round as take about `target`, however fast it is; so that a bench ends in time on
+/// any machine. `side` makes that many calls and says how many thousand a second they were. The first round finds out.
+pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> impl FnMut() -> f64 {
+    let mut count = None;
+    move || {
+        let mut calls = count.unwrap_or(least);
+        loop {
+            let rate = side(calls);
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // A moderate number of calls.
+            let enough = (rate * 1e3 * target.as_secs_f64()) as u64;
+            let done = count.is_some() || calls >= enough / 2;
+            count = Some(enough.max(least));
+            if done {
+                return rate;
+            }
+            // A first few calls may be slow; so it grows step by step.
+            calls = enough.clamp(least, calls * 20);
+            count = None;
+        }
+    }
 }
 
 /// What a line must reach.
@@ -120,9 +158,14 @@ pub enum Goal {
     None,
 }
 
-/// A table, printed line by line as it is measured, in Markdown so that it can be pasted.
+/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a
+/// file, each line is also appended to that, as JSON.
 #[derive(Debug)]
-pub struct Table(());
+pub struct Table {
+    title: String,
+    unit: String,
+    result: String,
+}
 
 impl Table {
     /// Prints the head. `result` names what a line comes to, for example `ratio`.
@@ -131,7 +174,7 @@ impl Table {
         println!("\n### {title}{quick}\n");
         println!("| work | raw, {unit} | idem, {unit} | {result} | middle half of the rounds | goal | |");
         println!("|---|---|---|---|---|---|---|");
-        Self(())
+        Self { title: title.to_owned(), unit: unit.to_owned(), result: result.to_owned() }
     }
 
     /// A line: the medians of both sides and `calculate` of them, idem first.
@@ -140,34 +183,93 @@ impl Table {
         let result = calculate(idem.median(), raw.median());
         let mut line =
             format!("| {work} | {} | {} | **{}** |", figure(raw.median()), figure(idem.median()), figure(result));
-        write!(line, " {} to {} |", figure(quantile(&rounds.0, 0.25)), figure(quantile(&rounds.0, 0.75))).unwrap();
+        let (low, high) = rounds.middle_half();
+        write!(line, " {} to {} |", figure(low), figure(high)).unwrap();
         println!("{line} {} |", judged(result, goal));
+        self.record(work, Some(raw), idem, result, &rounds, goal);
     }
 
     /// A line without a raw side.
     pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
-        let (low, high) = (figure(quantile(&samples.0, 0.25)), figure(quantile(&samples.0, 0.75)));
+        let (low, high) = samples.middle_half();
         println!(
-            "| {work} | | {} | **{}** | {low} to {high} | {} |",
+            "| {work} | | {} | **{}** | {} to {} | {} |",
             figure(samples.median()),
             figure(result),
+            figure(low),
+            figure(high),
             judged(result, goal)
         );
+        self.record(work, None, samples, result, samples, goal);
+    }
+
+    fn record(&self, work: &str, raw: Option<&Samples>, idem: &Samples, result: f64, rounds: &Samples, goal: Goal) {
+        let Some(path) = std::env::var_os("IDEM_BENCH_OUT") else { return };
+        let side = |samples: &Samples| {
+            let (low, high) = samples.middle_half();
+            serde_json::json!({ "value": samples.median(), "low": low, "high": high })
+        };
+        let (low, high) = rounds.middle_half();
+        let line = serde_json::json!({
+            "bench": bench_name(),
+            "table": self.title,
+            "work": work,
+            "tasks": tasks_of(work),
+            "unit": self.unit,
+            "raw": raw.map(side),
+            "idem": side(idem),
+            "result": { "value": result, "low": low, "high": high, "means": self.result },
+            "goal": goal.text(),
+            "met": goal.is_met(result),
+            "quick": is_quick(),
+        });
+        // Benches run in the folder of their package; the path is meant from the project's.
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
+        let file = std::fs::File::options().create(true).append(true).open(&path);
+        let written = file.and_then(|mut file| writeln!(file, "{line}"));
+        written.unwrap_or_else(|error| panic!("IDEM_BENCH_OUT: {}: {error}", path.display()));
+    }
+}
+
+/// `redis` of `redis-0d6e3af7d9172b91`, as cargo names the program.
+fn bench_name() -> String {
+    let program = std::env::args().next().unwrap_or_default();
+    let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
+    name.rsplit_once('-').map_or_else(|| name.to_string(), |(name, _)| name.to_owned())
+}
+
+/// The number before "task" or "tasks".
+fn tasks_of(work: &str) -> Option<u64> {
+    let words: Vec<&str> = work.split([' ', ',', ')']).collect();
+    words.windows(2).find(|pair| pair[1].starts_with("task")).and_then(|pair| pair[0].parse().ok())
+}
+
+impl Goal {
+    fn text(self) -> Option<String> {
+        match self {
+            Self::AtLeast(goal) => Some(format!("≥ {goal}")),
+            Self::AtMost(goal) => Some(format!("≤ {goal}")),
+            Self::None => None,
+        }
+    }
+
+    fn is_met(self, result: f64) -> Option<bool> {
+        match self {
+            Self::AtLeast(goal) => Some(result >= goal),
+            Self::AtMost(goal) => Some(result <= goal),
+            Self::None => None,
+        }
     }
 }
 
 fn judged(result: f64, goal: Goal) -> String {
-    let (goal, met) = match goal {
-        Goal::AtLeast(goal) => (format!("≥ {goal}"), result >= goal),
-        Goal::AtMost(goal) => (format!("≤ {goal}"), result <= goal),
-        Goal::None => return " | ".to_owned(),
-    };
-    let met = match met {
+    let Some(text) = goal.text() else { return " | ".to_owned() };
+    let met = match goal.is_met(result) {
         _ if is_quick() => "",
-        true => "met",
-        false => "MISSED",
+        Some(true) => "met",
+        _ => "MISSED",
     };
-    format!("{goal} | {met}")
+    format!("{text} | {met}")
 }
 
 /// Three digits.
@@ -229,6 +331,27 @@ mod tests {
         };
         alternate(2, [&mut side('a'), &mut side('b')]);
         assert_eq!(*order.borrow(), "abbaab");
+    }
+
+    #[test]
+    fn a_paced_side_makes_as_many_calls_as_fit() {
+        let made = std::cell::RefCell::new(Vec::new());
+        // 10 thousand a second, but for slow first calls.
+        let side = |count: u64| {
+            made.borrow_mut().push(count);
+            if count < 100 { 1.0 } else { 10.0 }
+        };
+        let mut paced = paced(Duration::from_millis(100), 10, side);
+        paced();
+        paced();
+        assert_eq!(*made.borrow(), [10, 100, 1000, 1000]);
+    }
+
+    #[test]
+    fn the_number_of_tasks_is_found_in_a_line() {
+        assert_eq!(tasks_of("first run, 64 tasks (against default socket)"), Some(64));
+        assert_eq!(tasks_of("first run, FULL, 1 task"), Some(1));
+        assert_eq!(tasks_of("one beat of 10 000 leases"), None);
     }
 
     #[test]

@@ -1,0 +1,714 @@
+//! The same work on every store, so that they can be chosen between; beside the raw client where there is one.
+//!
+//! - *First run, replay, in progress*: thousands of calls a second by 1, 64 and 1024 tasks. By hand as in the benches
+//!   `redis`, `postgres` and `sqlite`, which say more; a replay and a refusal on `SQLite` are a `SELECT` in a bare loop.
+//! - *Wait*: duplicates in another handle wait for a running attempt. Milliseconds from the end of its handler until the
+//!   last of them has the result.
+//! - *Results* of 1 KB, 64 KB and 1 MB, 16 tasks.
+//! - *Leases*: one renewal of 100 000, elapsed and in processor time.
+//! - *Hot key*: 10 000 duplicates at once, from another handle: while the handler runs, after it, and waiting for it.
+//!   The calls of the store are counted, and more than one for each duplicate ends the bench.
+//!
+//! Rounds have a length, not a number of calls, so it takes some 6 minutes whatever the machine. DynamoDB is an emulator
+//! here, without optimisation and with one request at a time: its figures are about the emulator. It needs
+//! `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
+
+#![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
+#![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::any::Any;
+use std::cell::Cell;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use idem_benches::by_hand::{new_orders, postgres, redis, share, sqlite};
+use idem_benches::{
+    Goal, Receipt, Samples, Table, alternate, alternate_all, is_wanted, paced, sized, thousands_per_second, timed,
+};
+use idem_runtime::{
+    Cached, Error, Key, Lease, MemoryStore, OnCrash, Policy, PostgresStore, RedisStore, Reservation, Reserve,
+    SqliteStore, Store, Synchronous, Write, idempotent,
+};
+use idem_tests::cluster::Cluster;
+use idem_tests::postgres::PostgresServer;
+use idem_tests::server::{Kind, RedisServer};
+use idem_tests::sqlite::Folder;
+use idem_tests::{Call, FaultyStore};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::runtime::Runtime;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"];
+const TASKS: [u64; 3] = [1, 64, 1024];
+/// How many orders there are to replay.
+const SHIPPED: u64 = 1000;
+/// Orders that are held while the bench runs: that many, from there on.
+const HELD: u64 = 64;
+const HELD_FROM: u64 = 500_000;
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
+async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
+    Ok(Receipt::of(order_id))
+}
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship", policy = LARGE)]
+async fn render(store: &dyn Store, order_id: u64, page: &str) -> Result<String, Error> {
+    Ok(page.to_owned())
+}
+
+const LARGE: Policy = Policy::new(redis::TTL).max_result_bytes(2_000_000);
+
+/// Text that does not compress to nothing.
+fn page(bytes: usize) -> Arc<str> {
+    let mut state = 1_u64;
+    let letter = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        char::from(b'a' + u8::try_from(state >> 60).expect("four bits"))
+    };
+    (0..bytes).map(letter).collect::<String>().into()
+}
+
+/// A handler that runs until it is told to end.
+#[derive(Debug)]
+struct Gate {
+    runs: AtomicU64,
+    entered: Semaphore,
+    /// Closed at the end.
+    leave: Semaphore,
+}
+
+impl Gate {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { runs: AtomicU64::new(0), entered: Semaphore::new(0), leave: Semaphore::new(0) })
+    }
+
+    async fn pass(&self, order_id: u64) -> Receipt {
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        self.entered.add_permits(1);
+        drop(self.leave.acquire().await);
+        Receipt::of(order_id)
+    }
+
+    async fn entered(&self) {
+        self.entered.acquire().await.expect("never closed").forget();
+    }
+}
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::gate")]
+async fn rejecting(store: &dyn Store, order_id: u64, gate: &Gate) -> Result<Receipt, Error> {
+    Ok(gate.pass(order_id).await)
+}
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::gate", in_progress = wait("10m"))]
+async fn waiting(store: &dyn Store, order_id: u64, gate: &Gate) -> Result<Receipt, Error> {
+    Ok(gate.pass(order_id).await)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Work {
+    FirstRun,
+    Replay,
+    InProgress,
+}
+
+impl Work {
+    fn name(self) -> &'static str {
+        match self {
+            Self::FirstRun => "first run",
+            Self::Replay => "replay",
+            Self::InProgress => "in progress",
+        }
+    }
+
+    /// The order of a call; a first run takes a new one each time.
+    fn order(self, call: u64, new: u64) -> u64 {
+        match self {
+            Self::FirstRun => new + call,
+            Self::Replay => call % SHIPPED,
+            Self::InProgress => HELD_FROM + call % HELD,
+        }
+    }
+}
+
+async fn call(store: &dyn Store, work: Work, order_id: u64) {
+    let answer = ship(store, order_id).await;
+    match work {
+        Work::InProgress => assert!(matches!(answer, Err(Error::InProgress { .. })), "{answer:?}"),
+        Work::FirstRun | Work::Replay => assert_eq!(answer.expect("ships").order_id, order_id),
+    }
+}
+
+/// What there is to compare with.
+enum Raw {
+    None,
+    /// The client's default socket, and `TCP_NODELAY`.
+    Redis([redis::ByHand; 2]),
+    Postgres(Vec<Arc<postgres::ByHand>>),
+    Sqlite,
+}
+
+/// Makes so many calls, and says how many thousand a second they were.
+type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
+
+/// A store with its server, if it has one.
+struct Subject {
+    name: &'static str,
+    runtime: Runtime,
+    store: Arc<dyn Store>,
+    /// Another handle, as another process would have it.
+    peer: Arc<dyn Store>,
+    raw: Raw,
+    /// A file that is opened anew for each measurement, and alone: see the bench `sqlite`.
+    file: Option<PathBuf>,
+    leases: u64,
+    largest_result: usize,
+    /// How many duplicates may ask at once.
+    crowd: u64,
+    /// Dropped last.
+    _server: Box<dyn Any>,
+}
+
+impl Subject {
+    fn new(name: &'static str, runtime: Runtime, stores: [Arc<dyn Store>; 2], server: impl Any) -> Self {
+        let [store, peer] = stores;
+        let subject = Self {
+            name,
+            runtime,
+            store,
+            peer,
+            raw: Raw::None,
+            file: None,
+            leases: sized(100_000, 500),
+            largest_result: usize::MAX,
+            crowd: u64::MAX,
+            _server: Box::new(server),
+        };
+        subject.runtime.block_on(async {
+            share(64, SHIPPED, |_, calls| {
+                let store = Arc::clone(&subject.store);
+                async move {
+                    for order_id in calls {
+                        ship(&*store, order_id).await.expect("ships");
+                    }
+                }
+            })
+            .await;
+            hold(&subject.peer, "bench::ship", HELD_FROM, HELD).await;
+        });
+        subject
+    }
+
+    fn memory() -> Self {
+        let store = MemoryStore::new();
+        Self::new("Memory", runtime(), [store.handle(), store.handle()], ())
+    }
+
+    fn sqlite() -> Self {
+        let (folder, runtime) = (Folder::new(), runtime());
+        let file = folder.file();
+        let open = || runtime.block_on(SqliteStore::open(&file)).expect("opens").handle();
+        let stores = [open(), open()];
+        Self { raw: Raw::Sqlite, file: Some(file), ..Self::new("SQLite", runtime, stores, folder) }
+    }
+
+    fn redis() -> Self {
+        let (server, runtime) = (RedisServer::start(Kind::Redis), runtime());
+        let url = server.url();
+        let (stores, raw) = runtime.block_on(async {
+            let open = async || RedisStore::connect(&url).await.expect("connects").handle();
+            let raw = [redis::ByHand::connect(&url, false).await, redis::ByHand::connect(&url, true).await];
+            ([open().await, open().await], raw)
+        });
+        Self { raw: Raw::Redis(raw), ..Self::new("Redis", runtime, stores, server) }
+    }
+
+    fn cluster() -> Self {
+        let (cluster, runtime) = (Cluster::start_with(3, 0, 5000), runtime());
+        let url = format!("redis-cluster://127.0.0.1:{}", cluster.nodes[0].port());
+        let stores = runtime.block_on(async {
+            let open = async || RedisStore::connect(&url).await.expect("connects").handle();
+            [open().await, open().await]
+        });
+        Self::new("Redis Cluster", runtime, stores, cluster)
+    }
+
+    fn postgres() -> Self {
+        let (server, runtime) = (PostgresServer::start(), runtime());
+        let url = server.url();
+        let (stores, raw) = runtime.block_on(async {
+            let open =
+                async || PostgresStore::options().ensure_schema().connect(&url).await.expect("connects").handle();
+            let stores = [open().await, open().await];
+            (stores, postgres::ByHand::connections(&url, sized(256, 64)).await)
+        });
+        runtime.block_on(async {
+            for order_id in HELD_FROM..HELD_FROM + HELD {
+                assert_eq!(raw[0].reserve(order_id).await, 1);
+            }
+        });
+        Self { raw: Raw::Postgres(raw), ..Self::new("PostgreSQL", runtime, stores, server) }
+    }
+
+    #[cfg(feature = "dynamodb")]
+    fn dynamodb() -> Self {
+        use idem_tests::dynamo::{Emulator, Kind, TABLE, open};
+        let runtime = runtime();
+        let emulator = runtime.block_on(Emulator::with_table(Kind::Dynoxide));
+        let stores = [(); 2].map(|()| open(&emulator.endpoint(), TABLE).handle());
+        Self {
+            leases: sized(5000, 100),
+            largest_result: 300_000,
+            crowd: 256,
+            ..Self::new("DynamoDB (emulator)", runtime, stores, emulator)
+        }
+    }
+
+    fn table(&self, section: &str, unit: &str, result: &str) -> Table {
+        Table::new(&format!("{}: {section}", self.name), unit, result)
+    }
+
+    /// Does `work` with the store; with a file, that is opened for it and nobody else's.
+    fn with_store<T>(&self, work: impl FnOnce(&Arc<dyn Store>) -> T) -> T {
+        let Some(file) = &self.file else { return work(&self.store) };
+        work(&self.runtime.block_on(SqliteStore::open(file)).expect("opens").handle())
+    }
+
+    fn idem(&self, work: Work, tasks: u64, count: u64) -> f64 {
+        self.with_store(|store| {
+            let new = new_orders(count).start;
+            let calls = share(tasks, count, |_, calls| {
+                let store = Arc::clone(store);
+                async move {
+                    for n in calls {
+                        call(&*store, work, work.order(n, new)).await;
+                    }
+                }
+            });
+            self.rate(count, calls)
+        })
+    }
+
+    fn rate(&self, count: u64, calls: impl Future<Output = ()>) -> f64 {
+        thousands_per_second(timed(|| self.runtime.block_on(calls)), usize::try_from(count).expect("few"))
+    }
+
+    fn raw_redis(&self, raw: &redis::ByHand, work: Work, tasks: u64, count: u64) -> f64 {
+        let new = new_orders(count).start;
+        let calls = share(tasks, count, |_, calls| {
+            let mut raw = raw.clone();
+            async move {
+                for order_id in calls.map(|n| work.order(n, new)) {
+                    match work {
+                        Work::FirstRun => drop(raw.ship(order_id).await),
+                        Work::Replay => drop(raw.replay(order_id).await),
+                        Work::InProgress => drop(raw.in_progress(order_id).await),
+                    }
+                }
+            }
+        });
+        self.rate(count, calls)
+    }
+
+    fn raw_postgres(&self, raw: &[Arc<postgres::ByHand>], work: Work, tasks: u64, count: u64) -> f64 {
+        let new = new_orders(count).start;
+        let calls = share(tasks, count, |task, calls| {
+            let raw = Arc::clone(&raw[usize::try_from(task).expect("few") % raw.len()]);
+            async move {
+                for order_id in calls.map(|n| work.order(n, new)) {
+                    match work {
+                        Work::FirstRun => drop(raw.ship(order_id).await),
+                        Work::Replay => drop(raw.replay(order_id).await),
+                        Work::InProgress => assert_eq!(raw.reserve(order_id).await, 0),
+                    }
+                }
+            }
+        });
+        self.rate(count, calls)
+    }
+
+    fn raw_sqlite(&self, work: Work, tasks: u64, count: u64) -> f64 {
+        let file = self.file.as_ref().expect("a file");
+        let open = |file| sqlite::ByHand::open(file, Synchronous::Full);
+        let by_hand = file.with_file_name("by_hand.db");
+        match work {
+            Work::FirstRun if tasks == 1 => open(&by_hand).loops(1, count),
+            Work::FirstRun => open(&by_hand).grouped(&self.runtime, tasks, count),
+            Work::Replay | Work::InProgress => open(file).replays(SHIPPED, count),
+        }
+    }
+
+    fn calls(&self) {
+        let table = self.table("calls", "thousand a second", "times its throughput");
+        let rounds = sized(9, 1);
+        for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
+            for tasks in TASKS.into_iter().take(sized(3, 2)) {
+                let name = format!("{}, {tasks} {}", work.name(), if tasks == 1 { "task" } else { "tasks" });
+                if !self.is_wanted(&name) {
+                    continue;
+                }
+                let mut sides: Vec<Side<'_>> = vec![Box::new(|count| self.idem(work, tasks, count))];
+                sides.extend(self.by_hand(work, tasks));
+                let target = Duration::from_millis(sized(150, 1));
+                let mut sides: Vec<_> = sides.into_iter().map(|side| paced(target, tasks.max(20), side)).collect();
+                let mut sides: Vec<_> = sides.iter_mut().map(|side| -> &mut dyn FnMut() -> f64 { side }).collect();
+                let mut samples = alternate_all(rounds, &mut sides).into_iter();
+                let idem = samples.next().expect("the first side");
+                match samples.max_by(|a, b| a.median().total_cmp(&b.median())) {
+                    Some(raw) => table.line(&name, &raw, &idem, |idem, raw| idem / raw, Goal::None),
+                    None => table.value(&name, &idem, idem.median(), Goal::None),
+                }
+            }
+        }
+    }
+
+    /// What there is by hand; a line is against the best of them.
+    fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
+        match &self.raw {
+            Raw::None => Vec::new(),
+            Raw::Redis([default, nodelay]) => vec![
+                Box::new(move |count| self.raw_redis(default, work, tasks, count)),
+                Box::new(move |count| self.raw_redis(nodelay, work, tasks, count)),
+            ],
+            Raw::Postgres(raw) => vec![Box::new(move |count| self.raw_postgres(raw, work, tasks, count))],
+            Raw::Sqlite => vec![Box::new(move |count| self.raw_sqlite(work, tasks, count))],
+        }
+    }
+
+    fn waits(&self) {
+        let table = self.table("wait", "ms", "until the last has its result");
+        for tasks in TASKS.into_iter().take(sized(3, 2)) {
+            let name = format!("wait, {tasks} {}", if tasks == 1 { "task" } else { "tasks" });
+            if self.is_wanted(&name) {
+                let waits: Vec<f64> = (0..sized(7, 1)).map(|_| self.wait(tasks).0.as_secs_f64() * 1e3).collect();
+                let waits = Samples::from(waits);
+                table.value(&name, &waits, waits.median(), Goal::None);
+            }
+        }
+    }
+
+    /// How long it takes from the end of a handler until the last of `duplicates` has its result, and how many calls their
+    /// store saw.
+    fn wait(&self, duplicates: u64) -> (Duration, usize) {
+        let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
+        self.runtime.block_on(async {
+            let runner = self.start(order_id, &gate).await;
+            let mut waiters = JoinSet::new();
+            for _ in 0..duplicates {
+                let (gate, peer) = (Arc::clone(&gate), peer.clone());
+                waiters.spawn(async move {
+                    let receipt = waiting(&peer, order_id, &gate).await.expect("is replayed");
+                    assert_eq!(receipt.order_id, order_id);
+                    Instant::now()
+                });
+            }
+            let duplicates = usize::try_from(duplicates).expect("few");
+            while peer.count(Call::Wait) < duplicates {
+                pause(Duration::from_millis(5)).await;
+            }
+            // Until all of them are waiting in earnest.
+            pause(Duration::from_millis(100)).await;
+            let ended = Instant::now();
+            gate.leave.close();
+            let last = waiters.join_all().await.into_iter().max().expect("some");
+            runner.await.expect("ships");
+            assert_eq!(gate.runs.load(Ordering::Relaxed), 1, "the handler ran more than once");
+            (last.saturating_duration_since(ended), all_calls(&peer))
+        })
+    }
+
+    /// Starts a handler that runs until the gate opens.
+    async fn start(&self, order_id: u64, gate: &Arc<Gate>) -> tokio::task::JoinHandle<()> {
+        let (store, its_gate) = (Arc::clone(&self.store), Arc::clone(gate));
+        let runner = tokio::spawn(async move {
+            waiting(&*store, order_id, &its_gate).await.expect("ships");
+        });
+        gate.entered().await;
+        runner
+    }
+
+    fn results(&self) {
+        let table = self.table("results", "thousand a second", "times its throughput");
+        for (size, bytes) in [("1 KB", 1_000), ("64 KB", 64_000), ("1 MB", 1_000_000)] {
+            if bytes > self.largest_result || bytes > sized(usize::MAX, 64_000) {
+                continue;
+            }
+            // Some 5 MB a round, so that a server in memory doesn't outgrow the machine.
+            let count = sized((5_000_000 / bytes as u64).min(500), 16);
+            let page = page(bytes);
+            for work in [Work::FirstRun, Work::Replay] {
+                let name = format!("{} of {size}, 16 tasks", work.name());
+                if !self.is_wanted(&name) {
+                    continue;
+                }
+                // What the library wrote last is what both sides replay.
+                let last = Cell::new(new_orders(count).start);
+                let next = || match work {
+                    Work::FirstRun => new_orders(count).start,
+                    _ => last.get(),
+                };
+                let mut idem = || {
+                    last.set(next());
+                    self.result(last.get(), count, &page)
+                };
+                idem();
+                let rounds = sized(7, 1);
+                if let Raw::Redis(_) | Raw::Postgres(_) = &self.raw {
+                    let mut raw = || self.raw_result(work, next(), count, &page);
+                    let [raw, idem] = alternate(rounds, [&mut raw, &mut idem]);
+                    table.line(&name, &raw, &idem, |idem, raw| idem / raw, Goal::None);
+                } else {
+                    let [idem] = alternate(rounds, [&mut idem]);
+                    table.value(&name, &idem, idem.median(), Goal::None);
+                }
+            }
+        }
+    }
+
+    /// Thousands of calls a second whose result is `page`.
+    fn result(&self, first: u64, count: u64, page: &Arc<str>) -> f64 {
+        let calls = share(16, count, |_, calls| {
+            let (store, page) = (Arc::clone(&self.store), Arc::clone(page));
+            async move {
+                for n in calls {
+                    assert_eq!(render(&*store, first + n, &page).await.expect("renders").len(), page.len());
+                }
+            }
+        });
+        self.rate(count, calls)
+    }
+
+    fn raw_result(&self, work: Work, first: u64, count: u64, page: &Arc<str>) -> f64 {
+        match &self.raw {
+            Raw::Redis([raw, _]) => {
+                let calls = share(16, count, |_, calls| {
+                    let (mut raw, page) = (raw.clone(), Arc::clone(page));
+                    async move {
+                        for order_id in calls.map(|n| first + n) {
+                            match work {
+                                Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
+                                _ => assert!(raw.replay(order_id).await.len() > page.len()),
+                            }
+                        }
+                    }
+                });
+                self.rate(count, calls)
+            }
+            Raw::Postgres(raw) => {
+                let calls = share(16, count, |task, calls| {
+                    let raw = Arc::clone(&raw[usize::try_from(task).expect("few")]);
+                    let page = Arc::clone(page);
+                    async move {
+                        for order_id in calls.map(|n| first + n) {
+                            match work {
+                                Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
+                                _ => assert!(raw.replay(order_id).await.len() > page.len()),
+                            }
+                        }
+                    }
+                });
+                self.rate(count, calls)
+            }
+            Raw::None | Raw::Sqlite => unreachable!("not compared"),
+        }
+    }
+
+    fn leases(&self) {
+        let name = format!("one renewal of {} leases", self.leases);
+        if !self.is_wanted(&name) {
+            return;
+        }
+        let table = self.table("leases", "ms", "result");
+        let leases = self.runtime.block_on(hold(&self.store, "bench::leases", 0, self.leases));
+        let (mut elapsed, mut server, mut own) = (Vec::new(), Vec::new(), Vec::new());
+        for round in 0..=sized(5, 1) {
+            let before = (cpu_of_children(), cpu_of_this_process());
+            let took = timed(|| {
+                let renewed = self.runtime.block_on(self.store.renew(&leases)).expect("answers");
+                assert!(renewed.iter().all(|write| *write == Write::Done), "a lease was lost");
+            });
+            if round > 0 {
+                elapsed.push(took.as_secs_f64() * 1e3);
+                server.push(cpu_of_children() - before.0);
+                own.push(cpu_of_this_process() - before.1);
+            }
+        }
+        let lines = [("elapsed", elapsed), ("processor time of the server", server), ("of this process", own)];
+        for (what, samples) in lines {
+            let samples = Samples::from(samples);
+            table.value(&format!("{name}: {what}"), &samples, samples.median(), Goal::None);
+        }
+    }
+
+    fn hot_key(&self) {
+        let duplicates: u64 = sized(10_000, 100);
+        let name = format!("hot key, {duplicates} duplicates");
+        if !self.is_wanted(&name) {
+            return;
+        }
+        let table = self.table("hot key", "ms; calls of the store for each duplicate", "result");
+        let crowd = duplicates.min(self.crowd);
+        let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
+        let ask = |store: Arc<dyn Store>, finished: bool| {
+            let took = timed(|| {
+                self.runtime.block_on(share(crowd, duplicates, |_, calls| {
+                    let (store, gate) = (Arc::clone(&store), Arc::clone(&gate));
+                    async move {
+                        for _ in calls {
+                            match rejecting(&*store, order_id, &gate).await {
+                                Ok(receipt) => assert!(finished && receipt.order_id == order_id),
+                                Err(Error::InProgress { .. }) => assert!(!finished),
+                                Err(error) => panic!("{error:?}"),
+                            }
+                        }
+                    }
+                }));
+            });
+            took.as_secs_f64() * 1e3
+        };
+        let print = |when: &str, took: f64, calls: usize, most: Option<f64>| {
+            let each = calls as f64 / duplicates as f64;
+            table.value(&format!("{name} {when}: ms"), &vec![took].into(), took, Goal::None);
+            let goal = most.map_or(Goal::None, Goal::AtMost);
+            table.value(&format!("{name} {when}: calls each"), &vec![each].into(), each, goal);
+            assert!(most.is_none_or(|most| each <= most), "{when}: {each} calls for each duplicate");
+        };
+
+        let runner = self.runtime.block_on(self.start(order_id, &gate));
+        let took = ask(peer.handle(), false);
+        print("while it runs", took, all_calls(&peer), Some(1.0));
+        gate.leave.close();
+        self.runtime.block_on(runner).expect("ships");
+
+        let before = all_calls(&peer);
+        let took = ask(peer.handle(), true);
+        print("after it", took, all_calls(&peer) - before, Some(1.0));
+
+        // In this process, behind a cache: the first two look it up, nobody else.
+        let counted = FaultyStore::new(&*self.store);
+        let cached = Cached::new(counted.clone());
+        self.runtime.block_on(async {
+            for _ in 0..2 {
+                rejecting(&cached, order_id, &gate).await.expect("is replayed");
+            }
+        });
+        let took = ask(cached.handle(), true);
+        print("after it, behind `Cached`", took, all_calls(&counted), Some(0.1));
+        assert_eq!(gate.runs.load(Ordering::Relaxed), 1, "the handler ran more than once");
+
+        let (took, calls) = self.wait(crowd);
+        let each = calls as f64 / crowd as f64;
+        let took = took.as_secs_f64() * 1e3;
+        let name = format!("hot key, {crowd} duplicates wait");
+        table.value(&format!("{name}: ms"), &vec![took].into(), took, Goal::None);
+        table.value(&format!("{name}: calls each"), &vec![each].into(), each, Goal::None);
+    }
+
+    /// Whether the line was asked for, by its own name or with that of the store before it.
+    fn is_wanted(&self, work: &str) -> bool {
+        is_wanted(&format!("{}: {work}", self.name))
+    }
+
+    fn measure(self) {
+        self.calls();
+        self.results();
+        self.waits();
+        self.hot_key();
+        self.leases();
+    }
+}
+
+/// Every call of the contract that a store has seen.
+fn all_calls(store: &FaultyStore) -> usize {
+    let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Reopen];
+    calls.map(|call| store.count(call)).iter().sum()
+}
+
+/// Reserves orders for longer than the bench takes.
+async fn hold(store: &Arc<dyn Store>, scope: &'static str, from: u64, count: u64) -> Vec<Lease> {
+    let leases = Arc::new(Mutex::new(Vec::new()));
+    share(count.min(256), count, |_, calls| {
+        let (store, leases) = (Arc::clone(store), Arc::clone(&leases));
+        async move {
+            for n in calls {
+                let request = Reserve {
+                    key: Key::new(scope, format!("order:{}", from + n)).expect("a valid key"),
+                    owner: store.heartbeats().new_owner(),
+                    lease: Duration::from_secs(3600),
+                    ttl: Duration::from_secs(7 * 86_400),
+                    fingerprint: None,
+                    on_crash: OnCrash::Retry,
+                    max_attempts: None,
+                };
+                match store.reserve(&request).await {
+                    Ok(Reservation::Reserved { lease, .. }) => leases.lock().expect("no panic before").push(lease),
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    })
+    .await;
+    std::mem::take(&mut *leases.lock().expect("no panic before"))
+}
+
+/// Milliseconds of processor time that servers of this process have used so far, with those they have started.
+fn cpu_of_children() -> f64 {
+    let mut processes = Vec::new();
+    for entry in std::fs::read_dir("/proc").expect("a Linux").flatten() {
+        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
+        // The name in brackets may hold anything.
+        let Some((pid, rest)) = stat.split_once(' ') else { continue };
+        let fields: Vec<&str> = rest.rsplit_once(')').map_or(rest, |(_, rest)| rest).split_whitespace().collect();
+        let field = |n: usize| fields.get(n).and_then(|it| it.parse::<u64>().ok()).unwrap_or_default();
+        // Its parent; its time in user mode and in the kernel, and that of its children that have ended.
+        let ticks: u64 = (11..15).map(field).sum();
+        processes.push((pid.parse::<u64>().unwrap_or_default(), field(1), ticks));
+    }
+    let mut family = vec![u64::from(std::process::id())];
+    let mut ticks = 0;
+    while let Some(parent) = family.pop() {
+        for (pid, _, its_ticks) in processes.iter().filter(|process| process.1 == parent) {
+            family.push(*pid);
+            ticks += its_ticks;
+        }
+    }
+    ticks as f64 * 10.0
+}
+
+fn cpu_of_this_process() -> f64 {
+    let now = Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("since it started");
+    now.as_secs_f64() * 1e3
+}
+
+async fn pause(duration: Duration) {
+    tokio::time::sleep(duration).await;
+}
+
+fn runtime() -> Runtime {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime can be built")
+}
+
+fn main() {
+    // `-- Redis` asks for one store, `-- "Redis: hot key"` for a part of it, `-- "hot key"` for that of every store.
+    let is_asked = |name: &str| {
+        let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
+        let asks = |filter: String| match filter.split_once(':') {
+            Some((store, _)) => store == name,
+            None => name.starts_with(&filter) || !STORES.iter().any(|store| store.starts_with(&filter)),
+        };
+        filters.peek().is_none() || filters.any(asks)
+    };
+    let starts = [Subject::memory, Subject::sqlite, Subject::redis, Subject::cluster, Subject::postgres];
+    for (name, start) in STORES.into_iter().zip(starts) {
+        if is_asked(name) {
+            start().measure();
+        }
+    }
+    #[cfg(feature = "dynamodb")]
+    if is_asked("DynamoDB (emulator)") {
+        Subject::dynamodb().measure();
+    }
+}

@@ -1,0 +1,39 @@
+"""DBOS on PostgreSQL: a workflow named by the order, without steps. Argument: the URL of the server."""
+
+import os
+import sys
+
+from dbos import DBOS, SetWorkflowID
+
+from sides import receipt, serve
+
+URL = sys.argv[1]
+
+
+@DBOS.workflow()
+def ship(order_id):
+    return receipt(order_id)
+
+
+def connect(threads):
+    config = {
+        "name": "bench",
+        "system_database_url": URL,
+        "sys_db_pool_size": threads + 2,
+        "max_executor_threads": threads + 2,
+        "executor_id": str(os.getpid()),
+        "application_version": "1",
+        "log_level": "ERROR",
+        "console_log_level": "ERROR",
+    }
+    DBOS(config=config)
+    DBOS.launch()
+
+    def call(work, order_id):
+        with SetWorkflowID(f"order:{order_id}"):
+            return ship(order_id)
+
+    return call
+
+
+serve(connect)

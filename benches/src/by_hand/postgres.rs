@@ -1,0 +1,117 @@
+//! The protocol by hand in SQL, prepared.
+
+use std::sync::Arc;
+
+use idem_runtime::PostgresStore;
+use serde::Serialize;
+use tokio_postgres::{Client, NoTls, Statement};
+
+use crate::Receipt;
+
+const LEASE_MS: i64 = 30_000;
+const TTL_MS: i64 = 7 * 86_400_000;
+const RESERVE: &str = "\
+    INSERT INTO hand.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
+    expires_at, listed_at) VALUES ($1, $2, 1, 'P', 1, 1, false, $3::int8, $4::int8, now() + $3 * interval '1 ms', \
+    now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') ON CONFLICT (key) DO NOTHING";
+const COMPLETE: &str = "\
+    UPDATE hand.records SET state = 'C', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
+    expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'P'";
+const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
+const BLOG_SCHEMA: &str = "\
+    CREATE TABLE IF NOT EXISTS blog (key text PRIMARY KEY, status text NOT NULL, result jsonb, \
+    created_at timestamptz NOT NULL DEFAULT now())";
+const BLOG_RESERVE: &str = "INSERT INTO blog (key, status) VALUES ($1, 'pending') ON CONFLICT (key) DO NOTHING";
+const BLOG_COMPLETE: &str = "UPDATE blog SET status = 'done', result = $2::text::jsonb WHERE key = $1";
+const BLOG_REPLAY: &str = "SELECT result::text FROM blog WHERE key = $1 AND status = 'done'";
+
+/// A connection, and what is done over it. First runs have a table like the library's to themselves; replays read what
+/// the library wrote.
+pub struct ByHand {
+    client: Client,
+    reserve: Statement,
+    complete: Statement,
+    replay: Statement,
+    blog: [Statement; 3],
+}
+
+impl ByHand {
+    /// So many connections, and the tables they need. The library's has to be there.
+    pub async fn connections(url: &str, count: usize) -> Vec<Arc<Self>> {
+        let client = connect(url).await;
+        let made = client.batch_execute(&[&PostgresStore::schema_sql("hand"), ";", BLOG_SCHEMA].concat()).await;
+        made.expect("makes the tables");
+        let mut connections = Vec::new();
+        for _ in 0..count {
+            connections.push(Arc::new(Self::connect(url).await));
+        }
+        connections
+    }
+
+    async fn connect(url: &str) -> Self {
+        let client = connect(url).await;
+        let prepare = async |text| client.prepare(text).await.expect("prepares");
+        let (reserve, complete, replay) = (prepare(RESERVE).await, prepare(COMPLETE).await, prepare(REPLAY).await);
+        let blog = [prepare(BLOG_RESERVE).await, prepare(BLOG_COMPLETE).await, prepare(BLOG_REPLAY).await];
+        Self { client, reserve, complete, replay, blog }
+    }
+
+    /// A first run: `INSERT … ON CONFLICT DO NOTHING`, the handler, and an owner-checked `UPDATE`.
+    pub async fn ship(&self, order_id: u64) -> Receipt {
+        self.run(order_id, || Receipt::of(order_id)).await
+    }
+
+    /// The same with a handler of any result.
+    pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
+        assert_eq!(self.reserve(order_id).await, 1, "reserved by somebody else");
+        let result = handler();
+        let json = serde_json::to_vec(&result).expect("encodes");
+        let owner = owner(order_id);
+        let done = self.client.execute(&self.complete, &[&key(order_id), &owner.as_bytes(), &json, &TTL_MS]).await;
+        assert_eq!(done.expect("answers"), 1, "taken over by somebody else");
+        result
+    }
+
+    /// How many rows the reservation made: none if somebody has the order.
+    pub async fn reserve(&self, order_id: u64) -> u64 {
+        let (key, owner) = (key(order_id), owner(order_id));
+        let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
+        made.expect("answers")
+    }
+
+    /// A `SELECT` by primary key of the library's result, not decoded.
+    pub async fn replay(&self, order_id: u64) -> Vec<u8> {
+        let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
+        assert_eq!(rows.len(), 1);
+        rows[0].get(0)
+    }
+
+    /// The pattern of the common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and `UPDATE`, or
+    /// `SELECT`. Says whether the handler ran. No lease, no owner: a crash in between blocks the key for ever.
+    pub async fn as_in_blogs(&self, order_id: u64) -> (bool, Receipt) {
+        let [reserve, complete, replay] = &self.blog;
+        let key = order_id.to_string();
+        if self.client.execute(reserve, &[&key]).await.expect("answers") == 1 {
+            let receipt = Receipt::of(order_id);
+            let json = serde_json::to_string(&receipt).expect("encodes");
+            self.client.execute(complete, &[&key, &json]).await.expect("answers");
+            return (true, receipt);
+        }
+        let row = self.client.query_one(replay, &[&key]).await.expect("is finished");
+        (false, serde_json::from_str(row.get(0)).expect("decodes"))
+    }
+}
+
+async fn connect(url: &str) -> Client {
+    let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connects");
+    tokio::spawn(async move { connection.await.ok() });
+    client
+}
+
+fn key(order_id: u64) -> String {
+    format!("1/bench::ship/order:{order_id}")
+}
+
+fn owner(order_id: u64) -> String {
+    format!("{order_id:016}")
+}

@@ -1,0 +1,111 @@
+//! The protocol by hand over one multiplexed connection of `redis`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use idem_runtime::Policy;
+use redis::aio::MultiplexedConnection;
+use redis::io::tcp::TcpSettings;
+use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
+
+use crate::Receipt;
+
+const LEASE: Duration = Policy::DEFAULT_LEASE;
+/// How long results are kept.
+pub const TTL: Duration = Duration::from_secs(7 * 86_400);
+const OWNER_CHECKED_SET: &str = "\
+    if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
+    return 1";
+
+/// A connection, and what is done over it. Keys are those of the library, so that it can read what the library wrote.
+#[derive(Clone)]
+pub struct ByHand {
+    connection: MultiplexedConnection,
+    script: Arc<str>,
+    owners: Arc<AtomicU64>,
+}
+
+impl ByHand {
+    /// Connects with the client's default socket, or with `TCP_NODELAY`.
+    pub async fn connect(url: &str, nodelay: bool) -> Self {
+        let info = url.into_connection_info().expect("a valid URL");
+        let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
+        let client = Client::open(info).expect("a valid URL");
+        // As long as it takes: a busy machine slows a bench down, and does not end it.
+        let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)));
+        let connection = client.get_multiplexed_async_connection_with_config(&config).await;
+        let mut connection = connection.expect("connects");
+        let script =
+            redis::cmd("SCRIPT").arg("LOAD").arg(OWNER_CHECKED_SET).query_async::<String>(&mut connection).await;
+        Self { connection, script: script.expect("loads").into(), owners: Arc::default() }
+    }
+
+    async fn reserve(&mut self, key: &str, owner: &str) -> Option<Vec<u8>> {
+        let mut set = redis::cmd("SET");
+        set.arg(key).arg(owner).arg("NX").arg("GET").arg("PX").arg(millis(LEASE));
+        set.query_async(&mut self.connection).await.expect("answers")
+    }
+
+    /// A first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
+    pub async fn ship(&mut self, order_id: u64) -> Receipt {
+        self.run(order_id, || Receipt::of(order_id)).await
+    }
+
+    /// The same with a handler of any result.
+    pub async fn run<T: serde::Serialize>(&mut self, order_id: u64, handler: impl FnOnce() -> T) -> T {
+        let key = key(order_id);
+        let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
+        assert_eq!(self.reserve(&key, &owner).await, None, "reserved by somebody else");
+        let result = handler();
+        let json = serde_json::to_vec(&result).expect("encodes");
+        let mut complete = redis::cmd("EVALSHA");
+        complete.arg(&*self.script).arg(1).arg(&key).arg(&owner).arg(json).arg(millis(TTL));
+        let done: u64 = complete.query_async(&mut self.connection).await.expect("answers");
+        assert_eq!(done, 1, "taken over by somebody else");
+        result
+    }
+
+    /// `GET` of the record, not decoded.
+    pub async fn replay(&mut self, order_id: u64) -> Vec<u8> {
+        let mut get = redis::cmd("GET");
+        get.arg(key(order_id));
+        get.query_async(&mut self.connection).await.expect("answers")
+    }
+
+    /// `SET key owner NX GET PX lease` that finds another owner.
+    pub async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
+        self.reserve(&key(order_id), "0000000000000000").await.expect("somebody has it")
+    }
+
+    /// The pattern of the common blog posts: `SET NX`, then either the handler and `SET`, or `GET`. Says whether the
+    /// handler ran.
+    ///
+    /// No owner is checked: whoever comes back after its lease overwrites what its successor recorded.
+    pub async fn as_in_blogs(&mut self, order_id: u64) -> (bool, Receipt) {
+        let key = format!("blog:{order_id}");
+        let mut set = redis::cmd("SET");
+        set.arg(&key).arg("pending").arg("NX").arg("PX").arg(millis(LEASE));
+        let reserved: Option<String> = set.query_async(&mut self.connection).await.expect("answers");
+        if reserved.is_some() {
+            let receipt = Receipt::of(order_id);
+            let json = serde_json::to_vec(&receipt).expect("encodes");
+            let mut set = redis::cmd("SET");
+            set.arg(&key).arg(json).arg("PX").arg(millis(TTL));
+            set.exec_async(&mut self.connection).await.expect("answers");
+            return (true, receipt);
+        }
+        let found: Vec<u8> =
+            redis::cmd("GET").arg(&key).query_async(&mut self.connection).await.expect("somebody has it");
+        (false, serde_json::from_slice(&found).expect("is finished"))
+    }
+}
+
+fn key(order_id: u64) -> String {
+    format!("idem:1/bench::ship/order:{order_id}")
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).expect("short enough")
+}

@@ -1,0 +1,76 @@
+//! Other libraries, each in a process of its own that is told line by line what to do.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// A peer that waits for work; killed when dropped. `benches/peers` has their programs and says what a line means.
+#[derive(Debug)]
+pub struct Peer {
+    name: &'static str,
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+/// Where `scripts/bench peers` installs them, unless `IDEM_BENCH_PEERS` names another folder.
+fn folder() -> PathBuf {
+    let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench-peers");
+    std::env::var_os("IDEM_BENCH_PEERS").map_or_else(default, Into::into)
+}
+
+impl Peer {
+    /// A peer in Python: a script in `benches/peers`, and its arguments.
+    pub fn python(name: &'static str, script: &str, args: &[&str]) -> Self {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers").join(script);
+        let program = folder().join("venv/bin/python");
+        Self::start(name, &program, [&["-W", "ignore", &script.to_string_lossy()], args].concat())
+    }
+
+    /// The peer in Rust, and its arguments.
+    pub fn rust(name: &'static str, args: &[&str]) -> Self {
+        Self::start(name, &folder().join("rust/release/peers"), args.to_vec())
+    }
+
+    fn start(name: &'static str, program: &Path, args: Vec<&str>) -> Self {
+        let program = std::path::absolute(program).expect("there is a working folder");
+        assert!(program.exists(), "{name} needs {}: run ./scripts/bench peers", program.display());
+        // `setpriv` has the kernel kill it if this process dies first.
+        let started = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .arg(&program)
+            .args(args)
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child = started.unwrap_or_else(|error| panic!("{name} can't be started: {error}"));
+        let input = child.stdin.take().expect("piped");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut peer = Self { name, child, input, output };
+        assert_eq!(peer.read(), "ready", "{name}");
+        peer
+    }
+
+    fn read(&mut self) -> String {
+        let mut line = String::new();
+        let read = self.output.read_line(&mut line);
+        assert!(read.is_ok_and(|bytes| bytes > 0), "{} has ended: see above", self.name);
+        line.trim_end().to_owned()
+    }
+
+    /// Thousands of calls a second: `work` is `first` or `replay`, for `count` orders from `first` on, by so many threads
+    /// (or tasks) in each of so many processes.
+    pub fn run(&mut self, work: &str, count: u64, (processes, threads): (u64, u64), first: u64) -> f64 {
+        writeln!(self.input, "{work} {count} {processes} {threads} {first}").expect("listens");
+        let said = self.read();
+        said.parse().unwrap_or_else(|_| panic!("{} said {said}", self.name))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
