@@ -170,8 +170,9 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         max_attempts: policy.max_attempts,
     };
     let mut give_up_at = None;
+    let mut unanswered_since = None;
     loop {
-        let (reservation, mut asked_at) = match reserve(store, &request).await {
+        let (reservation, mut asked_at) = match reserve(store, &request, &mut unanswered_since).await {
             Ok(answer) => answer,
             Err(source) => {
                 return Begun::Refused(Error::Store { key: request.key, store: name, started: false, source });
@@ -238,10 +239,16 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
 }
 
 /// Reserves, and repeats that with the same owner token if the store fails: a reservation that landed is recognised.
-async fn reserve(store: &Arc<dyn Store>, request: &Reserve) -> Result<(Reservation, Instant), StoreError> {
+///
+/// `unanswered_since` is when the first request of this owner was sent that may still land, or may have.
+async fn reserve(
+    store: &Arc<dyn Store>,
+    request: &Reserve,
+    unanswered_since: &mut Option<Instant>,
+) -> Result<(Reservation, Instant), StoreError> {
     let clock = store.heartbeats().clock();
     // The lease of a repeated reservation began at the earliest when the first one was sent.
-    let asked_at = clock.now();
+    let asked_at = unanswered_since.unwrap_or_else(|| clock.now());
     let mut unanswered = Unanswered { store, request, asked_at, may_have_landed: true };
     let mut pauses = RESERVE_PAUSES.iter();
     let mut may_have_landed = false;
@@ -252,7 +259,10 @@ async fn reserve(store: &Arc<dyn Store>, request: &Reserve) -> Result<(Reservati
                 return Ok((reservation, asked_at));
             }
             Err(error) => {
-                may_have_landed |= error.may_have_landed();
+                if error.may_have_landed() {
+                    may_have_landed = true;
+                    *unanswered_since = Some(asked_at);
+                }
                 match pauses.next() {
                     Some(pause) if error.is_transient() => clock.sleep(*pause).await,
                     _ => {
