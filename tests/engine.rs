@@ -580,6 +580,27 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
 }
 
 #[tokio::test]
+async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is() {
+    let world = World::new();
+    let running = world.hang(POLICY).await;
+    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unknown));
+    let policy = POLICY.in_progress(InProgress::Wait(2 * LEASE));
+    let mut waiting = Box::pin(run(world.operation(policy), record_values::<Json>(), async {
+        Ok::<_, Error>(current().expect("inside").lease_remaining())
+    }));
+    assert!(poll_once(waiting.as_mut()).await.is_pending());
+    world.clock.advance(Duration::from_secs(1));
+    assert!(poll_once(waiting.as_mut()).await.is_pending(), "asked again, and waits");
+    drop(running);
+    // The first request arrives only now, and reserves the key.
+    let late = world.store.reserves()[1].clone();
+    assert!(matches!(world.store.reserve(&late).await, Ok(idem_runtime::Reservation::Reserved { .. })));
+    world.clock.advance(LEASE / 2);
+    let believed = waiting.await.unwrap();
+    assert!(believed <= LEASE / 2, "{believed:?}");
+}
+
+#[tokio::test]
 async fn a_reservation_that_is_given_up_is_released() {
     let world = World::new();
     world.store.always(Call::Reserve, Fault::After);

@@ -171,28 +171,37 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         max_attempts: policy.max_attempts,
     };
     let mut give_up_at = None;
+    let mut unanswered_since = None;
     loop {
         // In a block of its own, as all that is in reach of an `await` takes room in the future of the call.
         let (attempt, lapses_in) = {
-            // The lease of a repeated reservation began at the earliest when the first one was sent.
             let clock = store.heartbeats().clock();
-            let mut asked_at = clock.now();
-            let mut asking = clock::asked(clock, asked_at, || store.reserve(&request));
+            let now = clock.now();
+            // The lease of a repeated reservation began at the earliest when the first one was sent.
+            let mut asked_at = unanswered_since.unwrap_or(now);
+            let mut asking = clock::asked(clock, now, || store.reserve(&request));
             let reservation = match asking.at_once() {
-                Some(reservation) => Ok(reservation),
-                None => match reserve(store, &request, asked_at, &mut asking).await {
-                    // The answer took longer than the lease: somebody else may have run since.
-                    Ok(Reservation::Reserved { lease, takeover })
-                        if clock.now() >= asked_at.saturating_add(lease.lease) =>
-                    {
-                        match confirm(store, &request, &lease, &mut asked_at).await {
-                            Ok(Write::Done) => Ok(Reservation::Reserved { lease, takeover }),
-                            Ok(Write::Refused) => continue,
-                            Err(error) => Err(error),
+                // No time has passed.
+                Some(answer) if unanswered_since.is_none() => Ok(answer),
+                answer => {
+                    let answer = match answer {
+                        Some(answer) => Ok(answer),
+                        None => reserve(store, &request, asked_at, &mut asking, &mut unanswered_since).await,
+                    };
+                    match answer {
+                        // The answer took longer than the lease: somebody else may have run since.
+                        Ok(Reservation::Reserved { lease, takeover })
+                            if clock.now() >= asked_at.saturating_add(lease.lease) =>
+                        {
+                            match confirm(store, &request, &lease, &mut asked_at).await {
+                                Ok(Write::Done) => Ok(Reservation::Reserved { lease, takeover }),
+                                Ok(Write::Refused) => continue,
+                                Err(error) => Err(error),
+                            }
                         }
+                        answer => answer,
                     }
-                    answer => answer,
-                },
+                }
             };
             drop(asking);
             match settle(operation, mode, &request, reservation, asked_at) {
@@ -221,6 +230,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     }
 }
 
+#[expect(clippy::large_enum_variant, reason = "taken apart where it is made")]
 enum Settled {
     Begun(Begun),
     Pending { attempt: u32, lapses_in: Duration },
@@ -262,11 +272,14 @@ fn settle(
 }
 
 /// Awaits a reservation, and repeats it with the same owner token if the store fails: one that landed is recognised.
+///
+/// `unanswered_since` is when the first request of this owner was sent that may still land, or may have.
 async fn reserve<'a>(
     store: &'a Arc<dyn Store>,
     request: &'a Reserve,
     asked_at: Instant,
     asking: &mut StoreFuture<'a, Reservation>,
+    unanswered_since: &mut Option<Instant>,
 ) -> Result<Reservation, StoreError> {
     let mut unanswered = Unanswered { store, request, asked_at, may_have_landed: true };
     let mut pauses = RESERVE_PAUSES.iter();
@@ -278,7 +291,10 @@ async fn reserve<'a>(
                 return Ok(reservation);
             }
             Err(error) => {
-                may_have_landed |= error.may_have_landed();
+                if error.may_have_landed() {
+                    may_have_landed = true;
+                    *unanswered_since = Some(asked_at);
+                }
                 match pauses.next() {
                     Some(pause) if error.is_transient() => store.heartbeats().clock().sleep(*pause).await,
                     _ => {

@@ -67,6 +67,7 @@ struct Plan {
     faults: VecDeque<(Call, Fault)>,
     always: Vec<(Call, Fault)>,
     calls: Vec<Call>,
+    reserves: Vec<Reserve>,
 }
 
 impl FaultyStore {
@@ -90,6 +91,11 @@ impl FaultyStore {
     /// How many calls of this kind there were.
     pub fn count(&self, call: Call) -> usize {
         self.plan.lock().unwrap().calls.iter().filter(|it| **it == call).count()
+    }
+
+    /// What reservations asked for, so that a test can let one land late.
+    pub fn reserves(&self) -> Vec<Reserve> {
+        self.plan.lock().unwrap().reserves.clone()
     }
 
     fn meet(&self, call: Call) -> Fault {
@@ -157,6 +163,7 @@ impl Store for FaultyStore {
     }
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.plan.lock().unwrap().reserves.push(request.clone());
         self.through(Call::Reserve, move || self.inner.reserve(request))
     }
 
