@@ -267,13 +267,13 @@ impl fmt::Debug for Slot {
 }
 
 impl Body {
-    fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, state: &State) -> Self {
+    fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, of: &State) -> Self {
         let head = Head::new(key, fingerprint);
         let bytes = match fingerprint {
             None => Arc::from(key.shared()),
             Some(fingerprint) => fingerprint.as_bytes().iter().chain(key.as_str().as_bytes()).copied().collect(),
         };
-        let (stage, lease, ttl) = match state {
+        let (stage, lease, ttl) = match of {
             State::Pending { lease, ttl, on_crash } => (Stage::Pending(*on_crash), span(*lease), span(*ttl)),
             State::Interrupted => (Stage::Interrupted, 0, 0),
             State::Released => (Stage::Released, 0, 0),
