@@ -66,8 +66,7 @@ fn hot_key(runtime: &tokio::runtime::Runtime) {
     let duplicates = sized(10_000, 200);
     println!("\n| hot key, {duplicates} duplicates at once | store calls | microseconds in all |");
     println!("|---|---|---|");
-    for (name, finished) in
-        [("finished by another process", true), ("new: one runs, the others get `InProgress`", false)]
+    for (name, finished) in [("finished by another process", true), ("new: one runs, and the others replay it", false)]
     {
         let memory = MemoryStore::new();
         let counted = FaultyStore::new(&memory);

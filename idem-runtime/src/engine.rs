@@ -6,6 +6,7 @@
 //! makes it once and not once for each handler.
 
 use std::future::Future;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -193,7 +194,8 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                         Ok(Reservation::Reserved { lease, takeover })
                             if clock.now() >= asked_at.saturating_add(lease.lease) =>
                         {
-                            match confirm(store, &request, &lease, &mut asked_at).await {
+                            // Boxed, as it is rare and would take room in every call.
+                            match Box::pin(confirm(store, &request, &lease, &mut asked_at)).await {
                                 Ok(Write::Done) => Ok(Reservation::Reserved { lease, takeover }),
                                 Ok(Write::Refused) => continue,
                                 Err(error) => Err(error),
@@ -205,8 +207,8 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
             };
             drop(asking);
             match settle(operation, mode, &request, reservation, asked_at) {
-                Settled::Begun(begun) => return begun,
-                Settled::Pending { attempt, lapses_in } => (attempt, lapses_in),
+                ControlFlow::Break(begun) => return begun,
+                ControlFlow::Continue(running) => running,
             }
         };
         let now = store.heartbeats().clock().now();
@@ -230,23 +232,17 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     }
 }
 
-#[expect(clippy::large_enum_variant, reason = "taken apart where it is made")]
-enum Settled {
-    Begun(Begun),
-    Pending { attempt: u32, lapses_in: Duration },
-}
-
-/// What follows from a reservation.
+/// What follows from a reservation; or the attempt that is running, and when its lease lapses.
 fn settle(
     operation: &Operation,
     mode: Mode,
     request: &Reserve,
     reservation: Result<Reservation, StoreError>,
     asked_at: Instant,
-) -> Settled {
+) -> ControlFlow<Begun, (u32, Duration)> {
     let Operation { store, policy, .. } = operation;
     let (key, name) = (&request.key, store.name());
-    Settled::Begun(match reservation {
+    ControlFlow::Break(match reservation {
         Ok(Reservation::Finished(record)) => {
             Begun::Replay { key: key.clone(), store: name, record, on_undecodable: policy.on_undecodable }
         }
@@ -257,7 +253,7 @@ fn settle(
             let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
             Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce))
         }
-        Ok(Reservation::Pending { attempt, lapses_in }) => return Settled::Pending { attempt, lapses_in },
+        Ok(Reservation::Pending { attempt, lapses_in }) => return ControlFlow::Continue((attempt, lapses_in)),
         Ok(Reservation::Mismatch { attempt }) => {
             Begun::Refused(Error::FingerprintMismatch { key: key.clone(), store: name, attempt })
         }

@@ -536,6 +536,33 @@ displayed! {
 mod tests {
     use super::*;
 
+    /// The short ways for numbers and plain text must never write another key than the long one.
+    #[test]
+    fn numbers_and_text_are_written_as_they_are_displayed() {
+        fn same<P: KeyPart + Display + ?Sized>(value: &P) {
+            static SCOPE: Scope = Scope::named("same");
+            for next in [None, Some(':'), Some('-'), Some('0'), Some('9'), Some('a'), Some('é')] {
+                let [short, long] = [true, false].map(|short| {
+                    let mut builder = KeyBuilder::new(&SCOPE);
+                    match short {
+                        true => value.append(&mut builder, next),
+                        false => builder.display_part(&value, next),
+                    }
+                    builder.build()
+                });
+                assert_eq!(short, long, "{value}, {next:?}");
+            }
+        }
+        macro_rules! extremes {
+            ($($type:ty)*) => { $( [<$type>::MIN, <$type>::MAX, 0, 1, 9, 10, 99, 100].iter().for_each(same); )* };
+        }
+        extremes! { u8 u16 u32 u64 usize i8 i16 i32 i64 isize u128 i128 }
+        (-1000_i64..1000).for_each(|value| same(&value));
+        for text in ["", "a", "a:b", "100%", "%3A", "a-b", "tab\t", "\u{7f}", "\u{85}", "é", "aé:0", "~ !", "09"] {
+            same(text);
+        }
+    }
+
     fn build(parts: &[(&str, Option<char>)], separators: &[&str]) -> Result<Key, KeyError> {
         static SCOPE: Scope = Scope::named("test");
         let mut builder = KeyBuilder::new(&SCOPE);

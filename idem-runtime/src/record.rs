@@ -126,6 +126,7 @@ impl Record {
     }
 
     /// The same for a record that nobody else needs.
+    #[cfg(feature = "memory")]
     pub(crate) fn met_by(self, request: &Reserve, lapses_in: Duration) -> Meeting {
         self.decide(request, lapses_in).unwrap_or_else(|| Meeting::Answer(Reservation::Finished(self)))
     }

@@ -267,13 +267,13 @@ impl fmt::Debug for Slot {
 }
 
 impl Body {
-    fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, state: &State) -> Self {
+    fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, of: &State) -> Self {
         let head = Head::new(key, fingerprint);
         let bytes = match fingerprint {
             None => Arc::from(key.shared()),
             Some(fingerprint) => fingerprint.as_bytes().iter().chain(key.as_str().as_bytes()).copied().collect(),
         };
-        let (stage, lease, ttl) = match state {
+        let (stage, lease, ttl) = match of {
             State::Pending { lease, ttl, on_crash } => (Stage::Pending(*on_crash), span(*lease), span(*ttl)),
             State::Interrupted => (Stage::Interrupted, 0, 0),
             State::Released => (Stage::Released, 0, 0),
@@ -444,5 +444,50 @@ mod tests {
     #[test]
     fn a_slot_is_as_small_as_the_docs_say() {
         assert_eq!(size_of::<Slot>(), 80);
+    }
+
+    /// Whatever is listed, moved sooner or later, or removed: the first one is the one that is due first.
+    #[test]
+    fn the_first_one_is_due_first() {
+        let (mut slots, mut order) = (Slots::default(), Order::default());
+        let slot = |ttl: Nanos| {
+            let key = Key::new("order", ttl).unwrap();
+            let record = Record {
+                owner: Owner::from_bytes([0; Owner::BYTES]),
+                attempt: 1,
+                starts: 1,
+                fingerprint: None,
+                state: State::Released,
+            };
+            Slot::new(record, &key, 0, ttl, 0)
+        };
+        let first = |slots: &Slots, order: &Order| order.first().map(|place| slots.get(place).listed_at);
+        let mut places = Vec::new();
+        for n in 0..1_000 {
+            let place = slots.insert(slot(10_000 + n * 7_919 % 1_000));
+            order.push(place, &slots);
+            places.push(place);
+        }
+        for (n, place) in (0..).zip(places.iter().step_by(3)) {
+            slots.get_mut(*place).listed_at = 5_000 + n * 7_919 % 1_000;
+            order.sooner(*place, &slots);
+        }
+        let mut due = Vec::new();
+        for n in 0.. {
+            let Some(place) = order.first() else { break };
+            assert_eq!(first(&slots, &order), Some(order.first_due(&slots)));
+            let at = slots.get(place).listed_at;
+            if n % 5 == 0 && at < 20_000 {
+                slots.get_mut(place).listed_at = at + 20_000;
+                order.first_is_later(&slots);
+                continue;
+            }
+            due.push(at);
+            order.remove_first(&slots);
+            slots.remove(place);
+        }
+        assert_eq!(due.len(), places.len());
+        assert!(due.is_sorted(), "{due:?}");
+        assert_eq!(slots.insert(slot(1)), 0, "an empty shard gives its chunks back");
     }
 }
