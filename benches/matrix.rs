@@ -259,7 +259,7 @@ impl Subject {
         let emulator = runtime.block_on(Emulator::with_table(Kind::Dynoxide));
         let stores = [(); 2].map(|()| open(&emulator.endpoint(), TABLE).handle());
         Self {
-            leases: sized(5000, 100),
+            leases: sized(2000, 100),
             largest_result: 300_000,
             crowd: 256,
             ..Self::new("DynamoDB (emulator)", runtime, stores, emulator)
