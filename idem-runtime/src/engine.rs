@@ -220,10 +220,15 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                     return Begun::Refused(Error::InProgress { key: request.key, store: name, attempt, retry_after });
                 }
                 *waited = true;
+                // A request of ours that got no answer may land while we wait.
+                let may_have_landed = unanswered_since.is_some();
+                let asked_at = unanswered_since.unwrap_or(now);
+                let mut unanswered = Unanswered { store, request: &request, asked_at, may_have_landed };
                 if let Err(error) = store.wait(key, attempt, left.min(lapses_in)).await {
                     tracing::warn!(%key, store = name, %error, "can't wait for a running attempt; asking again");
                     store.heartbeats().clock().sleep(left.min(WAIT_FALLBACK)).await;
                 }
+                unanswered.may_have_landed = false;
             }
             Reservation::Mismatch { attempt } => {
                 return Begun::Refused(Error::FingerprintMismatch { key: request.key, store: name, attempt });
