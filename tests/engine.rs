@@ -579,9 +579,8 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-#[tokio::test]
-async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is() {
-    let world = World::new();
+/// A duplicate that waits, and whose first request got no answer and arrives only now: it reserves the key.
+async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unknown));
     let policy = POLICY.in_progress(InProgress::Wait(2 * LEASE));
@@ -592,12 +591,27 @@ async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is(
     world.clock.advance(Duration::from_secs(1));
     assert!(poll_once(waiting.as_mut()).await.is_pending(), "asked again, and waits");
     drop(running);
-    // The first request arrives only now, and reserves the key.
     let late = world.store.reserves()[1].clone();
     assert!(matches!(world.store.reserve(&late).await, Ok(idem_runtime::Reservation::Reserved { .. })));
+    waiting
+}
+
+#[tokio::test]
+async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is() {
+    let world = World::new();
+    let waiting = lands_late(&world).await;
     world.clock.advance(LEASE / 2);
     let believed = waiting.await.unwrap();
     assert!(believed <= LEASE / 2, "{believed:?}");
+}
+
+#[tokio::test]
+async fn a_reservation_that_lands_while_its_caller_waits_is_released_with_it() {
+    let world = World::new();
+    drop(lands_late(&world).await);
+    world.store.heartbeats().flush().await;
+    assert_eq!(world.state().await, State::Released);
+    assert!(world.call(POLICY.on_crash(OnCrash::Fail)).await.1.executed());
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use pin_project_lite::pin_project;
 use serde::Serialize;
 
 use crate::attempt::{self, Attempt, Entered};
-use crate::clock::{self, Instant};
+use crate::clock::{self, Clock, Instant};
 use crate::ending::{self, Ending};
 use crate::fingerprint::FingerprintError;
 use crate::outcome::{Observation, report};
@@ -161,7 +161,6 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         Some(Ok(fingerprint)) => Some(*fingerprint),
         None => None,
     };
-    let name = store.name();
     let request = Reserve {
         key,
         owner: store.heartbeats().new_owner(),
@@ -181,27 +180,21 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
             // The lease of a repeated reservation began at the earliest when the first one was sent.
             let mut asked_at = unanswered_since.unwrap_or(now);
             let mut asking = clock::asked(clock, now, || store.reserve(&request));
-            let reservation = match asking.at_once() {
-                // No time has passed.
-                Some(answer) if unanswered_since.is_none() => Ok(answer),
-                answer => {
-                    let answer = match answer {
-                        Some(answer) => Ok(answer),
-                        None => reserve(store, &request, asked_at, &mut asking, &mut unanswered_since).await,
-                    };
-                    match answer {
-                        // The answer took longer than the lease: somebody else may have run since.
-                        Ok(Reservation::Reserved { lease, takeover })
-                            if clock.now() >= asked_at.saturating_add(lease.lease) =>
-                        {
-                            // Boxed, as it is rare and would take room in every call.
-                            match Box::pin(confirm(store, &request, &lease, &mut asked_at)).await {
-                                Ok(Write::Done) => Ok(Reservation::Reserved { lease, takeover }),
-                                Ok(Write::Refused) => continue,
-                                Err(error) => Err(error),
-                            }
-                        }
-                        answer => answer,
+            let (answer, since) = match asking.at_once() {
+                Some(answer) => (Ok(answer), unanswered_since),
+                None => {
+                    let answer = reserve(store, &request, asked_at, &mut asking, &mut unanswered_since).await;
+                    (answer, Some(asked_at))
+                }
+            };
+            let reservation = match timely(answer, clock, since) {
+                Ok(answer) => answer,
+                // Boxed, as it is rare and would take room in every call.
+                Err((lease, takeover)) => {
+                    match Box::pin(confirm(store, &request, lease, takeover, &mut asked_at)).await {
+                        Ok(Some(confirmed)) => Ok(confirmed),
+                        Ok(None) => continue,
+                        Err(error) => Err(error),
                     }
                 }
             };
@@ -222,13 +215,18 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         let key = &request.key;
         if left.is_zero() {
             let key = key.clone();
-            return Begun::Refused(Error::InProgress { key, store: name, attempt, retry_after: lapses_in });
+            return Begun::Refused(Error::InProgress { key, store: store.name(), attempt, retry_after: lapses_in });
         }
         *waited = true;
+        // A request of ours that got no answer may land while we wait.
+        let may_have_landed = unanswered_since.is_some();
+        let asked_at = unanswered_since.unwrap_or(now);
+        let mut unanswered = Unanswered { store, request: &request, asked_at, may_have_landed };
         if let Err(error) = store.wait(key, attempt, left.min(lapses_in)).await {
-            tracing::warn!(%key, store = name, %error, "can't wait for a running attempt; asking again");
+            tracing::warn!(%key, store = store.name(), %error, "can't wait for a running attempt; asking again");
             store.heartbeats().clock().sleep(left.min(WAIT_FALLBACK)).await;
         }
+        unanswered.may_have_landed = false;
     }
 }
 
@@ -304,25 +302,45 @@ async fn reserve<'a>(
     }
 }
 
-/// Renews a lease that has lapsed before its body could start. A reservation that can't be used any more is released.
+/// The answer to what was first asked `since` (`None`: just now); or the lease it grants, if it took longer than that:
+/// somebody else may have run meanwhile.
+fn timely(
+    answer: Result<Reservation, StoreError>,
+    clock: &dyn Clock,
+    since: Option<Instant>,
+) -> Result<Result<Reservation, StoreError>, (Lease, bool)> {
+    match answer {
+        Ok(Reservation::Reserved { lease, takeover })
+            if since.is_some_and(|since| clock.now() >= since.saturating_add(lease.lease)) =>
+        {
+            Err((lease, takeover))
+        }
+        answer => Ok(answer),
+    }
+}
+
+/// Renews a lease that has lapsed before its body could start; `None` if it is lost. A reservation that can't be used any
+/// more is released.
 async fn confirm(
     store: &Arc<dyn Store>,
     request: &Reserve,
-    lease: &Lease,
+    lease: Lease,
+    takeover: bool,
     asked_at: &mut Instant,
-) -> Result<Write, StoreError> {
+) -> Result<Option<Reservation>, StoreError> {
     let clock = store.heartbeats().clock();
     let mut unused = Unanswered { store, request, asked_at: *asked_at, may_have_landed: true };
     loop {
         let now = clock.now();
-        let answers = store.renew(std::slice::from_ref(lease)).await?;
+        let answers = store.renew(std::slice::from_ref(&lease)).await?;
         let Some(answer) = answers.first().copied() else {
             return Err(StoreError::new(StoreErrorKind::Unknown, "the store answered for no lease"));
         };
         *asked_at = now;
-        if answer == Write::Refused || clock.now() < now.saturating_add(lease.lease) {
+        let held = answer == Write::Done;
+        if !held || clock.now() < now.saturating_add(lease.lease) {
             unused.may_have_landed = false;
-            return Ok(answer);
+            return Ok(held.then_some(Reservation::Reserved { lease, takeover }));
         }
     }
 }

@@ -234,7 +234,9 @@ impl Ledger {
         if self.runs[run].ended.is_none() {
             let Run { call, attempt, started, confirms, .. } = self.runs[run];
             let key = self.calls[call].key;
-            if matches!(end, BodyEnd::Value(_)) && !confirms && net.history().was_refused(key, attempt, started) {
+            // Where records are forgotten, a number names several attempts.
+            let known = self.calls[call].terms.remembers() && !confirms;
+            if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, started) {
                 let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
                 self.find(Check::Cancelled, key, text);
             }
