@@ -94,6 +94,9 @@ fn stays<C: Codec, T: Serialize + DeserializeOwned + Debug>(data: &[u8]) {
     };
     // By their bytes, in which a NaN is like itself.
     assert_eq!(C::encode(&again).expect("writes"), written, "{}: {value:?} became {again:?}", C::NAME);
+    let mut longer = written;
+    longer.push(b'x');
+    C::decode::<T>(&longer).expect_err("a byte too many");
 }
 
 /// A finished record with any result is replayed as a result or as a typed error.

@@ -163,7 +163,7 @@ pub fn columns_as_stored(data: &[u8]) {
     let of_the_right_types = row.iter().enumerate().all(|(at, cell)| cell.fits(at));
     if of_the_right_types {
         assert_eq!(postgres, dynamo, "{row:?}");
-        if let Some(sqlite) = sqlite {
+        if let Ok(sqlite) = sqlite {
             assert_eq!(sqlite, dynamo, "{row:?}");
         }
     }
@@ -195,8 +195,11 @@ thread_local! {
     };
 }
 
-/// What SQLite makes of a row: its record or nothing. `None` if its retention has ended.
-fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Option<Option<Record>> {
+/// The retention of the record has ended.
+struct Ended;
+
+/// What SQLite makes of a row.
+fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, Ended> {
     // A time that has to be there in one state, and must not in the others.
     let lapses = row[STATE] == Cell::Text("P".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
@@ -220,7 +223,7 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Option<Option<Record>> 
         // Nobody gets what can't be read.
         None => {
             reserved.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt)).expect_err("reserved");
-            Some(None)
+            Ok(None)
         }
         Some(None) => {
             let integer = |at: usize| match row[at] {
@@ -231,7 +234,7 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Option<Option<Record>> 
             assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
             assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
             assert!(matches!(reserved, Ok(Reservation::Reserved { takeover: false, .. })), "{reserved:?}");
-            None
+            Err(Ended)
         }
         Some(Some(Inspection { record, lapses_in, .. })) => {
             match (record.meet(request, lapses_in.unwrap_or_default()), reserved) {
@@ -241,7 +244,7 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Option<Option<Record>> 
                 }
                 (expected, Err(error)) => panic!("{error} instead of {expected:?}"),
             }
-            Some(Some(record))
+            Ok(Some(record))
         }
     }
 }

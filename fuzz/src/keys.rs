@@ -1,5 +1,7 @@
 //! Keys, and what a handler's author writes: templates and durations.
 
+use std::fmt::Write;
+
 use idem_runtime::{Key, KeyBuilder, KeyProblem, Scope};
 use proc_macro2::Span;
 use quote::ToTokens;
@@ -58,7 +60,7 @@ fn templates(text: &str) {
                 assert!(!matches!(parts.get(at + 1), Some(Part::Value(_))), "{text}: values run into each other");
                 values += 1;
                 // A space before it, so that a block's brace is not taken for a literal one.
-                again.push_str(&format!("{{ {} }}", value.to_token_stream()));
+                write!(again, "{{ {} }}", value.to_token_stream()).expect("a `String` takes everything");
             }
         }
     }
@@ -85,10 +87,8 @@ fn durations(text: &str) {
         Err(message) => {
             assert!(message.contains(text), "{message}");
             // What is offered instead is accepted.
-            if let Some((_, rest)) =
-                message.strip_prefix(&format!("can't read `{text}` as a duration; write `")).map(|it| ((), it))
-                && let Some(better) = rest.strip_suffix('`')
-            {
+            let rest = message.strip_prefix(&format!("can't read `{text}` as a duration; write `"));
+            if let Some(better) = rest.and_then(|rest| rest.strip_suffix('`')) {
                 duration::parse(better).expect("a suggestion is accepted");
             }
         }

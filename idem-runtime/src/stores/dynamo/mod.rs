@@ -604,6 +604,9 @@ fn corrupt(error: FormatError) -> StoreError {
 }
 
 /// The record in an item that may be anybody's, when its lease lapses and when its retention ends: for tests.
+///
+/// # Errors
+/// It is no record.
 #[cfg(feature = "conformance")]
 pub fn read_item(item: Attributes) -> Result<(Record, i64, i64), StoreError> {
     item::read(item).map(|found| (found.record, found.lapses_at, found.expires_at)).map_err(corrupt)

@@ -663,6 +663,9 @@ impl Store for Shared {
 }
 
 /// What a row that may be anybody's says; `None` if that is that the record was made just now. For tests.
+///
+/// # Errors
+/// It is no record.
 #[cfg(feature = "conformance")]
 pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
     match sql::met(row) {

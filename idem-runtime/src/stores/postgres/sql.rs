@@ -459,6 +459,9 @@ pub(super) fn met(row: &impl Cells) -> Met {
 /// The values in a row of whatever driver.
 pub trait Cells {
     /// The value in the column `at`.
+    ///
+    /// # Errors
+    /// There is none, or one of another type.
     fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
 }
 

@@ -7,9 +7,12 @@ use rusqlite::Connection;
 
 use super::connect::{failed, misconfigured};
 use super::table::{self, Form, Table, Trouble};
-use crate::clock::wall_millis;
+use crate::clock::{Clock, SystemClock, wall_millis};
 use crate::within::{self, Within};
 use crate::{Finish, Inspection, Key, Lease, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write};
+
+/// How often a call looks whether another one in the same transaction has ended.
+const POLL: Duration = Duration::from_millis(5);
 
 /// An open transaction of `rusqlite`; see [`SqliteStore::within`](super::SqliteStore::within).
 #[derive(Clone)]
@@ -96,7 +99,6 @@ impl within::Transaction for InSqlite<'_> {
 
     /// Only one transaction writes at a time, so the attempt that is running is one of this very transaction.
     async fn wait(&self, _: &Key, at_most: Duration) -> Result<(), StoreError> {
-        use crate::clock::{Clock, SystemClock};
         SystemClock::default().sleep(at_most.min(POLL)).await;
         Ok(())
     }
@@ -109,6 +111,3 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.reopen(key, attempt, now))
     }
 }
-
-/// How often a call looks whether another one in the same transaction has ended.
-const POLL: Duration = Duration::from_millis(5);
