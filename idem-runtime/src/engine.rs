@@ -188,9 +188,9 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                 }
             };
             let reservation = match timely(answer, clock, since) {
-                Ok(answer) => answer,
+                ControlFlow::Continue(answer) => answer,
                 // Boxed, as it is rare and would take room in every call.
-                Err((lease, takeover)) => {
+                ControlFlow::Break((lease, takeover)) => {
                     match Box::pin(confirm(store, &request, lease, takeover, &mut asked_at)).await {
                         Ok(Some(confirmed)) => Ok(confirmed),
                         Ok(None) => continue,
@@ -308,14 +308,14 @@ fn timely(
     answer: Result<Reservation, StoreError>,
     clock: &dyn Clock,
     since: Option<Instant>,
-) -> Result<Result<Reservation, StoreError>, (Lease, bool)> {
+) -> ControlFlow<(Lease, bool), Result<Reservation, StoreError>> {
     match answer {
         Ok(Reservation::Reserved { lease, takeover })
             if since.is_some_and(|since| clock.now() >= since.saturating_add(lease.lease)) =>
         {
-            Err((lease, takeover))
+            ControlFlow::Break((lease, takeover))
         }
-        answer => Ok(answer),
+        answer => ControlFlow::Continue(answer),
     }
 }
 
