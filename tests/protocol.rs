@@ -84,8 +84,8 @@ macro_rules! configurations {
 }
 
 configurations! {
-    lost crashes beats drops at_most_once one_side_fails errors_recorded waiting max_attempts attempts_refunded
-    fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ late_renewals_between_clocks
+    lost crashes beats drops at_most_once one_side_fails errors_recorded waiting waits_and_fails max_attempts
+    attempts_refunded fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ late_renewals_between_clocks
     one_value
 }
 

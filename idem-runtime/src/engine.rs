@@ -277,7 +277,7 @@ async fn reserve<'a>(
 ) -> Result<Reservation, StoreError> {
     let mut unanswered = Unanswered { store, request, asked_at, may_have_landed: true };
     let mut pauses = RESERVE_PAUSES.iter();
-    let mut may_have_landed = false;
+    let mut may_have_landed = unanswered_since.is_some();
     loop {
         match (&mut *asking).await {
             Ok(reservation) => {

@@ -228,6 +228,14 @@ pub(crate) fn all() -> Vec<Config> {
         )
         .scenes(&[Waits, Replay, InProgress]),
         config(
+            "waits_and_fails",
+            "a duplicate that waits although a request of its own got no answer",
+            &[ERRS, WAITS],
+            2,
+            Budget { faults: 1, ticks: 3, ..nothing },
+        )
+        .scenes(&[Waits]),
+        config(
             "max_attempts",
             "`max_attempts = 1`: errors, crashes, drops, and reservations that never ran a body",
             &[Plan { max_attempts: Some(1), ..ERRS }; 3],

@@ -133,6 +133,10 @@ mutants! {
     // What a call does.
     /// The lease counts from when the answer to the reservation came.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
+    /// The lease counts from the latest of several reservations, although an earlier one may be what was granted.
+    LeaseCountsFromLastRequest => Rule::S1Belief, "waits_and_fails";
+    /// A body starts although its lease has lapsed before the answer came.
+    LateAnswerStartsBody => Rule::S1Start, "crashes";
     /// The lease counts from when the answer to the renewal came.
     RenewalCountsFromAnswer => Rule::S1Belief, "beats";
     /// A rejected duplicate releases the record it met.

@@ -17,6 +17,7 @@ use super::steps::{Trouble, is_fail};
 pub(crate) enum Rule {
     S1,
     S1Belief,
+    S1Start,
     S2,
     S3,
     S4,
@@ -37,9 +38,10 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 19] = [
+    pub(crate) const ALL: [Self; 20] = [
         Self::S1,
         Self::S1Belief,
+        Self::S1Start,
         Self::S2,
         Self::S3,
         Self::S4,
@@ -63,6 +65,7 @@ impl Rule {
         match self {
             Self::S1 => "S1 at most one attempt holds a live lease",
             Self::S1Belief => "S1 nobody believes in a lease for longer than it holds",
+            Self::S1Start => "S1 no body starts without a lease to believe in",
             Self::S2 => "S2 only its owner changes a pending record, and whoever lost it is told",
             Self::S3 => "S3 a finished record never changes, and every replay is the same",
             Self::S4 => "S4 attempt numbers strictly increase",
@@ -92,7 +95,7 @@ impl Rule {
                 }
             };
         }
-        let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
+        let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
             Fingerprint MaxAttempts KeysApart L1 L2 L3 L4);
         Property::always(self.name(), condition)
     }
@@ -380,6 +383,7 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     // What an operator has declared dead before its body began is the operator's to answer for.
     world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
+    world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;
     world.broken.note(Rule::MaxAttempts, plan.max_attempts.is_some_and(|max| bodies > max));

@@ -171,6 +171,8 @@ pub(crate) struct Call {
     pub(crate) phase: Phase,
     /// When the last confirmed reservation or renewal was asked for.
     pub(crate) asked_at: u8,
+    /// When the first reservation was asked for that got no answer: it may have landed, or may yet.
+    pub(crate) unanswered: Option<u8>,
     /// When a waiting call gives up; 0 until it has begun to wait.
     pub(crate) give_up_at: u8,
     pub(crate) attempt: u8,
@@ -185,6 +187,7 @@ impl Call {
     pub(crate) const IDLE: Self = Self {
         phase: Phase::Idle,
         asked_at: 0,
+        unanswered: None,
         give_up_at: 0,
         attempt: 0,
         starts: 0,
@@ -215,6 +218,8 @@ pub(crate) enum Phase {
     Idle,
     /// Asking for the key. `landed` says whether an unanswered try may have taken effect.
     Reserving { tries: u8, landed: bool, line: Line },
+    /// The reservation was answered after its lease: renewing it, since `at`, before the body may start.
+    Confirming { at: u8, line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
     /// The body runs.

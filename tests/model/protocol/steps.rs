@@ -164,7 +164,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             continue;
         }
         match call.phase {
-            Phase::Reserving { line, .. } | Phase::Ending { line, .. } => match line {
+            Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => match line {
                 Line::Sent => {
                     actions.push(Action::StoreDoes(who));
                     if left.faults > 0 {
@@ -263,7 +263,7 @@ fn beats(call: &Call) -> bool {
 /// Makes the step, and notes what it breaks.
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
-        Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(world, who),
+        Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
         Action::StoreDoes(who) => {
             let request = pending_request(config, world, who).expect("the call waits for an answer");
             let answer = store_does(config, world, request);
@@ -350,7 +350,9 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             for who in 0..config.count() {
                 let call = world.call_mut(who);
                 match &mut call.phase {
-                    Phase::Reserving { line, .. } | Phase::Ending { line, .. } if matches!(line, Line::Answered(_)) => {
+                    Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. }
+                        if matches!(line, Line::Answered(_)) =>
+                    {
                         *line = Line::Cut;
                     }
                     // An error instead of a wake-up: the call asks again.
@@ -381,6 +383,7 @@ fn tidy(config: &Config, world: &mut World) {
         if call.asked_at + config.span() <= now {
             call.asked_at = 0;
         }
+        call.unanswered = call.unanswered.map(|at| if at + config.span() <= now { 0 } else { at });
         if config.skew.is_none() && call.deed.promised_until <= now {
             call.deed.promised_until = 0;
         }
@@ -410,7 +413,7 @@ impl World {
 
 fn line(call: &mut Call) -> &mut Line {
     match &mut call.phase {
-        Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line,
+        Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => line,
         other => unreachable!("{other:?} waits for no answer"),
     }
 }
@@ -421,6 +424,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
     let sent = if config.skew.is_some() { call.asked_at } else { 0 };
     let ask = match call.phase {
         Phase::Reserving { .. } => Ask::Reserve { sent },
+        Phase::Confirming { at, .. } => Ask::Renew { sent: if config.skew.is_some() { at } else { 0 } },
         Phase::Ending { ending, .. } => match ending {
             Ending::Finish { kept, ok } => Ask::Finish {
                 kept,
@@ -450,7 +454,9 @@ fn take_out(world: &mut World, request: Request) {
 /// Nobody waits for the request of the call any more; if the store has not done it yet, it may do so later.
 fn orphan(config: &Config, world: &mut World, who: Who) {
     let sent = match world.call(who).phase {
-        Phase::Reserving { line, .. } | Phase::Ending { line, .. } => line == Line::Sent,
+        Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => {
+            line == Line::Sent
+        }
         _ => false,
     };
     if sent {
@@ -543,12 +549,14 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
 
 // From here on, what a call does.
 
-/// Reserves, with nothing known of an earlier try.
-fn reserve_anew(world: &mut World, who: Who) {
+/// Reserves, as a call does that begins, has waited or has lost what it was granted.
+fn reserve_anew(config: &Config, world: &mut World, who: Who) {
     let now = world.now;
+    let call = world.call_mut(who);
     // The lease of a repeated reservation began at the earliest when the first one was sent.
-    world.call_mut(who).asked_at = now;
-    world.call_mut(who).phase = Phase::Reserving { tries: 1, landed: false, line: Line::Sent };
+    let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
+    call.asked_at = since.unwrap_or(now);
+    call.phase = Phase::Reserving { tries: 1, landed: call.unanswered.is_some(), line: Line::Sent };
 }
 
 /// The call hears what the store answers.
@@ -562,7 +570,23 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             }
             let call = world.call_mut(who);
             (call.attempt, call.starts) = (attempt, starts);
-            starts_body(config, world, who);
+            if world.believed(config, who) == 0 && !config.is(Mutant::LateAnswerStartsBody) {
+                world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
+            } else {
+                starts_body(config, world, who);
+            }
+        }
+        (Phase::Confirming { at, .. }, Answer::Write(Done::Done)) => {
+            world.call_mut(who).asked_at = at;
+            if world.believed(config, who) == 0 {
+                world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
+            } else {
+                starts_body(config, world, who);
+            }
+        }
+        (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
+            // Somebody took over, and may have finished.
+            reserve_anew(config, world, who);
         }
         (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
             // A shadow must not slow anybody down.
@@ -640,7 +664,7 @@ fn without_result(ending: Ending) -> Option<Ending> {
 fn starts_body(config: &Config, world: &mut World, who: Who) {
     properties::body_starts(config, world, who);
     let call = world.call_mut(who);
-    call.give_up_at = 0;
+    (call.give_up_at, call.unanswered) = (0, None);
     if call.deed.body == Body::NotStarted {
         call.deed.body = Body::Running;
     }
@@ -652,6 +676,10 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
             let landed = landed || trouble == Trouble::Unknown;
+            if trouble == Trouble::Unknown {
+                let call = world.call_mut(who);
+                call.unanswered = call.unanswered.or(Some(call.asked_at));
+            }
             if config.is(Mutant::ErrorReadAsNoRecord) {
                 world.call_mut(who).attempt = 1;
                 return starts_body(config, world, who);
@@ -668,6 +696,11 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
             } else {
                 over(config, world, who, told);
             }
+        }
+        Phase::Confirming { .. } => {
+            let plan = config.plan(who);
+            let told = if plan.open || plan.shadow { Class::Unprotected } else { Class::StoreFailed };
+            late(config, world, who, Ending::Release(How::NotStarted), told);
         }
         Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
             // The caller gets the body's own error, and does not wait for its key to be freed.
@@ -745,7 +778,10 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     }
     match call.phase {
         // Whether or not it landed.
-        Phase::Reserving { .. } if !config.is(Mutant::UnansweredNotReleased) => {
+        Phase::Reserving { .. } | Phase::Confirming { .. } if !config.is(Mutant::UnansweredNotReleased) => {
+            late(config, world, who, Ending::Release(How::NotStarted), Class::Dropped);
+        }
+        Phase::Waiting { .. } if call.unanswered.is_some() => {
             late(config, world, who, Ending::Release(How::NotStarted), Class::Dropped);
         }
         Phase::Body => {
@@ -765,7 +801,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
 fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
-    call.give_up_at = 0;
+    (call.give_up_at, call.unanswered) = (0, None);
     // What a late write knows of its lease is when it was last confirmed.
     call.lost = false;
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
