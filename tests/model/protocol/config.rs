@@ -331,7 +331,7 @@ pub(crate) fn all() -> Vec<Config> {
             Budget { duplicates: 1, beats: 1, ticks: 2, ..nothing },
         )
         .whole()
-        .scenes(&[Replay, Takeover, LeaseLost]),
+        .scenes(&[Replay, LeaseLost]),
     ]
 }
 
