@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
+use crate::clock::all;
 use crate::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 pub(super) async fn renewal_extends(case: &Case) {
@@ -225,6 +226,12 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {
         case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
+    }
+    // Together, as a store may do what many ask for in another way than what one does.
+    let (store, late) = (case.store(), completed("1"));
+    let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
+    for answer in case.soon(all(&mut together), "eight finishes at once").await {
+        assert_eq!(answer.expect("an answer"), Write::Refused, "one of eight finishes of the owner's first attempt");
     }
     case.changes_nothing(&key, case.renew(&old), "a renewal of the owner's first attempt").await;
     let both = [old.clone(), lease.clone()];
