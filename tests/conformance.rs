@@ -110,6 +110,8 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::FinishRepeatedExtends, &["finish_is_final"]),
     (Mistake::FinishAfterRelease, &["finish_after_release", "marked_interrupted", "reopen_lapsed"]),
     (Mistake::FinishUpserts, &["finish_of_nothing", "pending_record_is_forgotten"]),
+    (Mistake::FinishIgnoresNumber, &["finish_names_its_attempt"]),
+    (Mistake::RenewIgnoresNumber, &["finish_names_its_attempt"]),
     (Mistake::ReleaseByKey, &["release_is_the_owners", "release_after_takeover"]),
     (Mistake::ReleaseNotRepeatable, &["release_repeated"]),
     (Mistake::RefundTwice, &["release_repeated"]),

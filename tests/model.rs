@@ -227,21 +227,24 @@ impl<'a> History<'a> {
                 if let Some(index) = self.nth(*back) {
                     let (ask, request, _) = self.asks[index].clone();
                     if let Some(lease) = self.reserve(&ask, &request).await? {
-                        self.asks[index].2 = lease;
+                        // Its owner may have two attempts now, and can present the lease of either.
+                        self.asks.push((ask, request, lease));
                     }
                 }
             }
             Step::Renew { backs } => {
                 let indices: Vec<_> = backs.iter().filter_map(|back| self.nth(*back)).collect();
                 let leases: Vec<_> = indices.iter().map(|index| self.asks[*index].2.clone()).collect();
-                let asks = indices.iter().map(|index| &self.asks[*index].0);
-                let expected: Vec<_> = asks.map(|ask| self.reference.renew(ask.key, ask.owner)).collect();
+                let asks = indices.iter().map(|index| (&self.asks[*index].0, self.asks[*index].2.attempt));
+                let reference = &mut self.reference;
+                let expected: Vec<_> =
+                    asks.map(|(ask, attempt)| reference.renew(ask.key, ask.owner, attempt)).collect();
                 prop_assert_eq!(self.store.renew(&leases).await.unwrap(), expected);
             }
             Step::Finish { back, finish } => {
                 if let Some(index) = self.nth(*back) {
                     let (ask, _, lease) = &self.asks[index];
-                    let expected = self.reference.finish(ask, finish);
+                    let expected = self.reference.finish(ask, lease.attempt, finish);
                     prop_assert_eq!(self.store.finish(lease, finish).await.unwrap(), expected);
                 }
             }

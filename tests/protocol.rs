@@ -85,8 +85,8 @@ macro_rules! configurations {
 
 configurations! {
     lost crashes beats drops at_most_once one_side_fails errors_recorded waiting waits_and_fails max_attempts
-    attempts_refunded fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ late_renewals_between_clocks
-    one_value
+    attempts_refunded fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ
+    late_renewals_between_clocks one_value doubled_reservation
 }
 
 #[test]
@@ -213,18 +213,6 @@ fn every_property_notices_a_mistake() {
     let noticed: BTreeSet<_> = Mutant::ALL.iter().map(|mutant| mutant.noticed_by()).collect();
     let rules: BTreeSet<_> = Rule::ALL.iter().map(|rule| rule.name()).chain([ENDS]).collect();
     assert_eq!(noticed, rules);
-}
-
-/// Where the end of an attempt replaces the whole record, a reservation that arrives again after another attempt has come
-/// and gone gives its owner a new number that it does not know, and its completion writes the old one. Comparing the
-/// number as well as the owner prevents that. Known of the stores that keep a record as one value; no body runs twice by
-/// it, and the numbers repeat only if an operator reopens the record afterwards.
-#[test]
-fn a_doubled_reservation_turns_the_number_back_unless_completions_name_it() {
-    let rule = Rule::S4.name();
-    let story = shortest(&config::doubled_reservation(false), rule).expect("the number is turned back");
-    println!("{}", tell(&config::doubled_reservation(false), &story));
-    exhaust(config::doubled_reservation(true));
 }
 
 /// A path without an end would be one on which "every call ends" is not looked at.

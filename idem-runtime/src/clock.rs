@@ -108,7 +108,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
 }
 
 /// What all of `futures` give, in their order, run concurrently.
-#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "conformance", feature = "dynamodb", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
     poll_fn(|cx| {

@@ -154,6 +154,7 @@ macro_rules! __conformance_clauses {
         finish_after_lapse: "An attempt whose lease lapsed may complete while nobody took over.",
         finish_after_takeover: "A late completion is refused and leaves the successor's record alone.",
         finish_after_release: "An attempt that was released can't finish.",
+        finish_names_its_attempt: "A finish or renewal is refused for another attempt of the same owner (S4).",
         finish_of_nothing: "A finish without a record is refused and makes none.",
         release_is_the_owners: "Nobody else can release an attempt, and a refused release changes nothing (S2).",
         release_repeated: "A repeated release is recognised, and gives one start back at most (S8).",
@@ -255,9 +256,10 @@ use waiting::{
 };
 use writing::{
     finish_after_lapse, finish_after_release, finish_after_takeover, finish_is_final, finish_is_the_owners,
-    finish_of_nothing, finish_repeated, many_renewals, no_renewals, release_after_finish, release_after_takeover,
-    release_ignores_the_number, release_is_the_owners, release_of_nothing, release_repeated, renewal_after_lapse,
-    renewal_after_takeover, renewal_after_the_end, renewal_extends, renewal_is_the_owners, renewals_answer_in_order,
+    finish_names_its_attempt, finish_of_nothing, finish_repeated, many_renewals, no_renewals, release_after_finish,
+    release_after_takeover, release_ignores_the_number, release_is_the_owners, release_of_nothing, release_repeated,
+    renewal_after_lapse, renewal_after_takeover, renewal_after_the_end, renewal_extends, renewal_is_the_owners,
+    renewals_answer_in_order,
 };
 
 __conformance_clauses! { list }

@@ -184,11 +184,19 @@ impl Record {
         Self { owner: lease.owner, attempt: lease.attempt, starts: lease.starts, fingerprint: lease.fingerprint, state }
     }
 
-    /// What a write of `owner` that ends an attempt, with a result or without one, is answered if it met this record and
-    /// not a pending one of its own: done if an earlier write of the same attempt did it.
-    pub fn ended(&self, owner: Owner, with_result: bool) -> Write {
+    /// Whether this is the record of the attempt that holds `lease`: an attempt is its owner token and its number. A
+    /// reservation that arrives again late may give its owner another attempt, which is not the one that is running.
+    pub fn is_of(&self, lease: &Lease) -> bool {
+        self.owner == lease.owner && self.attempt == lease.attempt
+    }
+
+    /// What a write that ends the attempt of `lease`, with a result or without one, is answered if it met this record and
+    /// not a pending one that it may end: done if an earlier write of the same attempt did it.
+    pub fn ended(&self, lease: &Lease, with_result: bool) -> Write {
+        // A release may not know its number; see `Store::release`.
+        let own = if with_result { self.is_of(lease) } else { self.owner == lease.owner };
         // A finished record is done; a released one is not finished any more.
-        let repeated = self.owner == owner && !self.is_pending() && self.is_finished() == with_result;
+        let repeated = own && !self.is_pending() && self.is_finished() == with_result;
         if repeated { Write::Done } else { Write::Refused }
     }
 

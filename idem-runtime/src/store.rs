@@ -19,8 +19,8 @@ use crate::{Fingerprint, Heartbeats, Key, Lease, OnCrash, Owner};
 ///   one is answered [`Reservation::Reserved`]. What a reservation does with the record it meets is decided by
 ///   [`Record::meet`]; the store makes that decision atomic.
 /// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
-///   pending record only, and only if its owner token is the one presented. A refusal is an answer
-///   ([`Write::Refused`]), not an error.
+///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
+///   number of the attempt. A refusal is an answer ([`Write::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token; one that took effect although its answer
 ///   got lost is recognised as done.
 /// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released one is kept for `ttl` from
@@ -54,11 +54,16 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Renews the leases and answers for each in order. A lease that has lapsed is renewed if nobody took over.
     ///
+    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish).
+    ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; each lease is then renewed or not.
     fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>>;
 
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
+    ///
+    /// Refused unless owner token and `lease.attempt` are those of the record. The token alone is not enough: a reservation
+    /// that arrives again late may get its owner a later attempt, whose number would then go backwards.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.

@@ -42,7 +42,7 @@ mistakes! {
     // Writing.
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOverwrites,
-    FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
+    FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
     ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber,
     // Results.
     ResultRunsAgain, FailedIsCompleted, FalsyIsNothing, TextOnly, SizeIsForgotten, LargeIsCut, CodecIsForgotten,
@@ -301,7 +301,8 @@ impl Plain {
     fn keep_alive(&self, slot: &mut Option<Slot>, lease: &Lease) -> Write {
         let now = self.now();
         let Some(slot) = slot else { return Write::Refused };
-        let own = slot.record.owner == lease.owner || self.is(M::RenewByKey);
+        let same_number = slot.record.attempt == lease.attempt || self.is(M::RenewIgnoresNumber);
+        let own = (slot.record.owner == lease.owner && same_number) || self.is(M::RenewByKey);
         let pending = match slot.record.state {
             State::Pending { .. } if self.is(M::NoLateRenew) => slot.lapses_at > now,
             State::Pending { .. } => true,
@@ -330,7 +331,12 @@ impl Plain {
         if found.record.owner != lease.owner && !self.is(by_key) {
             return Write::Refused;
         }
-        if release.is_some() && self.is(M::ReleaseChecksNumber) && found.record.attempt != lease.attempt {
+        let named = if release.is_some() {
+            self.is(M::ReleaseChecksNumber)
+        } else {
+            !self.is(M::FinishIgnoresNumber) && !self.is(M::FinishByKey)
+        };
+        if named && found.record.attempt != lease.attempt {
             return Write::Refused;
         }
         let refund = u32::from(match release {

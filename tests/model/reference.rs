@@ -104,10 +104,10 @@ impl Reference {
         self.begin(ask, attempt + 1, starts + 1, fingerprint, takeover)
     }
 
-    pub(crate) fn renew(&mut self, key: usize, owner: usize) -> Write {
+    pub(crate) fn renew(&mut self, key: usize, owner: usize, attempt: u32) -> Write {
         let now = self.now;
         let Some(entry) = self.touch(key) else { return Write::Refused };
-        if entry.owner != owner {
+        if entry.owner != owner || entry.attempt != attempt {
             return Write::Refused;
         }
         let Phase::Pending { lease, ttl, lapses_at, .. } = &mut entry.phase else { return Write::Refused };
@@ -116,10 +116,10 @@ impl Reference {
         Write::Done
     }
 
-    pub(crate) fn finish(&mut self, ask: &Ask, finish: &Finish) -> Write {
+    pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Write {
         let now = self.now;
         let Some(entry) = self.touch(ask.key) else { return Write::Refused };
-        if entry.owner != ask.owner {
+        if entry.owner != ask.owner || entry.attempt != attempt {
             return Write::Refused;
         }
         match entry.phase {

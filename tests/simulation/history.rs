@@ -14,10 +14,14 @@ use crate::reference::{Answer, Ask, Entry, Phase};
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Reserve(Ask),
-    Renew(Ask),
-    Finish(Ask, Finish),
+    /// With the number of the attempt.
+    Renew(Ask, u32),
+    /// As above.
+    Finish(Ask, u32, Finish),
     Release(Ask, Release),
-    Reopen { attempt: u32 },
+    Reopen {
+        attempt: u32,
+    },
     Inspect,
 }
 
@@ -225,7 +229,7 @@ impl History {
         });
         ops().any(|op| {
             let refused = matches!(op.end, End::Answered { said: Said::Write(Write::Refused), .. });
-            refused && op.invoked > from && matches!(&op.asked, Asked::Renew(ask) if Some(ask.owner) == owner)
+            refused && op.invoked > from && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
         })
     }
 

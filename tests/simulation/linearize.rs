@@ -139,8 +139,8 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
-        Asked::Renew(ask) => Said::Write(reference.renew(key, ask.owner)),
-        Asked::Finish(ask, finish) => Said::Write(reference.finish(ask, finish)),
+        Asked::Renew(ask, attempt) => Said::Write(reference.renew(key, ask.owner, *attempt)),
+        Asked::Finish(ask, attempt, finish) => Said::Write(reference.finish(ask, *attempt, finish)),
         Asked::Release(ask, release) => Said::Write(reference.release(ask, *release)),
         Asked::Reopen { attempt } => Said::Write(reference.reopen(key, *attempt)),
         Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
@@ -327,7 +327,7 @@ mod by_hand {
 
     #[test]
     fn a_late_finish_counts_until_somebody_has_taken_over() {
-        let finish = || Asked::Finish(by(1), result(7));
+        let finish = || Asked::Finish(by(1), 1, result(7));
         assert!(holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
             it.ask(finish());

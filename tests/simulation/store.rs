@@ -214,8 +214,12 @@ impl Request {
     fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
         let entered: Vec<(&Key, Asked)> = match self {
             Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
-            Self::Renew(leases) => leases.iter().map(|it| (&it.key, Asked::Renew(history.ask(it)))).collect(),
-            Self::Finish(lease, finish) => vec![(&lease.key, Asked::Finish(history.ask(lease), finish.clone()))],
+            Self::Renew(leases) => {
+                leases.iter().map(|it| (&it.key, Asked::Renew(history.ask(it), it.attempt))).collect()
+            }
+            Self::Finish(lease, finish) => {
+                vec![(&lease.key, Asked::Finish(history.ask(lease), lease.attempt, finish.clone()))]
+            }
             Self::Release(lease, release) => vec![(&lease.key, Asked::Release(history.ask(lease), *release))],
             Self::Reopen(key, attempt) => vec![(key, Asked::Reopen { attempt: *attempt })],
             Self::Inspect(key) => vec![(key, Asked::Inspect)],

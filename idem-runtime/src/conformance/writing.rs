@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
-use crate::{Finish, Lease, Payload, Record, Release, Reservation, State, Write};
+use crate::clock::all;
+use crate::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 pub(super) async fn renewal_extends(case: &Case) {
     let key = case.key("");
@@ -211,6 +212,36 @@ pub(super) async fn finish_after_release(case: &Case) {
         case.changes_nothing(&key, case.finish(&lease, &completed("1")), "a finish after the next reservation").await;
         assert_eq!(case.finish(&next, &completed("2")).await, Write::Done, "the successor can finish");
     }
+}
+
+pub(super) async fn finish_names_its_attempt(case: &Case) {
+    let key = case.key("");
+    let request = case.short(&key);
+    let old = case.reserved(&request, 1, "a key that was never used").await;
+    case.lapse().await;
+    let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    assert_eq!(case.release(&between, Release::Returned).await, Write::Done);
+    // It arrives again, long after its answer: nobody runs this attempt.
+    let again = Reserve { lease: LONG, ..request };
+    let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
+    for finish in [completed("1"), Finish::Failed(stored("1"))] {
+        case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
+    }
+    // Together, as a store may do what many ask for in another way than what one does.
+    let (store, late) = (case.store(), completed("1"));
+    let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
+    for answer in case.soon(all(&mut together), "eight finishes at once").await {
+        assert_eq!(answer.expect("an answer"), Write::Refused, "one of eight finishes of the owner's first attempt");
+    }
+    case.changes_nothing(&key, case.renew(&old), "a renewal of the owner's first attempt").await;
+    let both = [old.clone(), lease.clone()];
+    let answers = case.ask(case.store().renew(&both), "renew two attempts of one owner").await;
+    assert_eq!(answers, [Write::Refused, Write::Done], "the answers for {both:?}");
+    case.waits_for(&case.request(&key), 3, "the owner's latest attempt").await;
+    assert_eq!(case.finish(&lease, &completed("3")).await, Write::Done, "the latest attempt can finish");
+    case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after that of the latest attempt").await;
+    let finished = Reservation::Finished(Record::after(&lease, completed("3").state()));
+    case.is_told(&case.request(&key), finished, "the result of the latest attempt").await;
 }
 
 pub(super) async fn finish_of_nothing(case: &Case) {

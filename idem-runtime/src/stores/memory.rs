@@ -292,7 +292,8 @@ impl Shared {
         Ok(Reservation::Reserved { lease, takeover })
     }
 
-    /// Compare-and-set on the owner token: `end` is done to a pending record; one that is ended already is recognised.
+    /// Compare-and-set on the attempt, or for a release on its owner token: `end` is done to a pending record; one that is
+    /// ended already is recognised.
     fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Write {
         let now = self.now();
         let mut shard = lock(self.shard(&lease.key));
@@ -302,7 +303,10 @@ impl Shared {
             return Write::Refused;
         }
         if !slot.is_pending() {
-            return slot.record().ended(lease.owner, with_result);
+            return slot.record().ended(lease, with_result);
+        }
+        if with_result && slot.attempt() != lease.attempt {
+            return Write::Refused;
         }
         end(slot);
         shard.date(place, span(lease.ttl), now);
@@ -312,7 +316,7 @@ impl Shared {
 
     fn renew_one(&self, lease: &Lease, now: Nanos) -> Write {
         match lock(self.shard(&lease.key)).get(&lease.key, now) {
-            Some(slot) if slot.owner() == lease.owner && slot.is_pending() => {
+            Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
                 slot.date(span(lease.ttl), now);
                 Write::Done
             }

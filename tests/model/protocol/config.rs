@@ -79,8 +79,6 @@ pub(crate) struct Config {
     pub(crate) refusals: bool,
     /// Whether the end of an attempt replaces the whole record, as where a record is one value.
     pub(crate) whole: bool,
-    /// Whether a completion has to name the number of the attempt as well.
-    pub(crate) numbered: bool,
     /// The store has no clock; those of its clients differ by up to so many ticks.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
@@ -104,7 +102,6 @@ impl Config {
             budget,
             refusals: false,
             whole: false,
-            numbered: false,
             skew: None,
             scenes: &[],
             mutant: None,
@@ -334,6 +331,15 @@ pub(crate) fn all() -> Vec<Config> {
         )
         .whole()
         .scenes(&[Replay, Takeover, LeaseLost]),
+        config(
+            "doubled_reservation",
+            "the same store, and a reservation that arrives again when another attempt has come and gone",
+            &[CALL, CALL],
+            2,
+            Budget { duplicates: 1, beats: 1, ticks: 2, ..nothing },
+        )
+        .whole()
+        .scenes(&[Replay, LeaseLost]),
     ]
 }
 
@@ -349,15 +355,6 @@ impl Config {
     fn whole(self) -> Self {
         Self { whole: true, ..self }
     }
-}
-
-/// A store that replaces the whole record at the end of an attempt, and a reservation that arrives twice, the second time
-/// long after the first. `numbered` says whether a completion also has to name the number of its attempt.
-pub(crate) fn doubled_reservation(numbered: bool) -> Config {
-    let budget = Budget { duplicates: 1, ticks: 2, ..Budget::default() };
-    let about = "a reservation that arrives again when another attempt has come and gone";
-    let config = Config::new("doubled_reservation", about, &[CALL, CALL], 2, budget);
-    Config { numbered, ..config.whole() }
 }
 
 /// The configuration of that name.

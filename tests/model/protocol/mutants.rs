@@ -79,6 +79,10 @@ mutants! {
     ReserveOverFinished => Rule::S3, "lost";
     /// A takeover keeps the number of the attempt.
     TakeoverKeepsNumber => Rule::S4, "crashes";
+    /// A completion looks at the owner token, and not at the number of the attempt.
+    FinishAnyAttempt => Rule::S4, "doubled_reservation";
+    /// A renewal looks at the owner token, and not at the number of the attempt.
+    RenewAnyAttempt => Rule::S2, "doubled_reservation";
     /// A release deletes the record, so that attempts start at 1 again.
     ReleaseForgets => Rule::S4, "drops";
     /// A pending record is forgotten when its lease lapses.
@@ -214,6 +218,11 @@ impl Mutant {
             Self::ReleaseAnybodys => !with_result && met.is_pending(),
             _ => self.ends_what_has_ended(met, with_result),
         }
+    }
+
+    /// Whether an attempt may end although the record is of another number.
+    pub(crate) fn ends_any_attempt(self, met: &Slot, with_result: bool) -> bool {
+        self == Self::FinishAnyAttempt || self.ends_anybodys(met, with_result)
     }
 
     /// Whether an attempt may end although the record has ended.

@@ -66,7 +66,7 @@ impl Rule {
             Self::S1 => "S1 at most one attempt holds a live lease",
             Self::S1Belief => "S1 nobody believes in a lease for longer than it holds",
             Self::S1Start => "S1 no body starts without a lease to believe in",
-            Self::S2 => "S2 only its owner changes a pending record, and whoever lost it is told",
+            Self::S2 => "S2 only its attempt changes a pending record, and whoever lost it is told",
             Self::S3 => "S3 a finished record never changes, and every replay is the same",
             Self::S4 => "S4 attempt numbers strictly increase",
             Self::S5 => "S5 under on_crash = fail a body that did not return is not followed by another",
@@ -228,7 +228,12 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    let holds = past.holder == who;
+    // A reservation that arrives again may have given the same call a later attempt, without its knowledge.
+    let named = match ask {
+        Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
+        Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
+    };
+    let holds = past.holder == who && past.attempt == named;
     let broken = &mut world.broken;
     broken.note(Rule::KeysApart, others);
     broken.note(Rule::S3, was_finished && changed);
@@ -255,9 +260,7 @@ pub(crate) fn audit(
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
-    // One that was granted anew without its knowledge has lost what it knows of.
-    let overtaken = config.numbered && world.calls[usize::from(who)].attempt != past.attempt;
-    broken.note(Rule::LateEnd, was_pending && holds && !overtaken && answer == Answer::Write(Done::Refused));
+    broken.note(Rule::LateEnd, was_pending && holds && answer == Answer::Write(Done::Refused));
     broken.note(Rule::S4, new.is_none_or(|new| new.attempt < past.attempt) && changed);
     if !done || !was_pending || !holds {
         return;
@@ -278,7 +281,7 @@ pub(crate) fn audit(
 fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
     let from = match (config.skew, ask) {
         // By nobody's clock in particular: the sender believes in it from when it asked.
-        (Some(_), Ask::Reserve { sent } | Ask::Renew { sent }) => sent,
+        (Some(_), Ask::Reserve { sent } | Ask::Renew { sent, .. }) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
     };

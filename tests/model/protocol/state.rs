@@ -88,11 +88,12 @@ pub(crate) enum Ask {
     Reserve {
         sent: u8,
     },
-    /// As above.
+    /// As above, with the number of the attempt.
     Renew {
         sent: u8,
+        attempt: u8,
     },
-    /// The number of the attempt, which goes into the record where records are written whole.
+    /// With the number of the attempt; its starts go into the record where records are written whole.
     Finish {
         kept: Kept,
         ok: bool,

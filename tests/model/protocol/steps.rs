@@ -304,8 +304,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::StoreDoesBeat(who) => {
             let Beat::Sent { at } = world.call(who).beat else { unreachable!("no beat is under way") };
-            let sent = if config.skew.is_some() { at } else { 0 };
-            let Answer::Write(done) = store_does(config, world, Request { who, ask: Ask::Renew { sent } }) else {
+            let request = renewal(config, world, who, at);
+            let Answer::Write(done) = store_does(config, world, request) else {
                 unreachable!("a renewal is done or refused")
             };
             world.call_mut(who).beat = Beat::Answered { at, done };
@@ -424,13 +424,13 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
     let sent = if config.skew.is_some() { call.asked_at } else { 0 };
     let ask = match call.phase {
         Phase::Reserving { .. } => Ask::Reserve { sent },
-        Phase::Confirming { at, .. } => Ask::Renew { sent: if config.skew.is_some() { at } else { 0 } },
+        Phase::Confirming { at, .. } => return Some(renewal(config, world, who, at)),
         Phase::Ending { ending, .. } => match ending {
             Ending::Finish { kept, ok } => Ask::Finish {
                 kept,
                 ok,
+                attempt: call.attempt,
                 // Only where it is written.
-                attempt: if config.whole { call.attempt } else { 0 },
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => Ask::Release(how),
@@ -439,6 +439,12 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
         _ => return None,
     };
     Some(Request { who, ask })
+}
+
+/// The renewal that was sent at `at`.
+fn renewal(config: &Config, world: &World, who: Who, at: u8) -> Request {
+    let sent = if config.skew.is_some() { at } else { 0 };
+    Request { who, ask: Ask::Renew { sent, attempt: world.call(who).attempt } }
 }
 
 fn send(world: &mut World, request: Request) {
@@ -467,8 +473,8 @@ fn orphan(config: &Config, world: &mut World, who: Who) {
 
 fn orphan_beat(config: &Config, world: &mut World, who: Who) {
     if let Beat::Sent { at } = world.call(who).beat {
-        let sent = if config.skew.is_some() { at } else { 0 };
-        send(world, Request { who, ask: Ask::Renew { sent } });
+        let request = renewal(config, world, who, at);
+        send(world, request);
     }
     world.call_mut(who).beat = Beat::None;
 }
@@ -485,9 +491,9 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
                 let reading = reading(world, sent);
                 store::reserves(config, &mut world.slots[usize::from(key)], who, reading)
             }
-            Ask::Renew { sent } => {
+            Ask::Renew { sent, attempt } => {
                 let reading = reading(world, sent);
-                Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], who, reading))
+                Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], who, attempt, reading))
             }
             Ask::Finish { kept: Kept::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
             Ask::Finish { kept, ok, attempt, starts } => {

@@ -227,13 +227,19 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End)
         return match mutant {
             Some(Mutant::RepeatedFinishRefused) if with_result => Done::Refused,
             Some(Mutant::RepeatedReleaseRefused) if !with_result => Done::Refused,
-            _ => met.record(config.lease).ended(owner(who), with_result).into(),
+            _ => {
+                let attempt = numbers.map_or(met.attempt, |(attempt, _)| attempt);
+                let request = &config.requests[usize::from(who)];
+                let lease = Lease { attempt: attempt.into(), ..Record::first(request).lease(request) };
+                met.record(config.lease).ended(&lease, with_result).into()
+            }
         };
     }
     if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
         return Done::Refused;
     }
-    if config.numbered && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
+    let anyones = mutant.is_some_and(|mutant| mutant.ends_any_attempt(met, with_result));
+    if !anyones && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
         return Done::Refused;
     }
     if mutant == Some(Mutant::ReleaseForgets) && !with_result {
@@ -257,10 +263,15 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End)
     Done::Done
 }
 
-/// Renews the lease of `who`.
-pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, who: Who, reading: Reading) -> Done {
+/// Renews the lease of attempt `attempt` of `who`.
+pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, who: Who, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut() else { return Done::Refused };
-    if !met.is_pending() || (met.owner != who && config.mutant != Some(Mutant::RenewAnybodys)) {
+    let held = match config.mutant {
+        Some(Mutant::RenewAnybodys) => true,
+        Some(Mutant::RenewAnyAttempt) => met.owner == who,
+        _ => met.owner == who && met.attempt == attempt,
+    };
+    if !met.is_pending() || !held {
         return Done::Refused;
     }
     let lapses_at = reading.now + config.lease;

@@ -48,6 +48,8 @@ fn plans() -> impl Strategy<Value = Vec<Plan>> {
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Reserve(Who),
+    /// The same request, which arrives again: nobody hears the answer.
+    Again(Who),
     Renew(Who),
     Finish(Who, bool, bool),
     Release(Who, How),
@@ -60,6 +62,7 @@ fn step() -> impl Strategy<Value = Step> {
     let how = prop_oneof![Just(How::Returned), Just(How::NotStarted), Just(How::Interrupted)];
     prop_oneof![
         5 => who().prop_map(Step::Reserve),
+        1 => who().prop_map(Step::Again),
         2 => who().prop_map(Step::Renew),
         2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
         3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
@@ -103,10 +106,10 @@ fn the_store_agrees_with_the_memory_store() {
 fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
         FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
-        FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver,
-        MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, ReleaseAnybodys, ReleaseForgets,
-        ReleaseOverFinished, RenewAnybodys, ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused,
-        RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber, TakeoverKeepsToken,
+        FinishAnyAttempt, FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused,
+        LapsedStaysLive, LiveTakenOver, MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, ReleaseAnybodys,
+        ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenForgetsNumber, ReopenLive,
+        RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber, TakeoverKeepsToken,
     };
     let runtime = runtime();
     for mutant in [
@@ -114,6 +117,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
         FailOfOwnerIgnored,
         FingerprintSkippedAtReplay,
         FingerprintSkippedAtTakeover,
+        FinishAnyAttempt,
         FinishAnybodys,
         FinishOverFinished,
         InterruptedRunsAgain,
@@ -126,6 +130,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
         ReleaseAnybodys,
         ReleaseForgets,
         ReleaseOverFinished,
+        RenewAnyAttempt,
         RenewAnybodys,
         ReopenForgetsNumber,
         ReopenLive,
@@ -143,6 +148,12 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     }
 }
 
+/// What a lease says of its attempt and its starts.
+fn numbers(lease: &Lease) -> (u8, u8) {
+    let small = |number: u32| number.try_into().expect("numbers of the model are small");
+    (small(lease.attempt), small(lease.starts))
+}
+
 async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     let clock = ManualClock::new();
     let real = MemoryStore::with_clock(clock.clone());
@@ -152,24 +163,25 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
         let key_of = |who: Who| usize::from(config.plans[usize::from(who)].key);
         let reading = Reading { now, skew: None };
         match *step {
-            Step::Reserve(who) => {
+            Step::Reserve(who) | Step::Again(who) => {
                 let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
-                if let Reservation::Reserved { lease, .. } = &found {
+                if let (Step::Reserve(_), Reservation::Reserved { lease, .. }) = (step, &found) {
                     leases[usize::from(who)] = lease.clone();
                 }
                 let modelled = store::reserves(config, &mut slots[key_of(who)], who, reading);
                 prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
             }
             Step::Renew(who) => {
-                let found = real.renew(std::slice::from_ref(&leases[usize::from(who)])).await.unwrap();
-                let modelled = store::renews(config, &mut slots[key_of(who)], who, reading);
+                let lease = &leases[usize::from(who)];
+                let found = real.renew(std::slice::from_ref(lease)).await.unwrap();
+                let modelled = store::renews(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
                 prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
             }
             Step::Finish(who, ok, large) => {
                 let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
                 let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
                 let found = real.finish(&leases[usize::from(who)], &finish).await.unwrap();
-                let end = End::finish(kept, ok, (0, 0), now);
+                let end = End::finish(kept, ok, numbers(&leases[usize::from(who)]), now);
                 let modelled = store::ends(config, &mut slots[key_of(who)], who, end);
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
@@ -229,10 +241,12 @@ impl Real {
     /// Whether it is what the model asks for.
     fn is(&self, ask: Ask) -> bool {
         match (self, ask) {
-            (Self::Reserve(_), Ask::Reserve { .. }) | (Self::Renew(_), Ask::Renew { .. }) => true,
-            (Self::Finish(_, Finish::Completed(payload)), Ask::Finish { ok: true, kept, .. })
-            | (Self::Finish(_, Finish::Failed(payload)), Ask::Finish { ok: false, kept, .. }) => {
-                matches!(payload, Payload::Stored { .. }) == matches!(kept, Kept::Stored(_))
+            (Self::Reserve(_), Ask::Reserve { .. }) => true,
+            (Self::Renew(leases), Ask::Renew { attempt, .. }) => leases.iter().all(|lease| numbers(lease).0 == attempt),
+            (Self::Finish(lease, finish), Ask::Finish { ok, kept, attempt, .. }) => {
+                numbers(lease).0 == attempt
+                    && matches!(finish, Finish::Completed(_)) == ok
+                    && matches!(finish.payload(), Payload::Stored { .. }) == matches!(kept, Kept::Stored(_))
             }
             (Self::Release(_, release), Ask::Release(how)) => *release == how.release(),
             _ => false,
@@ -651,17 +665,16 @@ impl<'a> Pair<'a> {
                     self.does(Action::StoreDoesBeat(0));
                     self.does(Action::HearsBeat(0));
                 } else {
-                    self.does(Action::ArrivesLate(Request { who: 0, ask: Ask::Renew { sent: 0 } }));
+                    self.does(Action::ArrivesLate(self.late_renewal()));
                 }
                 beat.verdict.send(Verdict::Done).unwrap();
             }
             Move::FailBeat => {
                 let beat = self.beat.take().unwrap();
-                let request = Request { who: 0, ask: Ask::Renew { sent: 0 } };
                 if matches!(self.world.call(0).beat, Beat::Sent { .. }) {
                     self.does(Action::BeatFails(0));
                 }
-                self.late.push((request, beat.what));
+                self.late.push((self.late_renewal(), beat.what));
                 beat.verdict.send(Verdict::Failed(StoreErrorKind::Unknown)).unwrap();
                 self.faults += 1;
             }
@@ -682,8 +695,9 @@ impl<'a> Pair<'a> {
             }
             Move::OtherFinishes(who) => {
                 let kept = Kept::Stored(who);
-                let real = Real::Finish(self.lease(who), Finish::Completed(store::payload(kept)));
-                let ask = Ask::Finish { kept, ok: true, attempt: 0, starts: 0 };
+                let lease = self.lease(who);
+                let ask = Ask::Finish { kept, ok: true, attempt: numbers(&lease).0, starts: 0 };
+                let real = Real::Finish(lease, Finish::Completed(store::payload(kept)));
                 self.other(Request { who, ask }, &real).await;
             }
             Move::OtherReleases(who) => {
@@ -697,9 +711,18 @@ impl<'a> Pair<'a> {
         }
     }
 
+    /// The lease that `who` holds, or would if its attempt was the first.
     fn lease(&self, who: Who) -> Lease {
         let request = &self.config.requests[usize::from(who)];
-        Record::first(request).lease(request)
+        let slot = self.world.slots[usize::from(self.config.plans[usize::from(who)].key)];
+        let held = slot.filter(|slot| slot.owner == who).map(|slot| slot.record(self.config.lease));
+        held.unwrap_or_else(|| Record::first(request)).lease(request)
+    }
+
+    /// The renewal of the engine's call that nobody waits for any more.
+    fn late_renewal(&self) -> Request {
+        let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, Ask::Renew { .. });
+        *self.world.net.iter().find(is_it).expect("it is under way")
     }
 
     async fn other(&mut self, request: Request, real: &Real) {
@@ -848,10 +871,10 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                 let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
                 let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
                 match step {
-                    Step::Reserve(who) => {
+                    Step::Reserve(who) | Step::Again(who) => {
                         let at = usize::from(who);
                         let found = stores[at].reserve(&requests[at]).await.unwrap();
-                        if let Reservation::Reserved { lease, .. } = &found {
+                        if let (Step::Reserve(_), Reservation::Reserved { lease, .. }) = (step, &found) {
                             leases[at] = lease.clone();
                         }
                         let found = match found {
@@ -867,7 +890,8 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                     Step::Renew(who) => {
                         let at = usize::from(who);
                         let found = stores[at].renew(std::slice::from_ref(&leases[at])).await.unwrap();
-                        let modelled = store::renews(&config, &mut slots[slot(who)], who, reading(who));
+                        let attempt = numbers(&leases[at]).0;
+                        let modelled = store::renews(&config, &mut slots[slot(who)], who, attempt, reading(who));
                         prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
                     }
                     Step::Finish(who, ok, large) => {
@@ -875,8 +899,8 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                         let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
                         let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
                         let found = stores[at].finish(&leases[at], &finish).await.unwrap();
-                        let modelled =
-                            store::ends(&config, &mut slots[slot(who)], who, End::finish(kept, ok, (0, 0), now));
+                        let end = End::finish(kept, ok, numbers(&leases[at]), now);
+                        let modelled = store::ends(&config, &mut slots[slot(who)], who, end);
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
                     Step::Release(who, how) => {

@@ -365,8 +365,8 @@ impl Shared {
         }
     }
 
-    /// The terms of [`HELD`].
-    fn held_terms(&self, lease: &Lease, now: i64) -> Terms {
+    /// The terms of [`OWNED`].
+    fn owned_terms(&self, lease: &Lease, now: i64) -> Terms {
         Terms::default()
             .names(&[OWNER, STATE, EXPIRES_AT])
             .value("owner", binary(&lease.owner.as_bytes()[..]))
@@ -374,11 +374,17 @@ impl Shared {
             .value("passed", number(self.passed(now)))
     }
 
-    /// The record that refused a write of `lease`, if it is this attempt's own: then an earlier write did it.
-    async fn own(&self, name: &str, lease: &Lease, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
+    /// The terms of [`held`].
+    fn held_terms(&self, lease: &Lease, now: i64) -> Terms {
+        self.owned_terms(lease, now).names(&[ATTEMPT]).value("attempt", number(lease.attempt.into()))
+    }
+
+    /// The record that refused a write, unless its retention has ended: an earlier write of the same attempt may have made
+    /// it.
+    async fn refusing(&self, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
         // What can't be read is somebody else's.
         let found = self.met(name, met).await?.and_then(|met| item::read(met).ok());
-        Ok(found.filter(|found| found.record.owner == lease.owner && !self.is_expired(found, self.now())))
+        Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
     /// What a write that ends an attempt is answered if it was refused.
@@ -389,8 +395,8 @@ impl Shared {
         met: Option<Attributes>,
         finished: bool,
     ) -> Result<Write, StoreError> {
-        let own = self.own(name, lease, met).await?;
-        Ok(own.map_or(Write::Refused, |found| found.record.ended(lease.owner, finished)))
+        let found = self.refusing(name, met).await?;
+        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, finished)))
     }
 
     async fn renew_one(&self, lease: &Lease) -> Result<Write, StoreError> {
@@ -406,14 +412,13 @@ impl Shared {
             .value("purge_at", number(times.purge_at));
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
         // A renewal that arrives late must not cut short what a later one has confirmed.
-        let condition = format!("{HELD} AND #lapses_at <= :lapses_at");
+        let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(&name, update, &condition, terms).await? {
             Written::Done => Ok(Write::Done),
             Written::Refused(met) => {
-                let held = self
-                    .own(&name, lease, met)
-                    .await?
-                    .is_some_and(|found| found.record.is_pending() && found.lapses_at > times.lapses_at);
+                let held = self.refusing(&name, met).await?.is_some_and(|found| {
+                    found.record.is_of(lease) && found.record.is_pending() && found.lapses_at > times.lapses_at
+                });
                 Ok(if held { Write::Done } else { Write::Refused })
             }
         }
@@ -438,7 +443,7 @@ impl Shared {
             let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
             return Err(StoreError::new(StoreErrorKind::TooLarge, message));
         }
-        match self.put(item, HELD, self.held_terms(lease, now)).await? {
+        match self.put(item, &held(), self.held_terms(lease, now)).await? {
             Written::Done => {
                 self.waiting.wake(&name);
                 Ok(Write::Done)
@@ -455,7 +460,7 @@ impl Shared {
         // The attempt number is the record's own: a caller that never heard the answer to its reservation doesn't know it.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
-            .held_terms(lease, now)
+            .owned_terms(lease, now)
             .names(&[STARTS, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
             .value("state", letter)
             .value("refund", number(i64::from(release == Release::NotStarted)))
@@ -463,7 +468,7 @@ impl Shared {
             .value("purge_at", number(times.purge_at));
         let update = "SET #state = :state, #starts = #starts - :refund, #expires_at = :expires_at, \
                       #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail";
-        match self.update(&name, update, HELD, terms).await? {
+        match self.update(&name, update, OWNED, terms).await? {
             Written::Done => {
                 self.waiting.wake(&name);
                 Ok(Write::Done)
@@ -527,8 +532,13 @@ impl Shared {
     }
 }
 
-/// The condition of every write of an attempt: the pending record is its own, and retained.
-const HELD: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
+/// The condition of a release: the pending record is its owner's, and retained.
+const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
+
+/// The condition of a renewal and of a finish: the pending record is of this very attempt.
+fn held() -> String {
+    format!("{OWNED} AND #attempt = :attempt")
+}
 
 impl Store for Shared {
     fn name(&self) -> &'static str {

@@ -418,8 +418,9 @@ impl Ends {
         let results: Vec<Option<&[u8]>> = parts.iter().map(|it| it.result.as_deref()).collect();
         let sizes: Vec<Option<i64>> = parts.iter().map(|it| it.result_bytes).collect();
         let ttls: Vec<i64> = ends.iter().map(|it| sql::millis(it.ttl)).collect();
-        let params: [&(dyn ToSql + Sync); 8] =
-            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls];
+        let numbers: Vec<Option<i64>> = ends.iter().map(|it| sql::number_of(&it.record)).collect();
+        let params: [&(dyn ToSql + Sync); 9] =
+            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls, &numbers];
         let mut done = vec![false; ends.len()];
         for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Writes).await? {
             if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
@@ -506,7 +507,8 @@ impl Shared {
         Ok(found.filter(|found| !found.is_expired()))
     }
 
-    /// Compare-and-set on the owner token: a pending record becomes `state`; one that is there already is recognised.
+    /// Compare-and-set on the attempt, or for a release on its owner token: a pending record becomes `state`; one that is
+    /// there already is recognised.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
         let record = Record::after(lease, state);
         for _ in 0..LOOKS {
@@ -515,22 +517,26 @@ impl Shared {
                 return Ok(Write::Done);
             }
             let found = self.look(&lease.key).await?.map(|found| found.record);
-            // A pending one of this owner was made after it was found missing.
-            match found.filter(|found| found.owner == lease.owner) {
-                Some(found) if found.is_pending() => {}
+            match found {
+                // Made after it was found missing.
+                Some(found)
+                    if found.is_pending()
+                        && found.owner == lease.owner
+                        && (found.attempt == lease.attempt || !record.is_finished()) => {}
                 found => {
-                    return Ok(found.map_or(Write::Refused, |found| found.ended(lease.owner, record.is_finished())));
+                    return Ok(found.map_or(Write::Refused, |found| found.ended(lease, record.is_finished())));
                 }
             }
         }
         Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
     }
 
-    async fn renew_some(&self, leases: &[&Lease]) -> Result<Vec<(String, [u8; Owner::BYTES])>, Failure> {
+    async fn renew_some(&self, leases: &[&Lease]) -> Result<Vec<(String, [u8; Owner::BYTES], i64)>, Failure> {
         let keys: Vec<&str> = leases.iter().map(|lease| lease.key.as_str()).collect();
         let owners: Vec<&[u8]> = leases.iter().map(|lease| &lease.owner.as_bytes()[..]).collect();
         let owners = Hidden(owners);
-        let params: [&(dyn ToSql + Sync); 2] = [&keys, &owners];
+        let attempts: Vec<i64> = leases.iter().map(|lease| lease.attempt.into()).collect();
+        let params: [&(dyn ToSql + Sync); 3] = [&keys, &owners, &attempts];
         let renew = || self.server.rows(&self.server.sql.renew, &params, Effect::Writes);
         let rows = match renew().await {
             Err(failure) if failure.is_deadlock => renew().await?,
@@ -538,7 +544,7 @@ impl Shared {
         };
         let renewed = rows.iter().filter_map(|row| {
             let owner = row.try_get::<_, &[u8]>(1).ok()?.try_into().ok()?;
-            Some((row.try_get(0).ok()?, owner))
+            Some((row.try_get(0).ok()?, owner, row.try_get(2).ok()?))
         });
         Ok(renewed.collect())
     }
@@ -618,8 +624,8 @@ impl Store for Shared {
             Ok(leases
                 .iter()
                 .map(|lease| {
-                    let is_renewed = renewed.contains(&(lease.key.as_str().to_owned(), *lease.owner.as_bytes()));
-                    if is_renewed { Write::Done } else { Write::Refused }
+                    let attempt = (lease.key.as_str().to_owned(), *lease.owner.as_bytes(), lease.attempt.into());
+                    if renewed.contains(&attempt) { Write::Done } else { Write::Refused }
                 })
                 .collect())
         })

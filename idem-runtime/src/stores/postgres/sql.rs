@@ -96,7 +96,7 @@ pub(super) struct Statements {
     pub(super) end: Statement,
     /// The same for arrays of them.
     pub(super) end_many: Statement,
-    /// `keys, owners`: renews leases.
+    /// `keys, owners, attempts`: renews leases.
     pub(super) renew: Statement,
     /// `key, attempt`: whether the attempt is pending; sees to it that its end is published.
     pub(super) mark: Statement,
@@ -129,15 +129,16 @@ const RESERVE_WITHIN: [Type; 7] =
 const RESERVE_MANY: [Type; 6] =
     [Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::BYTEA_ARRAY, Type::BOOL_ARRAY, Type::INT8_ARRAY, Type::INT8_ARRAY];
 /// What the end of an attempt sets.
-const END: [Type; 8] =
-    [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8];
-const END_MANY: [Type; 8] = [
+const END: [Type; 9] =
+    [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8, Type::INT8];
+const END_MANY: [Type; 9] = [
     Type::TEXT_ARRAY,
     Type::BYTEA_ARRAY,
     Type::TEXT_ARRAY,
     Type::INT8_ARRAY,
     Type::TEXT_ARRAY,
     Type::BYTEA_ARRAY,
+    Type::INT8_ARRAY,
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
@@ -179,14 +180,16 @@ impl Statements {
         // Whoever waits has marked the row, so that an end which nobody waits for takes no lock at its commit.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > now()");
+        // A release names no attempt.
         let end = |from: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, starts = greatest(r.starts - u.refund, 0), \
                  on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
                  result_bytes = u.result_bytes, lapses_at = now(), expires_at = now() + {ttl}, \
                  listed_at = least(r.listed_at, now() + {ttl}) FROM {from} \
-                 AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms) \
-                 WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'P' AND {there} RETURNING r.key, {wake}",
+                 AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
+                 WHERE r.key = u.key AND r.owner = u.owner AND r.attempt = coalesce(u.attempt, r.attempt) \
+                 AND r.state = 'P' AND {there} RETURNING r.key, {wake}",
                 ttl = ms("u.ttl_ms"),
             )
         };
@@ -224,8 +227,9 @@ impl Statements {
         // A renewal that was under way when a later one was made must not take time back.
         let renew = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, now() + {}), \
-             expires_at = greatest(r.expires_at, now() + {}) FROM unnest($1, $2) AS u (key, owner) \
-             WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'P' AND {there} RETURNING r.key, r.owner",
+             expires_at = greatest(r.expires_at, now() + {}) FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
+             WHERE r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'P' AND {there} \
+             RETURNING r.key, r.owner, r.attempt",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
@@ -270,9 +274,9 @@ impl Statements {
             reserve_many: statement(reserve_many, &RESERVE_MANY),
             reserve_within: statement(reserve_within, &RESERVE_WITHIN),
             replace: statement(replace, &REPLACE),
-            end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"), &END),
-            end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8)"), &END_MANY),
-            renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY]),
+            end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9))"), &END),
+            end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)"), &END_MANY),
+            renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
             reopen: statement(reopen, by_attempt),
@@ -338,7 +342,7 @@ impl Statements {
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
 
-    /// Ends an attempt, whose owner is in `record`, if it is pending; says whether it was.
+    /// Ends the attempt that `record` names, if it is pending; says whether it was.
     pub(super) async fn end_pending<A: Ask>(
         &self,
         at: &A,
@@ -348,7 +352,7 @@ impl Statements {
         ttl: Duration,
     ) -> Result<bool, A::Error> {
         let parts = Parts::of(record);
-        let params: [&(dyn ToSql + Sync); 8] = [
+        let params: [&(dyn ToSql + Sync); 9] = [
             &key,
             &Hidden(parts.owner),
             &parts.state,
@@ -357,9 +361,15 @@ impl Statements {
             &Hidden(parts.result.as_deref()),
             &parts.result_bytes,
             &millis(ttl),
+            &number_of(record),
         ];
         Ok(!at.rows(&self.end, &params, Effect::Writes).await?.is_empty())
     }
+}
+
+/// The number that the attempt which writes `record` at its end has to have: a release may not know it.
+pub(super) fn number_of(record: &Record) -> Option<i64> {
+    record.is_finished().then_some(record.attempt.into())
 }
 
 /// A row that is none of ours.

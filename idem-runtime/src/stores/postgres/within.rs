@@ -180,7 +180,7 @@ impl<S: Session> InPostgres<S> {
             return Ok(Write::Done);
         }
         let found = self.look(&lease.key).await?;
-        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease.owner, record.is_finished())))
+        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, record.is_finished())))
     }
 }
 

@@ -111,16 +111,15 @@ pub(super) struct Terms {
     pub(super) one_key: bool,
 }
 
-/// An owner-checked completion.
+/// A completion, of the attempt that its value names.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Completion<'a> {
     pub(super) key: &'a [u8],
-    pub(super) owner: &'a [u8; 16],
     pub(super) value: &'a [u8],
     pub(super) ttl_ms: u64,
 }
 
-/// A reservation or completion in [`Gather::bytes`]: key, value and (completions) owner, end to end.
+/// A reservation or completion in [`Gather::bytes`]: key and value, end to end.
 struct Entry {
     slot: usize,
     at: usize,
@@ -176,13 +175,7 @@ impl Gather {
     }
 
     fn completion(&self, entry: &Entry) -> Completion<'_> {
-        let owner = self.bytes[entry.at + entry.key + entry.value..].first_chunk();
-        Completion {
-            key: self.key(entry),
-            value: self.value(entry),
-            owner: owner.expect("pushed with the entry"),
-            ttl_ms: entry.ttl_ms,
-        }
+        Completion { key: self.key(entry), value: self.value(entry), ttl_ms: entry.ttl_ms }
     }
 
     /// Ready for other operations, with the room it has.
@@ -323,7 +316,7 @@ impl Dispatch {
         self.0.gather(add).await
     }
 
-    /// Whether the record is this owner's and finished now.
+    /// Whether the record is this attempt's and finished now.
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
         if let Some(_lone) = self.0.enter() {
             return match self.0.one(self.0.finish_one(*completion, false)).await {
@@ -333,7 +326,6 @@ impl Dispatch {
         }
         let add = |gather: &mut Gather| {
             let entry = gather.entry(completion.key, completion.value, completion.ttl_ms);
-            gather.bytes.extend_from_slice(completion.owner);
             let slot = entry.slot;
             gather.completions.push(entry);
             slot
@@ -741,15 +733,15 @@ fn finish<'a>(
     channel: &str,
     completions: impl ExactSizeIterator<Item = Completion<'a>> + Clone,
 ) -> Cmd {
-    let bytes: usize = completions.clone().map(|it| it.key.len() + it.value.len() + 36).sum();
-    let mut command = Cmd::with_capacity(4 + 4 * completions.len(), bytes + script.len() + channel.len() + 16);
+    let bytes: usize = completions.clone().map(|it| it.key.len() + it.value.len() + 20).sum();
+    let mut command = Cmd::with_capacity(4 + 3 * completions.len(), bytes + script.len() + channel.len() + 16);
     command.arg(name).arg(script).arg(completions.len());
     for it in completions.clone() {
         command.arg(it.key);
     }
     command.arg(channel);
     for it in completions {
-        command.arg(&it.owner[..]).arg(it.value).arg(it.ttl_ms);
+        command.arg(it.value).arg(it.ttl_ms);
     }
     command
 }

@@ -1,15 +1,16 @@
--- Finishes many records. KEYS: records. ARGV: wake channel, then for each its owner token, new record and retention.
+-- Finishes many records. KEYS: records. ARGV: wake channel, then for each its new record and retention. A record is
+-- replaced by that of its own attempt only: owner token and number, side by side in both, have to be the same.
 -- Answers one character a key: 1 done, 0 refused, E not written for the error that comes as a second element.
 local KEYS, ARGV, pcall, sub, byte = KEYS, ARGV, redis.pcall, string.sub, string.byte
 local found, answers, failure = pcall('MGET', unpack(KEYS)), {}, nil
 if found.err then return found end
 for i = 1, #KEYS do
-  local record, at, answer = found[i], 3 * i - 1, '0'
-  if record and sub(record, 9, 24) == ARGV[at] and sub(record, 1, 5) == 'idem\1' then
+  local record, at, answer = found[i], 2 * i, '0'
+  if record and sub(record, 9, 28) == sub(ARGV[at], 9, 28) and sub(record, 1, 5) == 'idem\1' then
     local state, flags = byte(record, 6, 7)
     if state == 80 then
       -- Caught, so that an error halfway doesn't leave the others unanswered.
-      local reply = pcall('SET', KEYS[i], ARGV[at + 1], 'PX', ARGV[at + 2])
+      local reply = pcall('SET', KEYS[i], ARGV[at], 'PX', ARGV[at + 1])
       if reply.err then
         answer, failure = 'E', failure or reply.err
       else

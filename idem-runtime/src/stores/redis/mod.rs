@@ -3,7 +3,8 @@
 //! A record is one string in the [format](crate::record::format) that every byte store shares. `SET key record NX GET PX
 //! retention` reserves a key or returns its record in one round trip. There is no clock but the server's: each renewal
 //! sets the whole retention anew, so the age of a lease is the retention minus what is left of it. Only what changes a
-//! record that is there needs a script, and each script checks the owner token.
+//! record that is there needs a script, and each script checks the owner token, those of a renewal
+//! and a completion also the attempt's number.
 //!
 //! The topology varies beneath that: a [route](route) says which server an operation goes to, a [dispatch](dispatch) sends
 //! what many tasks want of it, a [connection](connection) is made anew when it breaks.
@@ -273,7 +274,8 @@ impl Shared {
         let renewed = self
             .call_many(script, leases.iter().map(|lease| self.name_of(&lease.key)), Op::Write, |command| {
                 for lease in leases {
-                    command.arg(&lease.owner.as_bytes()[..]).arg(millis(lease.lease.saturating_add(lease.ttl)));
+                    let attempt = [&lease.owner.as_bytes()[..], &lease.attempt.to_be_bytes()].concat();
+                    command.arg(attempt).arg(millis(lease.lease.saturating_add(lease.ttl)));
                 }
             })
             .await
@@ -382,12 +384,7 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let key = self.name_of(&lease.key);
             let value = format::encode(&Record::after(lease, finish.state()));
-            let completion = Completion {
-                key: key.as_bytes(),
-                owner: lease.owner.as_bytes(),
-                value: &value,
-                ttl_ms: millis(lease.ttl),
-            };
+            let completion = Completion { key: key.as_bytes(), value: &value, ttl_ms: millis(lease.ttl) };
             written(&self.router.run(key.as_bytes(), Op::Finish(completion)).await.map_err(failed)?)
         })
     }

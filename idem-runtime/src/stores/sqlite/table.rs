@@ -163,8 +163,9 @@ impl Sql {
     const COUNT: usize = Self::Relist as usize + 1;
 
     fn text(self, table: &str) -> String {
-        // The rows that an owner may write to.
+        // The rows that an owner may write to, and those that an attempt may.
         let owned = "key = ?1 AND owner = ?2 AND state = 'P' AND format = 1 AND expires_at > ?3";
+        let held = format!("{owned} AND attempt = ?4");
         match self {
             Self::Insert => format!(
                 r#"INSERT INTO "{table}" (key, owner, format, state, attempt, starts, fingerprint, on_crash_fail, lease_ms,
@@ -186,14 +187,14 @@ impl Sql {
                 )
             }
             Self::Finish => format!(
-                r#"UPDATE "{table}" SET state = ?4, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
-                expires_at = ?5, codec = ?6, result_bytes = ?7, result = ?8 WHERE {owned}"#
+                r#"UPDATE "{table}" SET state = ?5, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
+                expires_at = ?6, codec = ?7, result_bytes = ?8, result = ?9 WHERE {held}"#
             ),
             Self::Release => format!(
                 r#"UPDATE "{table}" SET state = ?4, starts = max(starts - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
                 ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            Self::Renew => format!(r#"UPDATE "{table}" SET lapses_at = ?4, expires_at = ?5 WHERE {owned}"#),
+            Self::Renew => format!(r#"UPDATE "{table}" SET lapses_at = ?5, expires_at = ?6 WHERE {held}"#),
             Self::Reopen => format!(
                 r#"UPDATE "{table}" SET state = 'R', starts = 0, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL,
                 lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
@@ -325,9 +326,9 @@ impl<'c> Table<'c> {
             return Err(Trouble::TooLarge(bytes));
         }
         let record = Record::after(lease, finish.state());
-        let Parts { state, owner, codec, result_bytes, result, .. } = Parts::of(&record);
+        let Parts { state, owner, attempt, codec, result_bytes, result, .. } = Parts::of(&record);
         let (key, expires_at) = (lease.key.as_str(), after(now, lease.ttl));
-        let columns = params![key, owner, now, state, expires_at, codec, result_bytes, result.as_deref()];
+        let columns = params![key, owner, now, attempt, state, expires_at, codec, result_bytes, result.as_deref()];
         match self.sql(Sql::Finish)?.execute(columns)? {
             0 => self.ended(lease, true, now),
             _ => Ok(Write::Done),
@@ -345,17 +346,17 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// What a write that found no pending record of its owner is answered.
+    /// What a write that found no pending record of its own is answered.
     fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Write, Trouble> {
         let found = self.find(&lease.key, now)?;
-        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease.owner, with_result)))
+        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, with_result)))
     }
 
     /// Counts lease and retention anew.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
         let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
-        let renewed =
-            self.sql(Sql::Renew)?.execute(params![key, owner, now, lapses_at, after(lapses_at, lease.ttl)])?;
+        let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl)];
+        let renewed = self.sql(Sql::Renew)?.execute(columns)?;
         Ok(if renewed == 1 { Write::Done } else { Write::Refused })
     }
 
