@@ -708,6 +708,15 @@ async fn items_of_others_are_left_alone() {
     let sample = item(&raw(), "others:1/test/sample").await;
     let number = |n: i64| AttributeValue::N(n.to_string());
     let text = |text: &str| AttributeValue::S(text.to_owned());
+    // An item of a later version whose retention seems to have ended is that version's to judge.
+    let mut later = sample.clone();
+    later.insert("key".to_owned(), text("others:1/test/later"));
+    later.insert("format".to_owned(), number(2));
+    later.insert("expires_at".to_owned(), number(1));
+    raw().put_item().table_name(TABLE).set_item(Some(later.clone().into_iter().collect())).send().await.unwrap();
+    let error = store.reserve(&request(&store, "later")).await.unwrap_err();
+    assert!(error.kind() == StoreErrorKind::Corrupt && error.to_string().contains("format 2"), "{error}");
+    assert_eq!(item(&raw(), "others:1/test/later").await, later);
     let spoiled: Vec<(&str, &str, Option<AttributeValue>)> = vec![
         ("format", "not a record", None),
         ("format", "not a record", Some(text("1"))),

@@ -17,7 +17,7 @@ pub(super) type Attributes = HashMap<String, AttributeValue>;
 pub(super) const MAX_BYTES: usize = 400 * 1024;
 
 pub(super) const KEY: &str = "key";
-const FORMAT: &str = "format";
+pub(super) const FORMAT: &str = "format";
 pub(super) const STATE: &str = "state";
 pub(super) const OWNER: &str = "owner";
 pub(super) const ATTEMPT: &str = "attempt";

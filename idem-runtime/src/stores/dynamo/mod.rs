@@ -20,8 +20,8 @@ use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValu
 
 use self::answer::{Tries, Written};
 use self::item::{
-    ATTEMPT, Attributes, EXPIRES_AT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, STARTS, STATE,
-    TTL_MS, Times, binary, integer, number, text,
+    ATTEMPT, Attributes, EXPIRES_AT, FORMAT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, STARTS,
+    STATE, TTL_MS, Times, binary, integer, number, text,
 };
 pub use self::table::DynamoOptions;
 use self::table::WallClock;
@@ -341,8 +341,12 @@ impl Shared {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
-        let terms = Terms::default().names(&[KEY, EXPIRES_AT]).value("passed", number(self.passed(now)));
-        self.put(item, "attribute_not_exists(#key) OR #expires_at <= :passed", terms).await
+        // What the times of another version mean only that version knows.
+        let terms = Terms::default()
+            .names(&[KEY, FORMAT, EXPIRES_AT])
+            .value("format", number(Parts::VERSION))
+            .value("passed", number(self.passed(now)));
+        self.put(item, "attribute_not_exists(#key) OR (#format = :format AND #expires_at <= :passed)", terms).await
     }
 
     /// Puts `item` in place of the record that was met, if it still is the one that was met.
