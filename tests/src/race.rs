@@ -170,7 +170,7 @@ pub fn key(n: usize) -> Key {
 pub enum Keys {
     /// This many.
     Fixed(usize),
-    /// As many as `Crew::finish` is told in the end; until then there is always one more.
+    /// As many as [`Crew::finish`] tells in the end; until then there is always one more.
     Open,
 }
 
