@@ -202,7 +202,7 @@ impl Subject {
     }
 
     fn memory() -> Self {
-        let store = MemoryStore::new();
+        let store = MemoryStore::with_capacity(usize::MAX);
         Self::new("Memory", runtime(), [store.handle(), store.handle()], ())
     }
 
