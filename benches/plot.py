@@ -193,7 +193,8 @@ def plot_peers(results, path):
         axes.set_yscale("log")
         log_scale(axes.yaxis)
         axes.set_ylim(bottom=0.1)
-        axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
+        short = [re.sub(r"(,| (?=with)|crate) ?", lambda it: it[1].rstrip() + "\n", name) for name in names]
+        axes.set_xticks(range(len(names)), short)
         finish(axes, f"on {server}", "thousand calls a second")
     colours = [("peer", GREY), ("idem, first run", "#4c72b0"), ("idem, replay", "#c44e52")]
     marks = [patches.Patch(color=colour, label=label) for label, colour in colours]
