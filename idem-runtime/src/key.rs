@@ -54,6 +54,20 @@ impl Key {
         &self.text
     }
 
+    /// Which of `shards` (at most 256) holds what belongs to the key, by bits of its hash that a map of keys uses neither for
+    /// the place nor for the tag of an entry.
+    #[cfg(any(feature = "memory", feature = "cached"))]
+    pub(crate) fn shard(&self, shards: usize) -> usize {
+        usize::from(self.hash.to_le_bytes()[5]) % shards
+    }
+
+    /// The first bits of its hash.
+    #[cfg(feature = "memory")]
+    pub(crate) fn short_hash(&self) -> u32 {
+        let [a, b, c, d, ..] = self.hash.to_le_bytes();
+        u32::from_le_bytes([a, b, c, d])
+    }
+
     /// The stored form, for whoever keeps it.
     #[cfg(feature = "memory")]
     pub(crate) fn shared(&self) -> Arc<str> {
@@ -340,26 +354,6 @@ impl<'a> KeyBuilder<'a> {
         }
     }
 
-    /// Appends a whole number, as [`display_part`](KeyBuilder::display_part) does, but for the machinery of formatting.
-    fn whole_part(&mut self, negative: bool, magnitude: u64, next: Option<char>) {
-        let mut digits = [0; 21];
-        let mut at = digits.len();
-        let mut rest = magnitude;
-        loop {
-            at -= 1;
-            digits[at] = b"0123456789"[(rest % 10) as usize];
-            rest /= 10;
-            if rest == 0 {
-                break;
-            }
-        }
-        if negative {
-            at -= 1;
-            digits[at] = b'-';
-        }
-        self.text_part(str::from_utf8(&digits[at..]).unwrap_or_default(), next);
-    }
-
     /// Notes that a value is absent: the whole key is missing.
     pub fn missing_part(&mut self) {
         self.problem.get_or_insert(KeyProblem::Missing);
@@ -515,17 +509,16 @@ macro_rules! whole {
     ($($type:ty)*) => { $(
         impl KeyPart for $type {
             fn append(&self, builder: &mut KeyBuilder<'_>, next: Option<char>) {
-                #[allow(unused_comparisons, clippy::cast_lossless, reason = "for all of them")]
-                builder.whole_part(*self < 0, self.abs_diff(0) as u64, next);
+                builder.text_part(itoa::Buffer::new().format(*self), next);
             }
         }
     )* };
 }
 
-whole! { u8 u16 u32 u64 usize i8 i16 i32 i64 isize }
+whole! { u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize }
 
 displayed! {
-    bool char u128 i128
+    bool char
     std::num::NonZeroU8 std::num::NonZeroU16 std::num::NonZeroU32 std::num::NonZeroU64 std::num::NonZeroU128
     std::num::NonZeroI8 std::num::NonZeroI16 std::num::NonZeroI32 std::num::NonZeroI64 std::num::NonZeroI128
     std::num::NonZeroUsize std::num::NonZeroIsize

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
@@ -44,8 +44,8 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// another process finished is kept from its second replay on, which reads the record together with what is left of its
 /// retention; the first two replays cost one call each, as they would without the cache.
 ///
-/// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have it without a call if it is
-/// a finished record. Any other answer is not shared: each then asks for itself.
+/// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have
+/// it without a call if it is a finished record. Any other answer is not shared: each then asks for itself.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: those of the store. The cache never answers that a key is free.
 /// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them what
@@ -336,10 +336,7 @@ impl Cache {
     }
 
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        let mut hasher = KeyHasher::default();
-        key.hash(&mut hasher);
-        // Bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.
-        lock(&self.shards[usize::from(hasher.finish().to_le_bytes()[5]) & (self.shards.len() - 1)])
+        lock(&self.shards[key.shard(self.shards.len())])
     }
 
     /// To be taken before the store is asked for what will be entered.

@@ -3,7 +3,7 @@
 mod slots;
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::BuildHasherDefault;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -146,7 +146,7 @@ impl Default for Shard {
 impl Shard {
     /// The place of a record that may have expired.
     fn place(&self, key: &Key) -> Option<u32> {
-        let hash = short_hash(key);
+        let hash = key.short_hash();
         let is_it = |place: &u32| self.slots.get(*place).is_of(hash, key);
         self.places.find(spread(hash), is_it).copied()
     }
@@ -208,14 +208,6 @@ impl Shard {
     }
 }
 
-/// The bits of a key's hash that a slot remembers.
-fn short_hash(key: &Key) -> u32 {
-    let mut hasher = KeyHasher::default();
-    key.hash(&mut hasher);
-    let [a, b, c, d, ..] = hasher.finish().to_le_bytes();
-    u32::from_le_bytes([a, b, c, d])
-}
-
 /// As many bits as a table wants, at both ends.
 fn spread(hash: u32) -> u64 {
     u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -240,11 +232,8 @@ impl Shared {
         point(clock::now(self.heartbeats.clock()))
     }
 
-    /// Chosen by bits of the hash that the map of a shard uses neither for the place nor for the tag of an entry.
     fn shard(&self, key: &Key) -> &Mutex<Shard> {
-        let mut hasher = KeyHasher::default();
-        key.hash(&mut hasher);
-        &self.records.shards[usize::from(hasher.finish().to_le_bytes()[5]) % SHARDS]
+        &self.records.shards[key.shard(SHARDS)]
     }
 
     fn sweep(&self, shard: &mut Shard, now: Nanos, limit: usize) {
@@ -273,7 +262,7 @@ impl Shared {
             }
             let record = Record::first(request);
             let lease = record.lease(request);
-            shard.insert(Slot::new(record, &request.key, short_hash(&request.key), ttl, now));
+            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now));
             return Ok(Reservation::Reserved { lease, takeover: false });
         };
         let slot = shard.slots.get_mut(place);
