@@ -28,8 +28,8 @@ use idem_benches::{
     Goal, Receipt, Samples, Table, alternate, alternate_all, is_wanted, paced, sized, thousands_per_second, timed,
 };
 use idem_runtime::{
-    Cached, Error, Key, Lease, MemoryStore, OnCrash, Policy, PostgresStore, RedisStore, Reservation, Reserve,
-    SqliteStore, Store, Synchronous, Write, idempotent,
+    Cached, Error, Lease, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, Write,
+    idempotent,
 };
 use idem_tests::cluster::Cluster;
 use idem_tests::postgres::PostgresServer;
@@ -633,19 +633,8 @@ async fn hold(store: &Arc<dyn Store>, scope: &'static str, from: u64, count: u64
         let (store, leases) = (Arc::clone(store), Arc::clone(&leases));
         async move {
             for n in calls {
-                let request = Reserve {
-                    key: Key::new(scope, format!("order:{}", from + n)).expect("a valid key"),
-                    owner: store.heartbeats().new_owner(),
-                    lease: Duration::from_secs(3600),
-                    ttl: Duration::from_secs(7 * 86_400),
-                    fingerprint: None,
-                    on_crash: OnCrash::Retry,
-                    max_attempts: None,
-                };
-                match store.reserve(&request).await {
-                    Ok(Reservation::Reserved { lease, .. }) => leases.lock().expect("no panic before").push(lease),
-                    other => panic!("{other:?}"),
-                }
+                let lease = idem_benches::hold(&*store, scope, from + n).await;
+                leases.lock().expect("no panic before").push(lease);
             }
         }
     })

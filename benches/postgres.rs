@@ -9,12 +9,11 @@
 //! The library has its default pool of 6 connections, whatever the number of tasks. Server and client share the machine.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use idem_benches::by_hand::postgres::ByHand;
 use idem_benches::by_hand::{new_orders, share};
-use idem_benches::{Goal, Receipt, Samples, Table, alternate, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, Key, Lease, OnCrash, PostgresStore, Reservation, Reserve, Store, Write, idempotent};
+use idem_benches::{Goal, Receipt, Samples, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
+use idem_runtime::{Error, Lease, PostgresStore, Store, Write, idempotent};
 use idem_tests::postgres::PostgresServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
@@ -130,7 +129,7 @@ impl Bench {
             let mut running = JoinSet::new();
             for n in 0..count {
                 let store = self.store.clone();
-                running.spawn(async move { hold(&store, n).await });
+                running.spawn(async move { hold(&*store.handle(), "bench::hold", n).await });
             }
             running.join_all().await
         });
@@ -140,23 +139,6 @@ impl Bench {
         };
         let beats: Vec<f64> = (0..rounds).map(|_| timed(beat).as_secs_f64() * 1e3).collect();
         beats.into()
-    }
-}
-
-/// Reserves an order for longer than the bench takes.
-async fn hold(store: &PostgresStore, order_id: u64) -> Lease {
-    let request = Reserve {
-        key: Key::new("bench::hold", format!("order:{order_id}")).expect("a valid key"),
-        owner: store.heartbeats().new_owner(),
-        lease: Duration::from_secs(3600),
-        ttl: Duration::from_secs(7 * 86_400),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    };
-    match store.reserve(&request).await {
-        Ok(Reservation::Reserved { lease, .. }) => lease,
-        other => panic!("{other:?}"),
     }
 }
 

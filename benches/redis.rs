@@ -8,12 +8,10 @@
 //! By hand there are two connections, as the client makes them by default and with `TCP_NODELAY`; a line is against the
 //! better of the two. Server and client share the machine.
 
-use std::time::Duration;
-
-use idem_benches::by_hand::redis::{ByHand, TTL};
+use idem_benches::by_hand::redis::ByHand;
 use idem_benches::by_hand::share;
-use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, Key, OnCrash, RedisStore, Reservation, Reserve, Store, idempotent};
+use idem_benches::{Goal, Receipt, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
+use idem_runtime::{Error, RedisStore, Store, idempotent};
 use idem_tests::server::{Kind, RedisServer};
 use tokio::runtime::Runtime;
 
@@ -115,7 +113,7 @@ impl Bench {
                 Work::InProgress => {
                     let holder = RedisStore::connect(&self.server.url()).await.expect("connects");
                     for order_id in 0..work.orders() {
-                        hold(&holder, order_id).await;
+                        hold(&*holder.handle(), "bench::ship", order_id).await;
                     }
                 }
             }
@@ -138,21 +136,6 @@ impl Bench {
         let took = timed(|| self.runtime.block_on(calls));
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
-}
-
-/// Reserves an order for longer than the bench takes.
-async fn hold(store: &RedisStore, order_id: u64) {
-    let request = Reserve {
-        key: Key::new("bench::ship", format!("order:{order_id}")).expect("a valid key"),
-        owner: store.heartbeats().new_owner(),
-        lease: Duration::from_secs(3600),
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    };
-    let reserved = store.reserve(&request).await;
-    assert!(matches!(reserved, Ok(Reservation::Reserved { .. })), "{reserved:?}");
 }
 
 fn main() {

@@ -15,6 +15,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use idem_runtime::{Key, Lease, OnCrash, Reservation, Reserve, Store};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -33,6 +34,26 @@ pub fn sized<T>(full: T, quick: T) -> T {
 pub fn is_wanted(work: &str) -> bool {
     let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
     filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
+}
+
+/// Reserves an order for longer than any bench takes.
+///
+/// # Panics
+/// If it can't be reserved.
+pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Lease {
+    let request = Reserve {
+        key: Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
+        owner: store.heartbeats().new_owner(),
+        lease: Duration::from_secs(3600),
+        ttl: Duration::from_secs(7 * 86_400),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    };
+    match store.reserve(&request).await {
+        Ok(Reservation::Reserved { lease, .. }) => lease,
+        other => panic!("{other:?}"),
+    }
 }
 
 /// How long `work` took.
