@@ -49,12 +49,12 @@ const SHIPPED: u64 = 1000;
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
-#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"))]
 async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
     Ok(Receipt::of(order_id))
 }
 
-#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship", policy = LARGE)]
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"), policy = LARGE)]
 async fn render(store: &dyn Store, order_id: u64, page: &str) -> Result<String, Error> {
     Ok(page.to_owned())
 }
@@ -97,12 +97,12 @@ impl Gate {
     }
 }
 
-#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::gate")]
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::gate"))]
 async fn rejecting(store: &dyn Store, order_id: u64, gate: &Gate) -> Result<Receipt, Error> {
     Ok(gate.pass(order_id).await)
 }
 
-#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::gate", in_progress = wait("10m"))]
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::gate"), in_progress = wait("10m"))]
 async fn waiting(store: &dyn Store, order_id: u64, gate: &Gate) -> Result<Receipt, Error> {
     Ok(gate.pass(order_id).await)
 }
@@ -526,7 +526,7 @@ impl Subject {
         for round in 0..=sized(5, 1) {
             let before = (cpu_of_children(), cpu_of_this_process());
             let took = timed(|| {
-                let renewed = self.runtime.block_on(self.store.renew(&leases)).expect("answers");
+                let renewed = self.runtime.block_on(idem_runtime::renew_all(&self.store, &leases)).expect("answers");
                 assert!(renewed.iter().all(|write| *write == Write::Done), "a lease was lost");
             });
             if round > 0 {

@@ -51,7 +51,7 @@ struct App<B> {
 }
 
 /// Charges, and checks too late: who comes again has charged again already.
-#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_before_check")]
 async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     app.bank.charge(order, None).await?;
     if !app.bank.is_charged(order).await? {
@@ -62,7 +62,7 @@ async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
 
 /// Checks, then charges. That helps against crashes; it does not against a worker that stands still in between, for as
 /// long as somebody else needs to take over.
-#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "check_before_charge")]
 async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if !app.bank.is_charged(order).await? {
         app.bank.charge(order, None).await?;
@@ -71,7 +71,7 @@ async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
 }
 
 /// Hands the bank a key that is the same on every attempt.
-#[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_with_key")]
 async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     let key = current().map(|attempt| attempt.child_key("charge"));
     app.bank.charge(order, key).await?;
@@ -80,7 +80,7 @@ async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, P
 
 /// For a bank that knows no keys: charges once or not at all. A run that was interrupted, and a charge without an answer,
 /// are set aside for a person; they are not tried again.
-#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_crash = fail, on_error = record)]
+#[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_at_most_once", on_crash = fail, on_error = record)]
 async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if app.bank.is_charged(order).await? {
         return Err(PaymentError::AlreadyCharged);

@@ -18,7 +18,9 @@ use std::{env, fs, io, mem, process, thread};
 use idem_examples::{
     Arguments, Charges, Count, Counts, Event, Keeps, Ledger, Mishap, PaymentError, Queue, Receipt, counts, deliveries,
 };
-use idem_runtime::{Disposition, Key, SqliteStore, Store as _, StoreError, current, idempotent, observe};
+use idem_runtime::{
+    Backoff, Disposition, Key, Policy, SqliteStore, Store as _, StoreError, current, idempotent, observe,
+};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
@@ -27,13 +29,17 @@ const HANDLERS_PER_WORKER: usize = 8;
 
 type Failure = Box<dyn Error>;
 
+/// Results are remembered for a week, and a payment that fails is tried again soon.
+const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
+    .backoff(Backoff::new(Duration::from_millis(50), Duration::from_secs(1)));
+
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 ///
 /// A worker can die between the charge and its record. The body then runs again, so it hands the payment provider a key
 /// that is the same on every attempt.
 #[idempotent(
     key = "order:{event.order.order_id}",
-    ttl = "7d",
+    policy = PAYMENTS,
     store = app.store,
     scope = "charge_customer",
     lease = "500ms",
@@ -53,7 +59,7 @@ async fn consume(app: Arc<App>) {
         counts(&outcome).for_each(|count| app.count(count));
         match outcome.disposition() {
             Disposition::Ack => app.world.queue.ack(&message),
-            Disposition::Retry { after } => app.world.queue.nack(&message, after),
+            Disposition::Retry { after } => app.world.queue.nack(&message, Some(after)),
             Disposition::DeadLetter => {
                 if let Err(error) = result {
                     eprintln!("line {}: set aside: {error}", message.event.line);
@@ -149,7 +155,7 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     let (die, mut death) = mpsc::channel(1);
     // A handle of its own, as another process would have: nobody else renews its leases.
     let store = runtime.block_on(SqliteStore::open(file))?;
-    let app = Arc::new(App { store, world: Arc::clone(world), die });
+    let app = Arc::new(App { store: store.clone(), world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {
         let app = Arc::clone(&app);
         if idempotent {
@@ -162,8 +168,8 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     let died = runtime.block_on(death.recv()).is_some();
     if died {
         lock(&world.counts).add(Count::WorkerDied, 1);
-        // As `kill -9` does it: no handler is dropped, so no key is released, and no lease is renewed any more.
-        mem::forget(runtime);
+        // As `kill -9` does it: no key is released, and no lease is renewed any more.
+        store.heartbeats().abandon();
     }
     Ok(!died)
 }

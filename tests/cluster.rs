@@ -1,4 +1,11 @@
 //! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm: what fails over, and what is lost.
+#![allow(
+    clippy::similar_names,
+    clippy::maybe_infinite_iter,
+    reason = "the names are those of the nodes, and each of them serves some key"
+)]
+// Deep futures: a store, its lanes and its connection, within a test.
+#![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 use std::collections::BTreeMap;
@@ -8,11 +15,11 @@ use std::time::Duration;
 
 use idem_runtime::{
     Disposition, Error, Json, Lease, Operation, Payload, RedisOptions, RedisStore, Release, Reservation, State, Store,
-    StoreError, StoreErrorKind, Write, observe, record_values, run,
+    StoreError, StoreErrorKind, Write, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, call, call_with, done, key, lease_of, request};
 use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
-use idem_tests::race::Race;
+use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
 
@@ -197,7 +204,7 @@ async fn no_command_names_keys_of_two_slots() {
     }
     let more: Vec<String> = names.iter().map(|name| format!("lease {name}")).collect();
     let leases = futures::future::join_all(more.iter().map(|name| reserved(&store, name))).await;
-    let renewed = store.renew(&leases).await.unwrap();
+    let renewed = renew_all(&store, &leases).await.unwrap();
     assert!(renewed.len() == leases.len() && renewed.iter().all(|renewed| *renewed == Write::Done));
     let released = futures::future::join_all(leases.iter().map(|lease| store.release(lease, Release::Returned))).await;
     assert!(released.into_iter().all(|released| released.unwrap() == Write::Done));
@@ -303,6 +310,98 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
+/// Renews `leases` by `handle`, of which those in `silent` are on a node that is stopped; all others are answered while these
+/// are still awaited.
+async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
+    let answered = Mutex::new(vec![None; leases.len()]);
+    let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
+    let healthy = until("the others are answered", async || {
+        let answered = answered.lock().unwrap();
+        silent.iter().zip(answered.iter()).all(|(silent, write)| *silent || *write == Some(Write::Done))
+    });
+    tokio::select! {
+        renewed = handle.renew(leases, &answer) => panic!("{how}: waited for the node that is silent: {renewed:?}"),
+        () = healthy => {}
+    }
+    let answered = answered.into_inner().unwrap();
+    let early = silent.iter().zip(&answered).filter(|(silent, write)| **silent && write.is_some());
+    assert_eq!(early.count(), 0, "{how}");
+}
+
+#[test]
+fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
+    side_by_side([false, true], async |confirmed| {
+        // Never replaced: it is silent, and that is all. Its answers are awaited for as long as this test takes.
+        let cluster = Cluster::start(60_000);
+        let patient = || RedisStore::options().response_timeout(LEASE);
+        let options = || if confirmed { patient().min_replicas(1, Duration::from_secs(5)) } else { patient() };
+        let store = options().connect(&cluster.url()).await.unwrap();
+        let names: Vec<_> = (0..120).map(|n| format!("k{n}")).collect();
+        let leases = futures::future::join_all(names.iter().map(|name| reserved(&store, name))).await;
+        let on_first = |name: &str| cluster.serves(&record_of(name)) == Some(0);
+        let silent: Vec<_> = names.iter().map(|name| on_first(name)).collect();
+        assert!(silent.contains(&true) && silent.contains(&false));
+        // A slot of the second node that is the third one's by now, of which the store has not heard.
+        let moved =
+            (0..).map(|n| format!("moved{n}")).find(|name| cluster.serves(&record_of(name)) == Some(1)).unwrap();
+        let named = |prefix: &str, first: bool, count: usize| -> Vec<String> {
+            let names = (0..).map(|n| format!("{prefix}{n}"));
+            names.filter(|name| on_first(name) == first).take(count).collect()
+        };
+        let (hanging, more) = (named("hanging", true, 20), named("more", false, 60));
+        cluster.nodes[0].signal("-STOP");
+        let (from, to) = (cluster.nodes[1].port(), cluster.nodes[2].port());
+        let slot: u16 = ask(from, &format!("CLUSTER KEYSLOT {}", record_of(&moved))).unwrap();
+        let to_id: String = ask(to, "CLUSTER MYID").unwrap();
+        for port in [to, from] {
+            ask::<Value>(port, &format!("CLUSTER SETSLOT {slot} NODE {to_id}")).unwrap();
+        }
+
+        // By connections that are there, by those of the upkeep, which are made now, and on a runtime that has none.
+        let upkeep = store.upkeep();
+        for round in 0..3 {
+            renews_but(&store, &leases, &silent, "a caller").await;
+            renews_but(&*upkeep, &leases, &silent, &format!("the upkeep, round {round}")).await;
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(async {
+                    renews_but(&store, &leases, &silent, "another runtime").await;
+                    renews_but(&*upkeep, &leases, &silent, "the upkeep on another runtime").await;
+                });
+            });
+        });
+        // Everything else goes on as well, beside calls that hang.
+        let hanging: Vec<_> = hanging.iter().map(|name| request(&store, name)).collect();
+        let hang = futures::future::join_all(hanging.iter().map(|request| store.reserve(request)));
+        let go_on = async {
+            assert_eq!(reserved(&store, &moved).await.attempt, 1);
+            for name in &more {
+                let lease = reserved(&store, name).await;
+                assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+                assert!(store.inspect(&lease.key).await.unwrap().is_some());
+            }
+            for (lease, _) in leases.iter().zip(&silent).filter(|(_, silent)| !**silent).take(10) {
+                assert_eq!(answered(async || store.release(lease, Release::Returned).await).await, Write::Done);
+            }
+        };
+        tokio::select! {
+            hung = hang => panic!("the node answers: {hung:?}"),
+            () = go_on => {}
+        }
+        // A store can be opened as well: it waits a moment for what the node may say.
+        let url = cluster.url();
+        let opening = options().connect(&url);
+        let opened = tokio::time::timeout(LEASE / 2, opening).await.expect("not held up").unwrap();
+        renews_but(&opened, &leases[leases.len() - 40..], &silent[leases.len() - 40..], "a new store").await;
+        cluster.nodes[0].signal("-CONT");
+        let kept = &leases[leases.len() - 40..];
+        let renewed = answered(async || renew_all(&store, kept).await).await;
+        assert!(renewed.iter().all(|write| *write == Write::Done), "{renewed:?}");
+    });
+}
+
 #[tokio::test]
 async fn slots_that_move_are_followed() {
     let cluster = Cluster::start(20_000);
@@ -333,7 +432,7 @@ async fn slots_that_move_are_followed() {
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
-        assert_eq!(store.renew(std::slice::from_ref(&begun_there)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Write::Done]);
         // Half of it has moved.
         let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
@@ -598,7 +697,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         assert_eq!(source.kind(), StoreErrorKind::Unknown, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
         // Renewals count as little. That somebody else is running may be said all the same.
-        let error = store.renew(std::slice::from_ref(&lease)).await.unwrap_err();
+        let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
         assert!(matches!(pending, Reservation::Pending { attempt: 1, .. }), "{pending:?}");
@@ -811,10 +910,11 @@ fn clusters_speak_tls() {
     wait_until("the cluster is up", || field(server.port(), "CLUSTER INFO", "cluster_state").as_deref() == Some("ok"));
     let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
     std::fs::write(&effects, "").unwrap();
+    let orders = Orders::plain(spec, &effects, 3);
     // A racer goes on until it gets through.
     let racer = std::process::Command::new("timeout")
         .args(["60", env!("CARGO_BIN_EXE_racer")])
-        .args([&spec, &effects, "3", "0"])
+        .args(orders.words())
         // In a process of its own, as the trusted certificates are read from its environment.
         .env("SSL_CERT_FILE", path("cert.pem"))
         .output()

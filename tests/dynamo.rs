@@ -1,5 +1,10 @@
 //! `DynamoStore` against emulators: what is written, what it costs, whose clock counts, and what breaks. What no emulator
 //! shows (throttling, conflicts, answers that are none) is scripted.
+#![allow(
+    clippy::unchecked_time_subtraction,
+    clippy::semicolon_if_nothing_returned,
+    reason = "the durations are constants"
+)]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 use std::collections::BTreeMap;
@@ -15,7 +20,7 @@ use aws_sdk_dynamodb::types::{
 use idem_runtime::{
     DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner,
     Payload, Record, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
-    record_values, run,
+    record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, TTL, call, done, request, reserved, stored, wins};
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
@@ -101,7 +106,7 @@ async fn the_written_form_is_pinned() {
     let lease = begin("pending-fail-fingerprint", fingerprint, OnCrash::Fail).await;
     show("pending-fail-fingerprint", Record::after(&lease, pending(OnCrash::Fail))).await;
     let lease = begin("renewed", None, OnCrash::Retry).await;
-    assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
     show("renewed", Record::after(&lease, pending(OnCrash::Retry))).await;
     let lease = begin("released", fingerprint, OnCrash::Retry).await;
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
@@ -298,7 +303,7 @@ async fn calls_are_counted() {
         leases.push(reserved(&store, &format!("beat{n}")).await);
     }
     wire.seen();
-    assert_eq!(store.renew(&leases).await.unwrap(), [Write::Done; 100]);
+    assert_eq!(renew_all(&store, &leases).await.unwrap(), [Write::Done; 100]);
     costs("beat of 100 leases", &["UpdateItem"; 100]);
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
     costs("release", &["UpdateItem"]);
@@ -388,7 +393,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         };
         // The owner renews when half of its lease is over, and never again.
         machines.at(lease / 2);
-        assert_eq!(a.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
         let lapses = lease / 2 + lease;
         for at in [lease / 2, lease, lapses - 1, lapses] {
             machines.at(at);
@@ -407,7 +412,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         let answer = b.reserve(&request(b, "k")).await.unwrap();
         let Reservation::Reserved { lease: taken, takeover: true } = answer else { panic!("{ahead:?}: {answer:?}") };
         assert_eq!(taken.attempt, 2);
-        assert_eq!(a.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Refused], "{ahead:?}");
+        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Write::Refused], "{ahead:?}");
         assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Refused, "{ahead:?}");
     }
 }
@@ -458,7 +463,9 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
                     tokio::task::yield_now().await;
                 }
                 match end {
-                    "renewed" => assert_eq!(owner.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]),
+                    "renewed" => {
+                        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done])
+                    }
                     "released" => assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done),
                     "finished" => assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done),
                     _ => assert_eq!(reserved(&owner, &name).await.attempt, 2),
@@ -532,14 +539,120 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     let (store, clock) = timed("late-renewal", 0, THEN);
     let held = reserved(&store, "k").await;
     clock.store(THEN + 20_000, Ordering::SeqCst);
-    assert_eq!(store.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
     // What was sent 10 s earlier arrives only now; or the clock was set back.
     clock.store(THEN + 10_000, Ordering::SeqCst);
-    assert_eq!(store.renew(std::slice::from_ref(&held)).await.unwrap(), [Write::Done], "it is held, and for longer");
+    assert_eq!(
+        renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
+        [Write::Done],
+        "it is held, and for longer"
+    );
     assert_eq!(item(&raw(), "late-renewal:1/test/k").await, before);
     let forged = Lease { owner: store.heartbeats().new_owner(), ..held };
-    assert_eq!(store.renew(&[forged]).await.unwrap(), [Write::Refused]);
+    assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Write::Refused]);
+}
+
+// Leases are kept.
+
+/// A runtime of one thread that does what `work` says and is then blocked, until the answer is dropped.
+fn blocked_runtime<F>(work: impl FnOnce() -> F + Send + 'static) -> std::sync::mpsc::Sender<()>
+where
+    F: Future<Output = ()>,
+{
+    let (blocked, until) = std::sync::mpsc::channel();
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            work().await;
+            done.send(()).unwrap();
+            // Blocks the thread: no task, timer or connection of this runtime goes on.
+            let _: Result<(), _> = until.recv();
+        });
+    });
+    is_done.recv().unwrap();
+    blocked
+}
+
+#[tokio::test]
+async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
+    let endpoint = Kind::Dynoxide.shared();
+    let lease = request(&wired("blocked").0, "k");
+    for apart in [true, false] {
+        let (calls, upkeep) = (Wire::to(&endpoint), Wire::to(&endpoint));
+        let options =
+            if apart { options("blocked") } else { options("blocked").call_timeout(Duration::from_millis(200)) };
+        let options = if apart { options.upkeep_client(client(&upkeep)) } else { options };
+        let store = options.open(client(&calls), TABLE);
+        let request = lease.clone();
+        let caller = store.clone();
+        let blocked = blocked_runtime(move || async move { drop(wins(&caller, &request).await) });
+        let lease = Record::first(&lease).lease(&lease);
+        let handle = store.upkeep();
+        assert!(std::ptr::eq(handle.heartbeats(), store.heartbeats()));
+        assert!(Arc::ptr_eq(&handle, &store.upkeep()) && Arc::ptr_eq(&handle, &handle.upkeep()));
+        if apart {
+            for _ in 0..10 {
+                assert_eq!(renew_all(&*handle, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+            }
+            assert_eq!((calls.seen().len(), upkeep.seen().len()), (1, 10));
+        } else {
+            // The HTTP client that was given is used for both, and its connection belongs to the runtime that is blocked.
+            let answer = renew_all(&*handle, std::slice::from_ref(&lease)).await;
+            assert!(answer.unwrap_err().may_have_landed());
+        }
+        drop(blocked);
+    }
+}
+
+#[tokio::test]
+async fn a_renewal_that_hangs_holds_up_no_other() {
+    const HUNG: usize = 40;
+    let (store, wire) = wired("hung");
+    let mut leases = Vec::new();
+    for n in 0..100 {
+        leases.push(reserved(&store, &format!("k{n}")).await);
+    }
+    let may = Arc::new(Semaphore::new(0));
+    wire.script(vec![Reply::Once(Arc::clone(&may)); HUNG]);
+    let answered = Mutex::new(Vec::new());
+    let answer = |at: usize, write| {
+        let mut answered = answered.lock().unwrap();
+        answered.push((at, write));
+        if answered.len() == leases.len() - HUNG {
+            // All others have been answered: those that hung may go on now.
+            may.add_permits(HUNG);
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), store.renew(&leases, &answer))
+        .await
+        .expect("they wait for it")
+        .unwrap();
+    let mut answered = answered.into_inner().unwrap();
+    answered.sort_by_key(|(at, _)| *at);
+    assert!(answered.into_iter().eq((0..leases.len()).map(|at| (at, Write::Done))));
+}
+
+#[tokio::test]
+async fn a_call_of_several_requests_has_one_time_limit() {
+    const LIMIT: Duration = Duration::from_secs(2);
+    let (store, wire) = wired("limit-of-all");
+    assert_eq!(store.release(&reserved(&store, "k").await, Release::Returned).await.unwrap(), Write::Done);
+    let hurried = options("limit-of-all").call_timeout(LIMIT).open(client(&wire), TABLE);
+    assert_eq!((hurried.response_timeout(), hurried.upkeep().response_timeout()), (LIMIT, LIMIT));
+    assert_eq!((Store::namespace(&hurried), hurried.upkeep().namespace()), ("limit-of-all:", "limit-of-all:"));
+    let may = Arc::new(Semaphore::new(0));
+    wire.script([Reply::Once(Arc::clone(&may)), Reply::Silence]);
+    let began = std::time::Instant::now();
+    let late = async {
+        tokio::time::sleep(LIMIT - LIMIT / 10).await;
+        may.add_permits(1);
+    };
+    let request = request(&hurried, "k");
+    let (answer, ()) = tokio::join!(hurried.reserve(&request), late);
+    assert!(answer.unwrap_err().may_have_landed());
+    assert!(began.elapsed() < LIMIT * 2 - LIMIT / 10, "{:?}: each request has had all of it", began.elapsed());
 }
 
 // What DynamoDB refuses, and what is no answer.
@@ -621,7 +734,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         // The others meet the record that is there by now.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
-        is("renew", store.renew(std::slice::from_ref(&lease)).await.err());
+        is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());
         play();
         is("inspect", store.inspect(&lease.key).await.err());
         play();
@@ -693,8 +806,10 @@ async fn a_refusal_without_the_item_is_looked_into() {
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
     // Nor does it ever end if it never stops.
     wire.script((0..1000).flat_map(|_| [bare(), Reply::Pass]));
+    wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    assert_eq!(wire.seen().len(), 2 * 20, "a bound, and a low one");
     // An item that is no record is nobody's.
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
@@ -765,7 +880,7 @@ async fn items_of_others_are_left_alone() {
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{what}");
         assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Refused, "{what}");
-        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{what}");
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{what}");
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap_err().kind(), StoreErrorKind::Corrupt, "{what}");
         assert_eq!(item(&raw(), &format!("others:1/test/{name}")).await, spoiled, "{what} is as it was");
     }
@@ -807,7 +922,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
         let lease = wins(&store, &first).await;
         assert_eq!((lease.attempt, wire.seen().len()), (1, 2), "{lost:?}");
         fail_at(0);
-        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{lost:?}");
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{lost:?}");
         fail_at(0);
         assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{lost:?}");
         let released = Record { starts: 0, ..Record::after(&lease, State::Released) };
@@ -869,7 +984,7 @@ async fn a_call_that_is_never_answered_ends() {
         wire.script(vec![Reply::Silence; 5]);
         assert!(hurried.reserve(&first).await.unwrap_err().may_have_landed());
         let lease = wins(&store, &first).await;
-        assert!(hurried.renew(std::slice::from_ref(&lease)).await.unwrap_err().may_have_landed());
+        assert!(renew_all(&hurried, std::slice::from_ref(&lease)).await.unwrap_err().may_have_landed());
         assert!(hurried.inspect(&lease.key).await.is_err());
         assert!(hurried.reopen(&lease.key, 1).await.is_err());
         assert!(hurried.finish(&lease, &done()).await.unwrap_err().may_have_landed());

@@ -6,6 +6,11 @@
     reason = "bodies need not wait, calls in progress are handed around, and the durations are constants"
 )]
 
+mod engine {
+    mod delivery;
+    mod keeping;
+}
+
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -178,7 +183,7 @@ async fn a_running_attempt_turns_duplicates_away() {
     let (duplicate, outcome) = world.call(POLICY).await;
     let Err(Error::InProgress { attempt: 1, retry_after, .. }) = duplicate else { panic!("{duplicate:?}") };
     assert_eq!(retry_after, LEASE - Duration::from_secs(5));
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: Some(retry_after) });
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: retry_after });
     assert_eq!((outcome.executed(), outcome.refused()), (false, Some(Refusal::InProgress)));
     drop(running);
     assert!(world.call(POLICY).await.1.executed());
@@ -254,7 +259,7 @@ async fn an_error_frees_the_key() {
     let (failed, outcome) = world.call_failing(POLICY).await;
     assert_eq!(failed, Err(Failure::Declined(1)));
     assert!(outcome.executed() && !outcome.recorded());
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     let (retried, outcome) = world.call(POLICY).await;
     assert_eq!(retried.unwrap(), 2);
     assert_eq!(outcome.attempt(), Some(2), "fencing numbers don't repeat after a release");
@@ -279,7 +284,8 @@ async fn a_recorded_error_is_replayed() {
     // A handler that doesn't read errors doesn't run either.
     let (result, outcome) = world.call(POLICY).await;
     assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::RecordedError, .. })), "{result:?}");
-    assert_eq!(outcome.disposition(), Disposition::Ack);
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter, "an error is never acknowledged");
+    assert!(outcome.recorded());
 }
 
 #[tokio::test]
@@ -481,7 +487,8 @@ async fn a_policy_that_can_not_be_honoured_never_runs() {
     for policy in [POLICY.ttl(Duration::ZERO), POLICY.ttl(LEASE / 4), POLICY.lease(Duration::from_millis(99))] {
         let (result, outcome) = world.call(policy).await;
         assert!(matches!(result, Err(Error::InvalidPolicy { .. })), "{result:?}");
-        assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "no message is to blame");
+        assert!(outcome.misconfigured());
     }
     assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 0));
 }
@@ -493,10 +500,14 @@ async fn a_store_that_fails_is_never_read_as_no_record() {
         world.store.always(Call::Reserve, Fault::Before(kind));
         let (result, outcome) = world.call(POLICY).await;
         assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");
-        assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
         assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 1), "a retry can't help");
 
         let (result, outcome) = world.call(POLICY.on_store_error(OnStoreError::Run)).await;
+        if kind == StoreErrorKind::Corrupt {
+            assert_eq!(world.runs(), 0, "the record that can't be read may be that of a finished operation");
+            continue;
+        }
         assert_eq!(result.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded());
         assert_eq!(outcome.suppressed(), Some(Refusal::Store));
@@ -621,6 +632,7 @@ async fn a_reservation_that_is_given_up_is_released() {
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(&result, Err(Error::Store { source, .. }) if source.may_have_landed()), "{result:?}");
     assert_eq!(world.runs(), 0);
+    world.store.heartbeats().flush().await;
     assert_eq!(world.state().await, State::Released, "not held for a lease by nobody");
     assert_eq!(world.record().await.unwrap().starts, 0);
 }
@@ -657,7 +669,7 @@ async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
     assert!(outcome.executed() && !outcome.recorded());
     // Held until the lease lapses, then the next delivery runs.
     assert!(matches!(world.state().await, State::Pending { .. }));
-    assert!(matches!(outcome.disposition(), Disposition::Retry { after: Some(_) }));
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     world.clock.advance(LEASE);
     world.store.always(Call::Finish, Fault::None);
     assert_eq!(world.call(POLICY).await.1.attempt(), Some(2));
@@ -692,7 +704,7 @@ async fn results_that_can_not_be_stored_end_the_operation_all_the_same() {
     assert_eq!(outcome.disposition(), Disposition::Ack);
     let (result, outcome) = world.call(POLICY).await;
     assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. })));
-    assert_eq!((outcome.disposition(), world.runs()), (Disposition::Ack, 1));
+    assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
 
     let world = World::new();
     let call = async || observe(run(world.operation(POLICY), record_values::<Mute>(), world.body())).await;
@@ -791,7 +803,7 @@ async fn one_call_renews_all_leases() {
 }
 
 #[tokio::test]
-async fn a_handler_that_is_ready_at_once_is_not_registered() {
+async fn a_handler_is_registered_before_its_first_poll_and_until_its_end() {
     let world = World::new();
     let seen = Cell::new(usize::MAX);
     run(world.operation(POLICY), record_values::<Json>(), async {
@@ -800,7 +812,7 @@ async fn a_handler_that_is_ready_at_once_is_not_registered() {
     })
     .await
     .unwrap();
-    assert_eq!(seen.get(), 0);
+    assert_eq!((seen.get(), world.store.heartbeats().live()), (1, 0));
 }
 
 #[tokio::test]
@@ -835,7 +847,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
     let ((result, outcome), second) = futures::join!(first, others);
     assert!(matches!(result, Err(Error::LeaseLost { attempt: 1, .. })), "{result:?}");
     assert!(cancelled.get() && outcome.executed() && !outcome.recorded());
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     let record = world.record().await.unwrap();
     assert_eq!(record.attempt, 2);
     assert!(matches!(record.state, State::Pending { .. }));
@@ -845,23 +857,18 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
 #[tokio::test]
 async fn a_late_completion_is_refused_after_a_takeover_only() {
     let world = World::new();
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let stalled = async |taken_over: bool| {
-        let (go, gate) = tokio::sync::oneshot::channel::<()>();
-        let call = run(world.operation(POLICY), record_values::<Json>(), async {
-            gate.await.ok();
-            Ok::<_, Error>(99)
-        });
-        let meanwhile = async {
-            settle().await;
+        world.store.next(Call::Finish, Fault::Slow(1));
+        let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), async {
+            // A single poll that takes longer than a lease, in a process whose other threads stand still as well.
             world.clock.advance(LEASE * 2);
-            settle().await;
-            if taken_over {
-                assert_eq!(world.call(POLICY).await.0.unwrap(), 1);
-            }
-            go.send(()).unwrap();
-        };
-        futures::join!(call, meanwhile).0
+            Ok::<_, Error>(99)
+        }));
+        assert!(poll_once(call.as_mut()).await.is_pending(), "recording");
+        if taken_over {
+            assert_eq!(world.call(POLICY).await.0.unwrap(), 1);
+        }
+        call.await
     };
     let result = stalled(true).await;
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
@@ -961,7 +968,7 @@ async fn shadow_mode_always_runs_and_reports() {
     assert_eq!(outcome.suppressed(), Some(Refusal::Store));
     let operation = Operation::new(&world.store, Key::new("test", ""), shadow);
     let (_, outcome) = observe(run(operation, record_values::<Json>(), world.body())).await;
-    assert_eq!(outcome.suppressed(), Some(Refusal::Invalid));
+    assert_eq!(outcome.suppressed(), Some(Refusal::MissingKey));
 }
 
 #[tokio::test]
@@ -1084,11 +1091,13 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
     let unavailable =
         matches!(&result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. }));
     assert!(unavailable, "{result:?}");
-    assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::Ack));
+    assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
     // Nor if nobody waits for the record any more.
     let world = World::new();
     world.store.next(Call::Finish, Fault::Slow(2));
+    // Asked once in case it answers at once, and then by a task.
+    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
     let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), body));
@@ -1109,7 +1118,7 @@ async fn an_error_that_the_store_can_not_hold_frees_the_key() {
     let (result, outcome) = call().await;
     assert_eq!(result, Err(Failure::Declined(7)));
     assert!(!outcome.recorded(), "{outcome:?}");
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: None });
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     assert_eq!(world.state().await, State::Released);
     assert!(call().await.1.recorded());
 }
@@ -1202,9 +1211,9 @@ async fn the_last_of_several_calls_is_observed() {
     })
     .await;
     assert!(matches!(result, Err(Error::InvalidPolicy { .. })));
-    assert_eq!(outcome.disposition(), Disposition::DeadLetter, "the one that failed");
-    let ((), outcome) = observe(async {}).await;
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: None }, "nothing idempotent happened");
+    assert!(outcome.misconfigured(), "the one that failed");
+    let (_, outcome) = observe(async { Ok::<(), Error>(()) }).await;
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "nothing idempotent happened");
     assert!(!outcome.executed());
 }
 
@@ -1276,6 +1285,6 @@ fn futures_do_not_double_with_depth() {
     };
     let layer = one - plain;
     println!("a plain future of {plain} bytes; {layer} more for each protected call around it");
-    assert!(layer <= 1280, "{layer}");
+    assert!(layer <= 1536, "{layer}");
     assert!(two <= one + layer + 16 && three <= two + layer + 16, "{one} {two} {three}");
 }

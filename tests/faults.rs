@@ -1,9 +1,13 @@
 //! Every store, every fault: processes at work, what they see while it lasts, and what is recorded in the end.
 //!
 //! The table of ARCHITECTURE.md is made from the one here, and each of its cells is a test with that name.
+// Deep futures: a store, its lanes and its connection, within a test.
+#![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
 
+#[path = "faults/leases.rs"]
+mod leases;
 #[path = "faults/play.rs"]
 mod play;
 #[path = "faults/rigs.rs"]
@@ -30,12 +34,21 @@ pub enum Fault {
     table_removed,
     clock_stepped,
     clock_stepped_within_the_skew,
+    threads_blocked,
+    runtimes_stand_still,
+    process_forked,
+    bodies_paused,
+    lines_slow,
+    record_locked,
+    node_stopped,
+    full_for_a_moment,
 }
 
 use Fault::{
-    clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed, connections_half_closed,
-    disk_full, failover, out_of_memory, read_only, records_deleted, server_killed_and_restarted,
-    server_stopped_and_continued, table_removed, workers_killed, workers_stopped_and_continued,
+    bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
+    connections_half_closed, disk_full, failover, full_for_a_moment, lines_slow, node_stopped, out_of_memory,
+    process_forked, read_only, record_locked, records_deleted, runtimes_stand_still, server_killed_and_restarted,
+    server_stopped_and_continued, table_removed, threads_blocked, workers_killed, workers_stopped_and_continued,
 };
 
 /// The faults, and how each is brought about.
@@ -55,6 +68,17 @@ const FAULTS: &[(Fault, &str)] = &[
     (table_removed, "table or file is removed, and made or put back"),
     (clock_stepped, "the clock of a client is set an hour forward, then an hour back"),
     (clock_stepped_within_the_skew, "the same, with a `max_clock_skew` of two hours"),
+    (threads_blocked, "bodies block their threads for ten leases, with and without `block_in_place`"),
+    (runtimes_stand_still, "a runtime stands still for ten leases: that of the store, or that of its first body"),
+    (
+        process_forked,
+        "a process that has run a body forks off two children, and all three serve the same keys and others",
+    ),
+    (bodies_paused, "a worker is stopped beyond its lease, in the middle of its body"),
+    (lines_slow, "everything shares 2 MB per second, and results have 1 MiB (DynamoDB: 100 KiB)"),
+    (record_locked, "somebody else locks the record of one key for three leases (SQLite: the file, for half a lease)"),
+    (node_stopped, "one of several nodes is stopped for three leases"),
+    (full_for_a_moment, "the store is full, or can be read only, for half a second in which bodies end"),
 ];
 
 /// What the user sees of a fault.
@@ -68,6 +92,10 @@ pub enum Seen {
     Slower,
     GoesOn,
     LeasesMove,
+    Kept,
+    OthersKept,
+    Fenced,
+    Recorded,
 }
 
 /// The words of the table, and what they mean.
@@ -97,6 +125,18 @@ const SEEN: &[(Seen, &str, &str)] = &[
         "leases shift",
         "leases end early or late by the step, so bodies may overlap; one outcome is recorded all the same",
     ),
+    (Seen::Kept, "kept", "nothing: every lease is kept, every body runs once, and its result is recorded and replayed"),
+    (
+        Seen::OthersKept,
+        "others kept",
+        "who wants what is stuck waits, or gets `Error::Store`; all other keys keep their leases, and go on meanwhile",
+    ),
+    (
+        Seen::Fenced,
+        "fenced",
+        "the body is polled once more at most; then it gets `LeaseLost`, or goes on if nobody took over",
+    ),
+    (Seen::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
 ];
 
 struct Column {
@@ -139,6 +179,12 @@ stores! {
         records_deleted: RunsAgain,
         table_removed: Refused,
         clock_stepped: LeasesMove,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        record_locked: OthersKept,
+        full_for_a_moment: Recorded,
     } without {
         server_killed_and_restarted: "no server",
         server_stopped_and_continued: "no server",
@@ -148,6 +194,8 @@ stores! {
         connections_half_closed: "no connections",
         out_of_memory: "no server",
         clock_stepped_within_the_skew: "no such setting",
+        lines_slow: "no connections",
+        node_stopped: "no server",
     }
     redis ("Redis", Redis::one) {
         workers_killed: TakenOver,
@@ -162,10 +210,18 @@ stores! {
         read_only: Refused,
         records_deleted: RunsAgain,
         clock_stepped: GoesOn,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        lines_slow: Kept,
+        full_for_a_moment: Recorded,
     } without {
         failover: "one server",
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
+        record_locked: "no locks",
+        node_stopped: "one server",
     }
     cluster ("Redis Cluster", Redis::cluster) {
         workers_killed: TakenOver,
@@ -181,9 +237,17 @@ stores! {
         read_only: Refused,
         records_deleted: RunsAgain,
         clock_stepped: GoesOn,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        lines_slow: Kept,
+        node_stopped: OthersKept,
+        full_for_a_moment: Recorded,
     } without {
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
+        record_locked: "no locks",
     }
     sentinel ("Redis Sentinel", Redis::sentinel) {
         workers_killed: TakenOver,
@@ -199,9 +263,17 @@ stores! {
         read_only: Refused,
         records_deleted: RunsAgain,
         clock_stepped: GoesOn,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        lines_slow: Kept,
+        full_for_a_moment: Recorded,
     } without {
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
+        record_locked: "no locks",
+        node_stopped: "one primary",
     }
     postgres ("PostgreSQL", Postgres::start) {
         workers_killed: TakenOver,
@@ -217,9 +289,17 @@ stores! {
         records_deleted: RunsAgain,
         table_removed: RunsAgain,
         clock_stepped: GoesOn,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        lines_slow: Kept,
+        record_locked: OthersKept,
+        full_for_a_moment: Recorded,
     } without {
         failover: "one server",
         clock_stepped_within_the_skew: "no such setting",
+        node_stopped: "one server",
     }
     dynamo ("DynamoDB", Dynamo::start) {
         workers_killed: TakenOver,
@@ -234,10 +314,18 @@ stores! {
         table_removed: RunsAgain,
         clock_stepped: LeasesMove,
         clock_stepped_within_the_skew: GoesOn,
+        threads_blocked: Kept,
+        runtimes_stand_still: Kept,
+        process_forked: Kept,
+        bodies_paused: Fenced,
+        lines_slow: Kept,
+        full_for_a_moment: Recorded,
     } without {
         failover: "the service's own",
         out_of_memory: "the service's own",
         read_only: "no such state",
+        record_locked: "no locks",
+        node_stopped: "the service's own",
     }
 }
 

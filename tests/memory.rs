@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use idem_runtime::{
     Finish, Heartbeats, Key, Lease, ManualClock, MemoryStore, OnCrash, Payload, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, Write,
+    StoreError, StoreErrorKind, Write, renew_all,
 };
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -74,7 +74,7 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
 
     // Every state and every operation of the records that are there.
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
-    assert_eq!(world.store.renew(&leases).await.unwrap(), [Write::Done; 4]);
+    assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Write::Done; 4]);
     assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Finished(_)));
     assert_eq!(world.store.release(&leases[1], Release::Returned).await.unwrap(), Write::Done);
@@ -269,4 +269,19 @@ async fn waiters_leave_nothing_behind() {
     assert_eq!(entries(), 1, "the waiter for the second attempt is another one");
     drop(late);
     assert_eq!(entries(), 0, "woken, and dropped");
+}
+
+#[tokio::test]
+async fn a_namespace_changes_no_record() {
+    let store = MemoryStore::new().with_namespace("shop");
+    assert_eq!([store.namespace(), store.peer().namespace(), store.upkeep().namespace()], ["shop"; 3]);
+    assert_eq!(MemoryStore::new().namespace(), "");
+    let other = store.clone().with_namespace("other");
+    assert!(std::ptr::eq(other.heartbeats(), store.heartbeats()));
+    let world = World::new(10);
+    let lease = match store.reserve(&world.request(0)).await.unwrap() {
+        Reservation::Reserved { lease, .. } => lease,
+        answer => panic!("{answer:?}"),
+    };
+    assert_eq!(other.finish(&lease, &done()).await.unwrap(), Write::Done);
 }

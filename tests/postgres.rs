@@ -3,21 +3,24 @@
 #![allow(clippy::format_collect, reason = "a handful of lines")]
 
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures::future::join_all;
 use idem_runtime::{
     CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload,
     PostgresOptions, PostgresStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write,
-    current, observe, record_values, run,
+    current, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, call, done, request, reserved, wins};
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
 use idem_tests::proxy::{Line, Proxy};
-use idem_tests::race::Race;
+use idem_tests::race::{Orders, Race};
+use tokio::runtime::{Builder, Runtime};
 use tokio_postgres::{AsyncMessage, Client, NoTls};
 
 const SCHEMA: &str = include_str!("../idem-runtime/src/stores/postgres/schema.sql");
@@ -35,6 +38,10 @@ async fn open() -> (PostgresStore, Client, String) {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     (store, raw(&url).await, format!("{}.records", quoted(&schema)))
+}
+
+async fn poll_once<F: Future>(mut future: Pin<&mut F>) -> Poll<F::Output> {
+    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
 async fn number(raw: &Client, query: &str) -> i64 {
@@ -262,7 +269,7 @@ async fn a_first_run_is_two_statements_and_everything_else_one() {
         assert!(matches!(call(store, "busy", &runs).await.0, Err(Error::InProgress { .. })));
         assert_eq!(counter.count(), 1, "in progress");
     }
-    assert_eq!(owner.renew(std::slice::from_ref(&busy)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&owner, std::slice::from_ref(&busy)).await.unwrap(), [Write::Done]);
     assert_eq!(counter.count(), 1, "a beat");
     assert_eq!(owner.release(&busy, Release::Returned).await.unwrap(), Write::Done);
     assert_eq!(counter.count(), 1, "a release");
@@ -291,7 +298,7 @@ async fn operations_of_many_tasks_leave_together() {
     }))
     .await;
     counter.count();
-    assert!(store.renew(&leases).await.unwrap().iter().all(|answer| *answer == Write::Done));
+    assert!(renew_all(&store, &leases).await.unwrap().iter().all(|answer| *answer == Write::Done));
     assert_eq!(counter.count(), 20, "500 leases a statement");
 }
 
@@ -539,7 +546,7 @@ fn tls_checks_the_certificate() {
         let effects = server.folder().join("effects");
         std::fs::write(&effects, "").unwrap();
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
-        racer.arg(format!("postgres {url} idem")).arg(effects).args(["3", "0"]);
+        racer.args(Orders::plain(format!("postgres {url} idem"), effects, 3).words());
         // In a process of its own, as the trusted certificates are read from its environment.
         if trusted {
             racer.env("SSL_CERT_FILE", &both);
@@ -685,6 +692,516 @@ async fn a_pooler_without_its_option_is_named() {
     // It refuses settings of a session as soon as somebody connects.
     let error = PostgresStore::connect(&pooler.url()).await.unwrap_err();
     assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
+}
+
+// What is stuck for one holds up no other.
+
+/// A transaction of somebody's that has locked the row of `name`.
+async fn lock_row(url: &str, table: &str, name: &str) -> Client {
+    let client = raw(url).await;
+    client.batch_execute("BEGIN").await.unwrap();
+    client.batch_execute(&format!("SELECT FROM {table} WHERE key = '1/test/{name}' FOR UPDATE")).await.unwrap();
+    client
+}
+
+/// The answers to renewals, where there is one.
+async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Write>>, Result<(), StoreError>) {
+    let answers = Mutex::new(vec![None; leases.len()]);
+    let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
+    (answers.into_inner().unwrap(), renewed)
+}
+
+/// Runs `work`, and asserts that no statement ever waits for a lock meanwhile.
+async fn without_waiting<T>(url: &str, work: impl Future<Output = T>) -> T {
+    let raw = raw(url).await;
+    let watch = async {
+        loop {
+            let waits = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'idem%' \
+                         AND wait_event_type = 'Lock'";
+            assert_eq!(number(&raw, waits).await, 0, "a statement waits for a lock");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::select! {
+        done = work => done,
+        () = watch => unreachable!("it never ends"),
+    }
+}
+
+#[tokio::test]
+async fn a_locked_record_costs_no_other_lease() {
+    let server = PostgresServer::start_with(&["fsync=off"]);
+    let (store, url) = (connect(&server.url()).await, server.url());
+    let leases = join_all((0..6).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
+    let gone = reserved(&store, "gone").await;
+    assert_eq!(store.release(&gone, Release::Returned).await.unwrap(), Write::Done);
+    let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
+    let holder = lock_row(&url, "idem.records", "k2").await;
+    for store in [store.handle(), store.upkeep()] {
+        // The row keeps the mark of a lock after it is released; so both are asked twice.
+        for _ in 0..2 {
+            let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
+            let expected: Vec<_> = (0..7)
+                .map(|n| match n {
+                    2 => None,
+                    6 => Some(Write::Refused),
+                    _ => Some(Write::Done),
+                })
+                .collect();
+            assert_eq!(said, expected, "a locked one is neither held nor lost");
+            assert_eq!(kind(renewed), StoreErrorKind::Unavailable);
+        }
+    }
+    holder.batch_execute("COMMIT").await.unwrap();
+    for _ in 0..2 {
+        let renewed = renew_all(&store, &leases[..6]).await.unwrap();
+        assert!(renewed.iter().all(|write| *write == Write::Done), "{renewed:?}");
+    }
+}
+
+#[tokio::test]
+async fn handlers_keep_their_leases_while_the_record_of_another_is_locked() {
+    let server = PostgresServer::start_with(&["fsync=off"]);
+    let (store, url) = (connect(&server.url()).await, server.url());
+    let lease = Duration::from_millis(900);
+    let policy = POLICY.lease(lease);
+    let entered = tokio::sync::Barrier::new(7);
+    let gate = tokio::sync::Semaphore::new(0);
+    let handlers = join_all((0..6).map(async |n| {
+        let key = Ok::<_, idem_runtime::KeyError>(Key::new("test", format!("k{n}")).unwrap());
+        let body = async {
+            entered.wait().await;
+            gate.acquire().await.unwrap().forget();
+            Ok::<u32, Error>(n)
+        };
+        run(Operation::new(&store, key, policy), record_values::<Json>(), body).await
+    }));
+    let locking = async {
+        entered.wait().await;
+        let holder = lock_row(&url, "idem.records", "k0").await;
+        tokio::time::sleep(lease * 3).await;
+        let held =
+            "SELECT count(*) FROM idem.records WHERE state = 'P' AND attempt = 1 AND lapses_at > clock_timestamp()";
+        assert_eq!(number(&server.raw().await, held).await, 5);
+        holder.batch_execute("COMMIT").await.unwrap();
+        gate.add_permits(6);
+    };
+    let (results, ()) = tokio::join!(handlers, locking);
+    for (n, result) in results.into_iter().enumerate() {
+        assert_eq!(result.unwrap() as usize, n, "nobody took over, so also the locked one may be recorded");
+    }
+}
+
+#[tokio::test]
+async fn a_locked_record_holds_up_no_other_write() {
+    let server = PostgresServer::start_with(&["fsync=off"]);
+    let (store, url) = (connect(&server.url()).await, server.url());
+    let leases = join_all((0..64).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
+    let lapsed = |name: &str| Reserve { lease: Duration::from_millis(100), ..request(&store, name) };
+    wins(&store, &lapsed("lapsed")).await;
+    let holder = lock_row(&url, "idem.records", "k7").await;
+    let other = lock_row(&url, "idem.records", "lapsed").await;
+    let raw = server.raw().await;
+    until(&raw, "SELECT lapses_at < clock_timestamp() FROM idem.records WHERE key = '1/test/lapsed'").await;
+    without_waiting(&url, async {
+        let ended = join_all(leases.iter().map(async |lease| store.finish(lease, &done()).await)).await;
+        for (n, ended) in ended.into_iter().enumerate() {
+            match n {
+                7 => assert_eq!(kind(ended), StoreErrorKind::Unavailable),
+                _ => assert_eq!(ended.unwrap(), Write::Done),
+            }
+        }
+        assert_eq!(kind(store.release(&leases[7], Release::Returned).await), StoreErrorKind::Unavailable);
+        assert_eq!(kind(store.reserve(&request(&store, "lapsed")).await), StoreErrorKind::Unavailable);
+        // A waiter can't leave its mark, and asks instead.
+        store.wait(&leases[7].key, 1, Duration::from_millis(1)).await.unwrap();
+    })
+    .await;
+    for holder in [holder, other] {
+        holder.batch_execute("ROLLBACK").await.unwrap();
+    }
+    assert_eq!(store.finish(&leases[7], &done()).await.unwrap(), Write::Done);
+    assert_eq!(reserved(&store, "lapsed").await.attempt, 2);
+}
+
+#[tokio::test]
+async fn who_waits_for_a_locked_record_is_bounded() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = connect(&server.url()).await;
+    let lease = reserved(&store, "k").await;
+    let _holder = lock_row(&server.url(), "idem.records", "k").await;
+    let mut counter = Counter::new(&server);
+    assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unavailable);
+    let asked = counter.count();
+    assert!(asked <= 40, "{asked} statements for one that could not be done");
+}
+
+/// Has `name` be made by an open transaction, so that whoever reserves it waits for that.
+async fn make_row(url: &str, table: &str, name: &str) -> Client {
+    let client = raw(url).await;
+    client.batch_execute("BEGIN").await.unwrap();
+    let row =
+        "owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, expires_at, listed_at";
+    let values = "'\\x00112233445566778899aabbccddeeff', 1, 'P', 1, 1, false, 1000, 1000, now(), now(), now()";
+    client
+        .batch_execute(&format!("INSERT INTO {table} (key, {row}) VALUES ('1/test/{name}', {values})"))
+        .await
+        .unwrap();
+    client
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_any_more_is_not_sent() {
+    let (url, schema) = shared_schema();
+    let store = options().schema(&schema).pool_size(1).connect(&url).await.unwrap();
+    let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
+    let ended = join_all((0..10).map(async |n| reserved(&store, &format!("ended{n}")).await)).await;
+    let finish = done();
+    let names = async || -> Vec<String> {
+        let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
+        rows.iter().map(|row| row.get(0)).collect()
+    };
+    // Most reservations were first runs; then replays, which are looked for first.
+    for replays in [false, true] {
+        if replays {
+            let runs = AtomicU32::new(0);
+            join_all((0..300).map(async |_| call(&store, "again", &runs).await)).await;
+            for _ in 0..100 {
+                call(&store, "again", &runs).await.0.unwrap();
+            }
+        }
+        let name = format!("made{replays}");
+        let holder = make_row(&url, &table, &name).await;
+        let mut stuck = Box::pin({
+            let store = store.clone();
+            async move { store.reserve(&request(&store, &name)).await }
+        });
+        // The only connection is busy with a statement that waits.
+        let waits = format!(
+            "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%{}%'",
+            schema.replace('"', "\"\"")
+        );
+        tokio::select! {
+            _ = &mut stuck => panic!("it has to wait"),
+            () = until(&raw, &waits) => {}
+        }
+        let requests: Vec<Reserve> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
+        let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
+        let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
+        for call in &mut calls {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+        }
+        for end in &mut ends {
+            assert!(poll_once(end.as_mut()).await.is_pending());
+        }
+        drop((calls, ends));
+        holder.batch_execute("ROLLBACK").await.unwrap();
+        stuck.await.unwrap();
+        // Whatever was in the lanes before is through once this is.
+        join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
+        assert_eq!(names().await, Vec::<String>::new(), "their callers had gone before they were sent");
+        until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'C' AND key LIKE '%ended%'")).await;
+    }
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let proxy = Proxy::to(server.port()).await;
+    connect(&server.url()).await;
+    let url = server.url().replace(&server.port().to_string(), &proxy.port().to_string());
+    let store = PostgresStore::connect(&url).await.unwrap();
+    let runs = AtomicU32::new(0);
+    // Most of them are replays, in batches as well as alone, so that statements are known on the connections.
+    for _ in 0..20 {
+        join_all((0..20).map(async |n| call(&store, &format!("again{n}"), &runs).await)).await;
+    }
+    let mut counter = Counter::new(&server);
+    proxy.set(Line::Delay(Duration::from_millis(200)));
+    let requests: Vec<Reserve> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
+    let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
+    // The server has been asked whether they are there; its answer is on its way.
+    while counter.count() == 0 {
+        for call in &mut calls {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(calls);
+    // Longer than whatever is under way takes to be answered.
+    for n in 0..3 {
+        assert!(call(&store, &format!("again{n}"), &runs).await.1.replayed());
+    }
+    assert_eq!(number(&server.raw().await, "SELECT count(*) FROM idem.records WHERE key LIKE '%gone%'").await, 0);
+}
+
+#[tokio::test]
+async fn a_key_that_is_being_made_holds_up_no_other_twice() {
+    let server = PostgresServer::start_with(&["fsync=off"]);
+    let (store, url) = (connect(&server.url()).await, server.url());
+    let holder = make_row(&url, "idem.records", "made").await;
+    let together = async |round: u32| {
+        let names: Vec<_> = (0..32).map(|n| if n == 9 { "made".into() } else { format!("k{round}:{n}") }).collect();
+        let answers = join_all(names.iter().map(async |name| store.reserve(&request(&store, name)).await)).await;
+        for (n, answer) in answers.into_iter().enumerate() {
+            match n {
+                9 => assert_eq!(kind(answer), StoreErrorKind::Unavailable),
+                _ => assert!(matches!(answer, Ok(Reservation::Reserved { .. })), "{answer:?}"),
+            }
+        }
+    };
+    together(0).await;
+    // From now on it is asked alone: of those that wait there is never more than one.
+    let raw = raw(&url).await;
+    let watch = async {
+        loop {
+            let waits = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'idem%' \
+                         AND wait_event_type = 'Lock' AND query LIKE '%unnest%'";
+            assert_eq!(number(&raw, waits).await, 0, "others wait with it");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::select! {
+        () = together(1) => {}
+        () = watch => unreachable!("it never ends"),
+    }
+    holder.batch_execute("ROLLBACK").await.unwrap();
+}
+
+// Runtimes, threads and processes.
+
+fn one_thread() -> Runtime {
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// Everything that a store does, with keys that begin with `name`.
+async fn everything(store: &PostgresStore, name: &str) {
+    let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
+    let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
+    assert!(renew_all(&*store.upkeep(), &leases).await.unwrap().iter().all(|write| *write == Write::Done));
+    assert!(renew_all(store, &leases).await.unwrap().iter().all(|write| *write == Write::Done));
+    let waiting = async { store.wait(&leases[0].key, 1, Duration::from_secs(30)).await.unwrap() };
+    let ends = join_all(leases.iter().map(async |lease| {
+        assert_eq!(store.upkeep().finish(lease, &done()).await.unwrap(), Write::Done);
+    }));
+    tokio::join!(waiting, ends);
+    let runs = AtomicU32::new(0);
+    assert!(call(store, &names[0], &runs).await.1.replayed());
+    assert!(store.inspect(&leases[1].key).await.unwrap().is_some());
+    assert_eq!(store.reopen(&leases[2].key, 1).await.unwrap(), Write::Done);
+    store.purge(1).await.unwrap();
+}
+
+#[test]
+fn a_handle_works_although_the_runtime_that_connected_is_gone_or_idle() {
+    let (url, schema) = shared_schema();
+    let url = url.as_str();
+    let options = || options().schema(&schema).response_timeout(Duration::from_secs(2));
+    let like = || {
+        let config: tokio_postgres::Config = url.parse().unwrap();
+        deadpool_postgres::Pool::builder(deadpool_postgres::Manager::new(config, NoTls)).build().unwrap()
+    };
+    for (case, idle, own_pool) in [("idle", true, false), ("gone", false, false), ("gone, own pool", false, true)] {
+        let first = one_thread();
+        let store = first.block_on(async {
+            let store = match own_pool {
+                true => options().with_pool(like()).await.unwrap(),
+                false => options().connect(url).await.unwrap(),
+            };
+            everything(&store, &format!("{case} first")).await;
+            store
+        });
+        let first = idle.then_some(first);
+        one_thread().block_on(everything(&store, &format!("{case} second")));
+        // Several at a time, and one after the other.
+        std::thread::scope(|scope| {
+            for n in 0..3 {
+                let store = &store;
+                scope.spawn(move || one_thread().block_on(everything(store, &format!("{case} third {n}"))));
+            }
+        });
+        if let Some(first) = first {
+            first.block_on(everything(&store, &format!("{case} again")));
+        }
+    }
+}
+
+#[test]
+fn renewals_have_connections_and_a_runtime_of_their_own() {
+    let server = PostgresServer::start_with(&["fsync=off"]);
+    let calls = one_thread();
+    let store = calls.block_on(async { options().pool_size(1).connect(&server.url()).await.unwrap() });
+    let connections = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'idem-upkeep'";
+    let aside = one_thread();
+    let raw = aside.block_on(server.raw());
+    let count = || aside.block_on(number(&raw, connections));
+    let (lease, stuck) =
+        calls.block_on(async { (reserved(&store, "k").await, make_row(&server.url(), "idem.records", "stuck").await) });
+    assert_eq!(count(), 0, "opened when it is first used");
+    // The runtime of the calls stands still, in the middle of a statement on its only connection.
+    calls.block_on(async {
+        let request = request(&store, "stuck");
+        let mut asked = std::pin::pin!(store.reserve(&request));
+        let waits = "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
+        tokio::select! {
+            _ = &mut asked => panic!("it has to wait"),
+            () = async { until(&server.raw().await, waits).await } => {}
+        }
+        let leases = vec![lease.clone(); 1];
+        let upkeep = store.upkeep();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                one_thread().block_on(async {
+                    for _ in 0..10 {
+                        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Write::Done]);
+                    }
+                    assert_eq!(upkeep.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+                    assert!(Arc::ptr_eq(&upkeep, &upkeep.upkeep()) || upkeep.upkeep().name() == upkeep.name());
+                });
+            });
+        });
+    });
+    let many: Vec<Lease> = calls.block_on(async {
+        stuck.batch_execute("ROLLBACK").await.unwrap();
+        join_all((0..2000).map(|n| {
+            let store = store.clone();
+            async move { reserved(&store, &format!("many{n}")).await }
+        }))
+        .await
+    });
+    assert!(std::ptr::eq(store.heartbeats(), store.upkeep().heartbeats()), "the same leases");
+    let one = one_thread();
+    one.block_on(async {
+        let upkeep = store.upkeep();
+        let renewing = join_all((0..10).map(async |_| renew_all(&*upkeep, &many).await.unwrap()));
+        let ending = join_all((0..100).map(async |n| upkeep.release(&many[n], Release::Returned).await.unwrap()));
+        tokio::join!(renewing, ending);
+        let count = number(&server.raw().await, connections).await;
+        assert!((1..=2).contains(&count), "{count} connections");
+    });
+}
+
+/// The child of a `fork()` has what it inherits from its parent, and must not use it.
+#[test]
+fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
+    const URL: &str = "IDEM_TEST_FORKS_AT";
+    let Ok(url) = std::env::var(URL) else {
+        let server = PostgresServer::start_with(&["fsync=off"]);
+        let mut this = Command::new(std::env::current_exe().unwrap());
+        let name = "a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone";
+        let output = this.args([name, "--exact", "--test-threads", "1"]).env(URL, server.url()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    };
+    let runtime = one_thread();
+    let store = runtime.block_on(async {
+        let store = options().purge_every(Duration::from_millis(20)).connect(&url).await.unwrap();
+        everything(&store, "before").await;
+        store
+    });
+    let sessions = async || -> Vec<i32> {
+        let pids = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'idem%' ORDER BY pid";
+        raw(&url).await.query(pids, &[]).await.unwrap().iter().map(|row| row.get(0)).collect()
+    };
+    let before = runtime.block_on(sessions());
+    assert!(before.len() >= 3, "those that call, the one that listens and those for renewals: {before:?}");
+    let held = runtime.block_on(reserved(&store, "held"));
+    match fork::fork().unwrap() {
+        fork::Fork::Child => {
+            // A runtime of the parent's is not to be used any more, and so never dropped.
+            std::mem::forget(runtime);
+            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                one_thread().block_on(everything(&store, "child"));
+                let policy = POLICY.lease(Duration::from_millis(300));
+                // With a heartbeat, on the thread of the library.
+                one_thread().block_on(async {
+                    let body = async {
+                        tokio::time::sleep(Duration::from_millis(900)).await;
+                        Ok::<u32, Error>(1)
+                    };
+                    let operation = Operation::new(&store, Key::new("test", "beats"), policy);
+                    run(operation, record_values::<Json>(), body).await.unwrap();
+                });
+                drop(store);
+            }));
+            std::process::exit(i32::from(done.is_err()));
+        }
+        fork::Fork::Parent(child) => {
+            let status = fork::waitpid(child).unwrap();
+            assert!(fork::WIFEXITED(status) && fork::WEXITSTATUS(status) == 0, "the child failed: {status}");
+            let after = runtime.block_on(sessions());
+            assert!(before.iter().all(|pid| after.contains(pid)), "{before:?} before the fork, {after:?} after it");
+            runtime.block_on(async {
+                assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+                everything(&store, "after").await;
+                let key = Key::new("test", "beats").unwrap();
+                assert!(store.inspect(&key).await.unwrap().unwrap().record.is_finished());
+            });
+            let after = runtime.block_on(sessions());
+            assert!(before.iter().all(|pid| after.contains(pid)), "{before:?} before the fork, {after:?} in the end");
+        }
+    }
+}
+
+// Long answers and slow lines.
+
+#[tokio::test]
+async fn a_connection_that_delivers_bytes_is_not_given_up() {
+    let (url, schema) = shared_schema();
+    let proxy = Proxy::to(shared().0).await;
+    let timeout = Duration::from_millis(600);
+    let store = options().schema(&schema).response_timeout(timeout);
+    let store = store.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
+    let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
+    let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
+    // Writing takes its time, too: 64 KiB every 100 ms.
+    let slow = Line::Delay(Duration::from_millis(100));
+    let lease = reserved(&store, "k").await;
+    proxy.set(slow);
+    assert_eq!(store.finish(&lease, &large).await.unwrap(), Write::Done);
+    // More of them than there are connections, alone and in one batch.
+    for _ in 0..2 {
+        let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();
+        for answer in join_all(requests.iter().map(|request| store.reserve(request))).await {
+            match answer {
+                Ok(Reservation::Finished(record)) => assert_eq!(record.state, large.state()),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    // One that delivers nothing is.
+    proxy.set(Line::Pass);
+    assert!(store.inspect(&lease.key).await.unwrap().is_some());
+    proxy.set(Line::LoseReplies);
+    assert_eq!(kind(store.inspect(&lease.key).await), StoreErrorKind::Unavailable);
+}
+
+#[tokio::test]
+async fn a_batch_of_replays_leaves_large_results_out() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = connect(&server.url()).await;
+    let result = |bytes: usize| {
+        Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: vec![b'1'; bytes].into() })
+    };
+    let sizes = [0, 1, 4096, 4097, 100_000];
+    let names: Vec<String> = (0..40).map(|n| format!("k{n}")).collect();
+    for (n, name) in names.iter().enumerate() {
+        let lease = reserved(&store, name).await;
+        assert_eq!(store.finish(&lease, &result(sizes[n % 5])).await.unwrap(), Write::Done);
+    }
+    for round in 0..20 {
+        let mut counter = Counter::new(&server);
+        let requests: Vec<_> = names.iter().map(|name| request(&store, name)).collect();
+        let answers = join_all(requests.iter().map(|request| store.reserve(request))).await;
+        for (n, answer) in answers.into_iter().enumerate() {
+            match answer {
+                Ok(Reservation::Finished(record)) => assert_eq!(record.state, result(sizes[n % 5]).state(), "{n}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        let asked = counter.count();
+        assert!((16..30).contains(&asked), "round {round}: {asked} statements for 16 large results and 24 others");
+    }
 }
 
 // Several connections and processes.

@@ -2,6 +2,15 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
+#[path = "redis/handles.rs"]
+mod handles;
+#[path = "redis/limits.rs"]
+mod limits;
+#[path = "redis/lines.rs"]
+mod lines;
+#[path = "redis/rights.rs"]
+mod rights;
+
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,14 +18,16 @@ use std::time::Duration;
 
 use idem_runtime::record::format;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, InProgress, Json, Key, OnCrash, Operation, Owner, Payload, Record, RedisStore,
-    Release, Reservation, State, Store, StoreError, StoreErrorKind, Write, observe, record_values, run,
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload, Record,
+    RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe, record_values,
+    renew_all, run,
 };
-use idem_tests::calls::{LEASE, POLICY, call, done, request, reserved};
+use idem_tests::calls::{LEASE, POLICY, TTL, call, call_with, done, request, reserved, stored, wins};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
-use idem_tests::server::{Kind, RedisServer, raw};
+use idem_tests::server::{Kind, RedisServer, raw, until};
 use redis::AsyncCommands;
+use tokio::sync::Notify;
 
 async fn connect(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&server.url()).await.unwrap()
@@ -106,7 +117,7 @@ async fn other_protocols_and_sockets_work_as_well() {
             assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == round), "{url}");
         }
         let lease = reserved(&store, &url[..8]).await;
-        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
         assert!(store.inspect(&lease.key).await.unwrap().is_some());
     }
 }
@@ -171,10 +182,18 @@ async fn values_of_others_are_left_alone() {
         assert_eq!(runs.into_inner(), 0, "{name}");
         // Nothing that needs an owner touches them either.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{name}");
-        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Refused, "{name}");
-        assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{name}");
-        assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Write::Refused, "{name}");
+        for write in [
+            store.finish(&lease, &done()).await,
+            store.release(&lease, Release::Returned).await,
+            store.reopen(&lease.key, 1).await,
+        ] {
+            match write {
+                Ok(write) => assert_eq!(write, Write::Refused, "{name}"),
+                // What can't be read as a string is no answer.
+                Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
+            }
+        }
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{name}");
         let left: i64 = raw.pttl(format!("idem:1/test/{name}")).await.unwrap();
         assert_eq!(left, -1, "{name} is as it was");
     }
@@ -237,27 +256,6 @@ async fn replicas_are_refused() {
     assert!(error.to_string().contains("READONLY"), "{error}");
 }
 
-#[tokio::test]
-async fn a_full_server_writes_nothing_and_says_so() {
-    let server = RedisServer::start(Kind::Redis);
-    let store = connect(&server).await;
-    let lease = reserved(&store, "held").await;
-    let mut raw = server.raw().await;
-    let set = async |raw: &mut redis::aio::MultiplexedConnection, bytes: &str| {
-        let _: () = redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).query_async(raw).await.unwrap();
-    };
-    set(&mut raw, "1").await;
-    for error in [
-        store.reserve(&request(&store, "new")).await.map(|_| ()).unwrap_err(),
-        store.finish(&lease, &done()).await.map(|_| ()).unwrap_err(),
-    ] {
-        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-        assert!(error.to_string().contains("OOM"), "{error}");
-    }
-    set(&mut raw, "0").await;
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
-}
-
 /// What is logged while a future runs on this thread.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
@@ -305,7 +303,7 @@ async fn scripts_survive_a_flush() {
     flush().await;
     let lease = reserved(&store, "k").await;
     flush().await;
-    assert_eq!(store.renew(std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
     flush().await;
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
     flush().await;
@@ -572,7 +570,7 @@ async fn ten_thousand_leases_are_renewed_in_short_calls() {
     }))
     .await;
     let before = calls_of(&server).await("evalsha");
-    let answers = store.renew(&leases).await.unwrap();
+    let answers = renew_all(&store, &leases).await.unwrap();
     assert!(answers.iter().all(|answer| *answer == Write::Done));
     let calls = calls_of(&server).await("evalsha") - before;
     assert_eq!(calls, 100, "100 leases a call bound how long the server does nothing else");

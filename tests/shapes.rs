@@ -11,10 +11,12 @@ mod shapes {
     mod options;
     mod outputs;
     mod receivers;
+    mod spawned;
     mod stores;
     mod strict;
 }
 
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_runtime::{MemoryStore, observe};
@@ -37,8 +39,28 @@ impl App {
     }
 }
 
+/// Runs a test as a task that may change its thread: every call that it awaits has to be `Send`.
+fn spawned(test: impl Future<Output = ()> + Send + 'static) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = runtime.expect("a runtime");
+    if let Err(failed) = runtime.block_on(runtime.spawn(test)) {
+        std::panic::resume_unwind(failed.into_panic());
+    }
+}
+
 /// Awaits two calls: the first is to run the body, the second to replay what the first returned.
-async fn twice<T: PartialEq + std::fmt::Debug, E: std::fmt::Debug>(
+///
+/// Every shape goes through here, so that each is asked for `Send`, and in a spawned task.
+async fn twice<T: PartialEq + Debug, E: Debug>(
+    first: impl Future<Output = Result<T, E>> + Send,
+    second: impl Future<Output = Result<T, E>> + Send,
+) -> T {
+    assert!(tokio::task::try_id().is_some(), "a shape is called outside of `spawned`");
+    twice_here(first, second).await
+}
+
+/// The same for calls that can't be `Send`, as their arguments aren't.
+async fn twice_here<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>>,
     second: impl Future<Output = Result<T, E>>,
 ) -> T {

@@ -33,6 +33,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ledger::Check;
+use linearize::Verdict;
 use plain::Mistake as M;
 use store::Prank;
 use world::{Broken, Report, run};
@@ -42,7 +43,8 @@ const RUNS: u64 = 1_000;
 
 /// Seeds that found something once, and the tests of `engine.rs` that say what.
 /// - `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is`
-const FOUND: [u64; 1] = [1_008_596];
+/// - none: a history that a search of 20 000 configurations could not decide
+const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
 /// What has to have happened in the worlds of [`RUNS`], so that no check is idle.
 const EVENTS: [&str; 22] = [
@@ -150,6 +152,32 @@ fn a_seed_repeats_its_history() {
         assert!(one == other, "seed {seed}:\n{one}\n{other}");
         assert!(seed == 0 || one != run(seed - 1, Broken::Nothing).transcript(None));
     }
+}
+
+/// When the store did what is where the search begins, and no part of its answer.
+#[test]
+fn histories_are_judged_the_same_from_outside() {
+    let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);
+    let worlds: Vec<(Broken, u64)> = (0..40)
+        .chain(FOUND)
+        .map(|seed| (Broken::Nothing, seed))
+        .chain(broken.into_iter().flat_map(|broken| (0..100).map(move |seed| (broken, seed))))
+        .collect();
+    let contradicted = AtomicU64::new(0);
+    in_parallel(&worlds, |(broken, seed)| {
+        for [known, unknown] in run(*seed, *broken).verdicts() {
+            let [known, unknown] = [known, unknown].map(|verdict| match verdict {
+                Verdict::Linearizable => Some(true),
+                Verdict::NotLinearizable { .. } => Some(false),
+                Verdict::Undecided => None,
+            });
+            assert_eq!(known, unknown, "{broken:?}, seed {seed}");
+            assert!(known.is_some(), "{broken:?}, seed {seed} is decided");
+            contradicted.fetch_add(u64::from(known == Some(false)), Ordering::Relaxed);
+        }
+    });
+    let contradicted = contradicted.into_inner();
+    assert!(contradicted > 10, "some of them are contradicted: {contradicted}");
 }
 
 /// What is broken on purpose, and the check that has to notice. Mistakes of stores that no engine brings to light (how large

@@ -1,6 +1,8 @@
 //! `SqliteStore` on real files: what is written, what is refused, what is shared, and what breaks.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real files")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
+// Deep futures: a store, its queue and its threads, within a test.
+#![recursion_limit = "256"]
 
 use std::fmt::Write as _;
 use std::fs;
@@ -15,7 +17,7 @@ use bytes::Bytes;
 use idem_runtime::{
     Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload, Record, Release,
     Reservation, Reserve, SqliteOptions, SqliteStore, State, Store, StoreError, StoreErrorKind, Synchronous, Write,
-    observe, record_values, run,
+    observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, TTL, call, done, key, lease_of, request, reserved, stored};
 use idem_tests::race::{self, Race};
@@ -292,7 +294,7 @@ async fn rows_of_others_are_left_alone() {
         for answer in [
             store.finish(&stranger, &done()).await,
             store.release(&stranger, Release::Returned).await,
-            store.renew(std::slice::from_ref(&stranger)).await.map(|answers| answers[0]),
+            renew_all(&store, std::slice::from_ref(&stranger)).await.map(|answers| answers[0]),
         ] {
             assert!(!matches!(answer, Ok(Write::Done)), "{name}: {answer:?}");
         }
@@ -371,7 +373,7 @@ async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
     for answer in [
         store.reserve(&new).await.map(drop),
         store.finish(&pending, &done()).await.map(drop),
-        store.renew(std::slice::from_ref(&pending)).await.map(drop),
+        renew_all(&store, std::slice::from_ref(&pending)).await.map(drop),
         store.release(&pending, Release::Returned).await.map(drop),
         store.reopen(&pending.key, 1).await.map(drop),
         store.purge(1).await.map(drop),
@@ -419,7 +421,8 @@ async fn every_call_ends_and_says_whether_it_was_begun() {
     store.flush().await;
     assert_eq!(store.inspect(&waiting.key).await.unwrap(), None);
     assert_eq!(store.inspect(&refused.key).await.unwrap(), None);
-    // It has landed meanwhile, and is recognised.
+    // Its caller had gone when the lock was free.
+    assert_eq!(store.inspect(&begun.key).await.unwrap(), None);
     assert_eq!(lease_of(store.reserve(&begun).await).attempt, 1);
 }
 
@@ -432,7 +435,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     let held = reserved(&store, "held").await;
     let (large, beside) = (reserved(&store, "large").await, reserved(&store, "beside").await);
     // What has no room fails alone, whoever is in the same transaction.
-    let too_large = Finish::Completed(stored(vec![b'x'; 300 * 1024]));
+    let too_large = Finish::Completed(stored(vec![b'x'; 220 * 1024]));
     let (done, meanwhile) = (done(), request(&store, "meanwhile"));
     let answers =
         tokio::join!(store.finish(&large, &too_large), store.finish(&beside, &done), store.reserve(&meanwhile),);
@@ -457,6 +460,76 @@ async fn a_full_store_writes_nothing_and_says_so() {
     // A handle without the limit goes on.
     let roomy = open(&folder.file()).await;
     assert_eq!(roomy.finish(&held, &done).await.unwrap(), Write::Done);
+}
+
+/// A store whose file is full, with attempts that have begun.
+async fn filled(folder: &Folder) -> (SqliteStore, Vec<Lease>) {
+    let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
+    let mut leases = Vec::new();
+    loop {
+        match store.reserve(&request(&store, &format!("k{}", leases.len()))).await {
+            Ok(reservation) => leases.push(lease_of(Ok(reservation))),
+            Err(error) => {
+                assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
+                return (store, leases);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_has_begun_can_be_ended_in_a_full_file() {
+    let folder = Folder::new();
+    let (store, leases) = filled(&folder).await;
+    assert!(leases.len() > 100, "{}", leases.len());
+    let upkeep = store.upkeep();
+    assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), vec![Write::Done; leases.len()]);
+    for (n, lease) in leases.iter().enumerate() {
+        let result = Finish::Completed(stored(vec![b'x'; 100 * 1024]));
+        assert_eq!(kind(&store.finish(lease, &result).await), StoreErrorKind::Full, "{n}");
+        let store: &dyn Store = if n % 2 == 0 { &store } else { &*upkeep };
+        let written = match n % 4 {
+            0 | 1 => store.finish(lease, &Finish::Completed(Payload::TooLarge { bytes: u64::MAX >> 1 })).await,
+            2 => store.finish(lease, &Finish::Failed(Payload::Unencodable)).await,
+            _ => store.release(lease, Release::Returned).await,
+        };
+        assert_eq!(written.unwrap(), Write::Done, "{n}");
+    }
+}
+
+#[tokio::test]
+async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
+    let folder = Folder::new();
+    let (store, leases) = filled(&folder).await;
+    let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
+    assert_eq!(kind(&store.finish(&leases[0], &result(256 * 1024)).await), StoreErrorKind::TooLarge);
+    assert_eq!(kind(&store.upkeep().finish(&leases[0], &result(1024 * 1024)).await), StoreErrorKind::TooLarge);
+    // The engine leaves it out, and the operation is recorded.
+    let runs = AtomicU32::new(0);
+    let body = async {
+        runs.fetch_add(1, Ordering::SeqCst);
+        Ok::<_, Error>("x".repeat(300 * 1024))
+    };
+    let folder = Folder::new();
+    let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
+    let policy = POLICY.max_result_bytes(1024 * 1024);
+    let operation = Operation::new(&store, Key::new("test", "large"), policy);
+    let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+    assert!(result.is_ok() && outcome.recorded(), "{outcome:?}");
+    let (again, _) = call(&store, "large", &runs).await;
+    assert!(matches!(again, Err(Error::ResultUnavailable { .. })), "{again:?}");
+    assert_eq!(runs.into_inner(), 1);
+}
+
+#[tokio::test]
+async fn what_has_expired_makes_room_in_a_full_file() {
+    let folder = Folder::new();
+    let (store, leases) = filled(&folder).await;
+    assert_eq!(kind(&store.reserve(&request(&store, "new")).await), StoreErrorKind::Full);
+    raw(&folder.file()).execute("UPDATE idem_records SET listed_at = 1, expires_at = 2", []).unwrap();
+    for n in 0..leases.len() / 2 {
+        reserved(&store, &format!("new{n}")).await;
+    }
 }
 
 #[tokio::test]
@@ -511,6 +584,208 @@ async fn a_table_that_was_removed_is_never_read_as_empty() {
         assert_eq!(kind(&store.reserve(&request(&store, "k")).await), StoreErrorKind::Misconfigured);
         assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Misconfigured);
     }
+}
+
+/// Has a future do what it does before it waits.
+async fn begin<F: Future + Unpin>(future: &mut F)
+where
+    F::Output: std::fmt::Debug,
+{
+    let begun = futures::poll!(future);
+    assert!(begun.is_pending(), "{begun:?}");
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
+    let reopened = reserved(&store, "reopened").await;
+    assert_eq!(store.finish(&reopened, &done()).await.unwrap(), Write::Done);
+    for handle in [store.handle(), store.upkeep()] {
+        let holder = raw(&folder.file());
+        holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+        // Some the thread takes up, and then it waits for the lock; others wait in its queue.
+        let requests: Vec<_> = (0..20).map(|n| request(&store, &format!("k{n}"))).collect();
+        for request in &requests {
+            begin(&mut handle.reserve(request)).await;
+            tokio::task::yield_now().await;
+        }
+        begin(&mut handle.finish(&finished, &done())).await;
+        begin(&mut handle.release(&released, Release::Interrupted)).await;
+        begin(&mut handle.reopen(&reopened.key, 1)).await;
+        let last = request(&store, "last");
+        let mut asked = handle.reserve(&last);
+        begin(&mut asked).await;
+        holder.execute_batch("COMMIT").unwrap();
+        // It was the last one in the queue.
+        lease_of(asked.await);
+        for request in requests {
+            assert_eq!(store.inspect(&request.key).await.unwrap(), None, "{}", request.key);
+        }
+        let state = async |lease: &Lease| store.inspect(&lease.key).await.unwrap().unwrap().record.state;
+        assert_eq!(state(&finished).await, done().state());
+        assert_eq!(state(&released).await, State::Interrupted);
+        assert!(matches!(state(&reopened).await, State::Completed(_)));
+        assert_eq!(store.release(&lease_of(store.reserve(&last).await), Release::Returned).await.unwrap(), Write::Done);
+    }
+}
+
+#[tokio::test]
+async fn a_call_is_bounded_by_its_response_timeout() {
+    let folder = Folder::new();
+    let options = SqliteStore::options().response_timeout(Duration::from_secs(7)).namespace("shop");
+    let store = options.open(folder.file()).await.unwrap();
+    assert_eq!(
+        (store.response_timeout(), store.upkeep().response_timeout()),
+        (Duration::from_secs(7), Duration::from_secs(7))
+    );
+    assert_eq!((Store::namespace(&store), open(&folder.file()).await.namespace()), ("shop", ""));
+}
+
+// Leases are kept.
+
+#[tokio::test]
+async fn upkeep_goes_on_while_others_hold_the_lock() {
+    let folder = Folder::new();
+    let options = SqliteStore::options().busy_timeout(Duration::from_millis(50));
+    let store = options.open(folder.file()).await.unwrap();
+    let upkeep = store.upkeep();
+    assert!(std::ptr::eq(upkeep.heartbeats(), store.heartbeats()));
+    assert!(Arc::ptr_eq(&upkeep, &store.upkeep()) && Arc::ptr_eq(&upkeep, &upkeep.upkeep()));
+    let leases = [reserved(&store, "a").await, reserved(&store, "b").await];
+    let late = reserved(&store, "late").await;
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let renewed = renew_all(&*upkeep, &leases);
+    let failed = Finish::Failed(stored("late"));
+    let ended = upkeep.finish(&late, &failed);
+    let busy = async {
+        // A call has given up by now.
+        assert_eq!(kind(&store.finish(&leases[0], &done()).await), StoreErrorKind::Unavailable);
+        holder.execute_batch("COMMIT").unwrap();
+    };
+    let (renewed, ended, ()) = tokio::join!(renewed, ended, busy);
+    assert_eq!(renewed.unwrap(), [Write::Done; 2]);
+    assert_eq!(ended.unwrap(), Write::Done);
+}
+
+#[tokio::test]
+async fn upkeep_waits_for_no_queue() {
+    const CALLS: usize = 300;
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let mut leases = Vec::new();
+    for n in 0..CALLS {
+        leases.push(reserved(&store, &format!("k{n}")).await);
+    }
+    let (kept, late) = (reserved(&store, "kept").await, reserved(&store, "late").await);
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    // 64 MiB, which takes many transactions.
+    let result = Finish::Completed(stored(vec![b'x'; 64 * 1024 * 1024 / CALLS]));
+    let done_calls = AtomicU32::new(0);
+    let calls = leases.iter().map(|lease| async {
+        assert_eq!(store.finish(lease, &result).await.unwrap(), Write::Done);
+        done_calls.fetch_add(1, Ordering::SeqCst);
+    });
+    let mut calls = Box::pin(futures::future::join_all(calls));
+    begin(&mut calls).await;
+    let upkeep = store.upkeep();
+    let keep = async {
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&kept)).await.unwrap(), [Write::Done]);
+        assert_eq!(upkeep.release(&late, Release::Returned).await.unwrap(), Write::Done);
+        usize::try_from(done_calls.load(Ordering::SeqCst)).unwrap()
+    };
+    let free = async { holder.execute_batch("COMMIT").unwrap() };
+    let (before, (), _) = tokio::join!(keep, free, calls);
+    assert!(before < CALLS, "{before} of {CALLS} calls came first");
+}
+
+#[tokio::test]
+async fn a_renewal_never_cuts_short_what_was_confirmed() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let lease = reserved(&store, "k").await;
+    let raw = raw(&folder.file());
+    // As a renewal has left it whose clock was an hour ahead.
+    let hour = 3_600_000;
+    raw.execute("UPDATE idem_records SET lapses_at = lapses_at + ?1, expires_at = expires_at + ?1", [hour]).unwrap();
+    let times = || {
+        let sql = "SELECT lapses_at, expires_at FROM idem_records";
+        raw.query_row(sql, [], |row| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?))).unwrap()
+    };
+    let before = times();
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(times(), before);
+    raw.execute("UPDATE idem_records SET lapses_at = 1", []).unwrap();
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert!(times().0 > 1 && times().1 == before.1, "{:?}", times());
+}
+
+#[tokio::test]
+async fn renewals_without_number_are_answered_one_by_one() {
+    const LEASES: usize = 10_000;
+    let folder = Folder::new();
+    let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
+    let lease = reserved(&store, "k").await;
+    // Every other one is nobody's.
+    let leases: Vec<_> = (0..LEASES)
+        .map(|n| match n % 2 {
+            0 => lease.clone(),
+            _ => Lease { key: key(&format!("k{n}")), ..lease.clone() },
+        })
+        .collect();
+    let answers = renew_all(&*store.upkeep(), &leases).await.unwrap();
+    let expected = [Write::Done, Write::Refused].into_iter().cycle().take(LEASES);
+    assert!(answers.into_iter().eq(expected));
+}
+
+// What is inherited.
+
+fn fork(folder: &Folder, how: &str) {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_forker")]).arg(folder.file()).arg(how);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[tokio::test]
+async fn a_forked_child_and_its_parent_both_record() {
+    for how in ["inherited", "anew"] {
+        let folder = Folder::new();
+        fork(&folder, how);
+        let store = open(&folder.file()).await;
+        let names = (0..20).map(|n| format!("parent-{n}")).chain((0..40).map(|n| format!("child-{n}")));
+        for name in names.chain(["before".to_owned()]) {
+            let record = store.inspect(&key(&name)).await.unwrap().unwrap_or_else(|| panic!("{how}: {name} is lost"));
+            assert_eq!(record.record.state, State::Completed(stored(name.clone())), "{how}: {name}");
+        }
+        let check: String = raw(&folder.file()).query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
+        assert_eq!(check, "ok");
+    }
+}
+
+/// What a child closes late may be a file that others have written to since: it must not tidy that up.
+#[tokio::test]
+async fn a_forked_child_takes_nothing_from_those_that_came_after() {
+    let folder = Folder::new();
+    fork(&folder, "late");
+    let store = open(&folder.file()).await;
+    for n in 0..10 {
+        let record = store.inspect(&race::key(n)).await.unwrap().unwrap_or_else(|| panic!("{n} is lost"));
+        assert!(record.record.is_finished(), "{n}");
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_was_forked_in_the_middle_of_a_write_leaves_the_file_alone() {
+    let folder = Folder::new();
+    drop(open(&folder.file()).await);
+    let holder = raw(&folder.file());
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
+    fork(&folder, "busy");
+    holder.execute_batch("COMMIT").unwrap();
 }
 
 #[tokio::test]

@@ -552,7 +552,7 @@ mod explorer {
             let app = App::new(worker);
             let (result, outcome) = observe(nothing_left_to_do(&app, 42)).await;
             if outcome.executed() && result.is_ok() && app.charge(None).await.is_err() {
-                return Disposition::Retry { after: None };
+                return Disposition::Retry { after: Duration::from_secs(1) };
             }
             outcome.disposition()
         };
@@ -638,7 +638,7 @@ mod explorer {
         let explorer = Explorer::new().max_scenarios(3);
         found!(explorer, |it| *it == Problem::Unacknowledged, |worker| async move {
             let _ = charge_keyed(&App::new(worker), 42).await;
-            Disposition::Retry { after: None }
+            Disposition::Retry { after: Duration::from_secs(1) }
         });
     }
 

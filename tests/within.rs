@@ -1,18 +1,28 @@
 //! Records inside of the user's own transaction: with the effect, or not at all.
+#![allow(
+    clippy::large_futures,
+    clippy::large_stack_arrays,
+    clippy::similar_names,
+    clippy::match_same_arms,
+    reason = "calls in transactions are large, and the names are those of the cases"
+)]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::process::{Child, Command};
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use futures::FutureExt as _;
+use futures::future::join_all;
 use idem_runtime::{
-    Attempt, Codec, CodecError, Disposition, Error, InProgress, Json, Key, OnCrash, Outcome, Policy, PostgresStore,
-    Reservation, Reserve, SqliteStore, State, Store, StoreErrorKind, Unavailable, current, idempotent, observe,
-    record_values, run_within,
+    Attempt, Codec, CodecError, Disposition, Error, InProgress, Json, Key, Mode, OnCrash, Outcome, Payload, Policy,
+    PostgresStore, Reservation, Reserve, SqliteStore, State, Store, StoreErrorKind, Unavailable, current, idempotent,
+    observe, record_results, record_values, run_within,
 };
 use idem_tests::postgres::{raw, shared_schema};
 use idem_tests::sqlite::{Folder, raw as sqlite};
@@ -36,13 +46,17 @@ struct Bank {
     url: String,
     schema: String,
     store: PostgresStore,
+    /// Whether errors are recorded, and not released.
+    records_errors: bool,
+    /// Whether a body has paid, and hangs.
+    hangs: Cell<bool>,
 }
 
 impl Bank {
     async fn open() -> Self {
         let (url, schema) = shared_schema();
         let store = PostgresStore::options().schema(&schema).ensure_schema().connect(&url).await.unwrap();
-        let bank = Self { url, schema, store };
+        let bank = Self { url, schema, store, records_errors: false, hangs: Cell::new(false) };
         bank.client().await.batch_execute("CREATE TABLE payments (name text)").await.unwrap();
         bank
     }
@@ -155,53 +169,383 @@ impl Bank {
     }
 }
 
-#[tokio::test]
-async fn an_error_that_is_committed_all_the_same_frees_the_key() {
-    let bank = Bank::open().await;
-    let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
-    let failing = async { Err(Error::MissingKey { scope: "declined".into() }) };
-    let (result, outcome) = bank.run(&tx, "a", POLICY, failing).await;
-    assert!(matches!(result, Err(Error::MissingKey { .. })) && !outcome.recorded());
-    tx.commit().await.unwrap();
-    assert_eq!(bank.state("a").await, Some(State::Released));
-    assert_eq!(bank.pay_and_commit("a").await.0.unwrap(), 2);
+/// What bodies do in these tests, in a transaction of any driver.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    Succeed,
+    Fail,
+    /// By a statement that fails, and ends a transaction of PostgreSQL.
+    FailInSql,
+    Panic,
+    Hang,
+}
+
+#[derive(Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Declined(String);
+
+impl From<Error> for Declined {
+    fn from(error: Error) -> Self {
+        Self(format!("{error:?}"))
+    }
+}
+
+impl Bank {
+    /// Pays, and ends in this way.
+    async fn end(&self, tx: &Transaction<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
+        let body = async {
+            tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
+            match end {
+                End::Succeed => Ok(current().unwrap().number()),
+                End::Fail => Err(Declined("too poor".into())),
+                End::FailInSql => {
+                    Err(Declined(tx.execute("SELECT nothing FROM nowhere", &[]).await.unwrap_err().to_string()))
+                }
+                End::Panic => panic!("too rich"),
+                End::Hang => {
+                    self.hangs.set(true);
+                    std::future::pending().await
+                }
+            }
+        };
+        let operation = PostgresStore::within(tx).schema(&self.schema).operation(Ok(key(name)), policy);
+        match self.records_errors {
+            true => run_within(operation, record_results::<Json>(), body).await,
+            false => run_within(operation, record_values::<Json>(), body).await,
+        }
+    }
+
+    /// A call that is dropped in its body.
+    async fn drop_in_body(&self, tx: &Transaction<'_>, name: &str, policy: Policy) {
+        let mut call = Box::pin(self.end(tx, name, policy, End::Hang));
+        self.hangs.set(false);
+        while !self.hangs.get() {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
 }
 
 #[tokio::test]
-async fn a_cancelled_body_that_is_committed_all_the_same_counts_as_an_attempt_that_died() {
-    for (on_crash, name) in [(OnCrash::Retry, "retry"), (OnCrash::Fail, "fail")] {
-        let bank = Bank::open().await;
-        let policy = POLICY.on_crash(on_crash).lease(Duration::from_millis(200));
-        let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
-        {
-            let started = Cell::new(false);
-            let body = async {
-                started.set(true);
-                std::future::pending().await
-            };
-            let mut call = pin!(bank.run(&tx, name, policy, body));
-            while !started.get() {
-                assert!(poll_once(call.as_mut()).await.is_pending());
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
-        }
-        tx.commit().await.unwrap();
-        assert!(matches!(bank.state(name).await, Some(State::Pending { .. })), "nothing was written late");
-        tokio::time::sleep(Duration::from_millis(250)).await;
-        let (paid, outcome) = {
+async fn an_error_that_is_swallowed_leaves_nothing_of_its_body() {
+    for end in [End::Fail, End::FailInSql] {
+        for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+            let bank = Bank::open().await;
+            let policy = POLICY.on_crash(on_crash);
             let mut client = bank.client().await;
             let tx = client.transaction().await.unwrap();
-            let paid = bank.pay(&tx, name, policy).await;
+            tx.execute("INSERT INTO payments VALUES ('before')", &[]).await.unwrap();
+            for _ in 0..2 {
+                bank.end(&tx, "a", policy, end).await.unwrap_err();
+            }
+            tx.execute("INSERT INTO payments VALUES ('after')", &[]).await.unwrap();
             tx.commit().await.unwrap();
-            paid
-        };
-        match on_crash {
-            OnCrash::Retry => assert!(paid.unwrap() == 2 && outcome.took_over()),
-            _ => assert!(matches!(paid, Err(Error::Interrupted { attempt: 1, .. })), "{paid:?}"),
+            assert_eq!(bank.names().await, ["after", "before"], "{end:?}, {on_crash:?}");
+            assert_eq!(bank.state("a").await, Some(State::Released), "an attempt without a result");
+            let (paid, outcome) = bank.pay_and_commit("a").await;
+            assert_eq!(paid.unwrap(), 3, "attempts are counted");
+            assert!(outcome.executed());
         }
     }
+}
+
+impl Bank {
+    async fn names(&self) -> Vec<String> {
+        let rows = self.client().await.query("SELECT name FROM payments ORDER BY name", &[]).await.unwrap();
+        rows.iter().map(|row| row.get(0)).collect()
+    }
+}
+
+#[tokio::test]
+async fn an_error_that_is_recorded_keeps_its_record_and_nothing_else() {
+    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+        let bank = Bank { records_errors: true, ..Bank::open().await };
+        let policy = POLICY.on_crash(on_crash);
+        let mut client = bank.client().await;
+        let tx = client.transaction().await.unwrap();
+        let declined = Declined("too poor".into());
+        assert_eq!(bank.end(&tx, "a", policy, End::Fail).await.unwrap_err(), declined);
+        assert_eq!(bank.end(&tx, "a", policy, End::Succeed).await.unwrap_err(), declined, "replayed already");
+        tx.commit().await.unwrap();
+        assert_eq!(bank.payments().await, 0);
+        assert!(matches!(bank.state("a").await, Some(State::Failed(_))));
+        let tx = client.transaction().await.unwrap();
+        assert_eq!(bank.end(&tx, "a", policy, End::Succeed).await.unwrap_err(), declined);
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_is_dropped_or_panics_is_undone() {
+    let lease = Duration::from_millis(200);
+    for (on_crash, panics) in
+        [(OnCrash::Retry, false), (OnCrash::Retry, true), (OnCrash::Fail, false), (OnCrash::Fail, true)]
+    {
+        let bank = Bank::open().await;
+        let policy = POLICY.on_crash(on_crash).lease(lease);
+        let mut client = bank.client().await;
+        let tx = client.transaction().await.unwrap();
+        tx.execute("INSERT INTO payments VALUES ('before')", &[]).await.unwrap();
+        if panics {
+            let call = AssertUnwindSafe(bank.end(&tx, "a", policy, End::Panic)).catch_unwind();
+            call.await.unwrap_err();
+        } else {
+            bank.drop_in_body(&tx, "a", policy).await;
+        }
+        assert!(bank.pay(&tx, "b", POLICY).await.1.executed(), "the transaction goes on");
+        tx.commit().await.unwrap();
+        assert_eq!(bank.names().await, ["b", "before"], "{on_crash:?}, panics: {panics}");
+        if on_crash == OnCrash::Retry {
+            assert_eq!(bank.state("a").await, None, "as if it had never been");
+            assert_eq!(bank.pay_and_commit("a").await.0.unwrap(), 1);
+        } else {
+            assert!(matches!(bank.state("a").await, Some(State::Pending { .. })));
+            tokio::time::sleep(lease).await;
+            let tx = client.transaction().await.unwrap();
+            let (paid, _) = bank.pay(&tx, "a", policy).await;
+            assert!(matches!(paid, Err(Error::Interrupted { attempt: 1, .. })), "{paid:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_call_can_be_dropped_at_every_await() {
+    let fail = POLICY.on_crash(OnCrash::Fail);
+    for (name, policy, end, records_errors) in [
+        ("ok", POLICY, End::Succeed, false),
+        ("err", POLICY, End::Fail, false),
+        ("recorded", POLICY, End::Fail, true),
+        ("fail", fail, End::Succeed, false),
+        ("fail err", fail, End::Fail, false),
+        ("fail recorded", fail, End::Fail, true),
+    ] {
+        let bank = Bank { records_errors, ..Bank::open().await };
+        let mut client = bank.client().await;
+        for polls in 0.. {
+            let name = format!("{name} {polls}");
+            let tx = client.transaction().await.unwrap();
+            let is_over = {
+                let mut call = Box::pin(bank.end(&tx, &name, policy, end));
+                let mut over = false;
+                for _ in 0..polls {
+                    // What was asked is answered before the next poll.
+                    tx.batch_execute("SELECT 1").await.unwrap_or_default();
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                    over = poll_once(call.as_mut()).await.is_ready();
+                    if over {
+                        break;
+                    }
+                }
+                over
+            };
+            tx.execute("INSERT INTO payments VALUES ($1)", &[&format!("after {name}")]).await.unwrap();
+            tx.commit().await.unwrap();
+            let (state, names) = (bank.state(&name).await, bank.names().await);
+            assert!(names.contains(&format!("after {name}")), "{name}: the transaction goes on");
+            match (&state, names.contains(&name)) {
+                (Some(State::Completed(_)), true) => {}
+                (None | Some(State::Released | State::Failed(_)), false) => {}
+                (Some(State::Pending { .. }), false) if name.starts_with("fail") => {}
+                other => panic!("{name}: {other:?}"),
+            }
+            if is_over {
+                assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
+                assert!(polls > 2, "{name} is never pending");
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn nested_calls_are_undone_with_the_call_they_are_made_in() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    for outer_fails in [false, true] {
+        let tx = client.transaction().await.unwrap();
+        let outer = async {
+            tx.execute("INSERT INTO payments VALUES ('outer')", &[]).await.unwrap();
+            Box::pin(bank.end(&tx, "failed", POLICY, End::FailInSql)).await.unwrap_err();
+            Box::pin(bank.end(&tx, "inner", POLICY, End::Succeed)).await.unwrap();
+            if outer_fails { Err(Error::MissingKey { scope: "outer".into() }) } else { Ok(7) }
+        };
+        let (result, _) = bank.run(&tx, "outer", POLICY, outer).await;
+        assert_eq!(result.is_err(), outer_fails);
+        if outer_fails {
+            tx.commit().await.unwrap();
+            assert_eq!(bank.names().await, Vec::<String>::new());
+            assert_eq!((bank.state("inner").await, bank.state("failed").await), (None, None));
+            assert_eq!(bank.state("outer").await, Some(State::Released));
+        } else {
+            let names = tx.query("SELECT name FROM payments ORDER BY name", &[]).await.unwrap();
+            assert_eq!(names.iter().map(|row| row.get(0)).collect::<Vec<String>>(), ["inner", "outer"]);
+            tx.rollback().await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn calls_in_one_transaction_take_turns() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    let slow = |name: &'static str, end: End| {
+        let (bank, tx) = (&bank, &tx);
+        async move {
+            let body = async {
+                tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
+                for _ in 0..20 {
+                    tokio::task::yield_now().await;
+                    tx.batch_execute("SELECT 1").await.unwrap();
+                }
+                if end == End::Fail { Err(Error::MissingKey { scope: name.into() }) } else { Ok(7) }
+            };
+            bank.run(tx, name, POLICY, body).await.0.is_ok()
+        }
+    };
+    // Without turns the end of one that fails would undo what others have done since it began, and said to be done.
+    let calls = [slow("a", End::Fail), slow("b", End::Succeed), slow("c", End::Fail), slow("d", End::Succeed)];
+    assert_eq!(join_all(calls).await, [false, true, false, true]);
+    // One that waits for its turn and is dropped takes none.
+    {
+        let mut first = Box::pin(slow("e", End::Succeed));
+        let mut second = Box::pin(slow("f", End::Succeed));
+        assert!(poll_once(first.as_mut()).await.is_pending());
+        assert!(poll_once(second.as_mut()).await.is_pending());
+        drop(second);
+        assert!(first.await);
+    }
+    tx.commit().await.unwrap();
+    assert_eq!(bank.names().await, ["b", "d", "e"]);
+    for (name, ended) in [("a", false), ("b", true), ("c", false), ("d", true)] {
+        assert_eq!(matches!(bank.state(name).await, Some(State::Completed(_))), ended, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_shadow_undoes_nothing() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    bank.end(&tx, "a", POLICY.mode(Mode::Shadow), End::Fail).await.unwrap_err();
+    tx.commit().await.unwrap();
+    assert_eq!((bank.names().await, bank.state("a").await), (vec!["a".to_owned()], Some(State::Released)));
+}
+
+#[tokio::test]
+async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
+    let bank = Bank::open().await;
+    let lease = Duration::from_millis(300);
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    let begun: SystemTime = tx.query_one("SELECT now()", &[]).await.unwrap().get(0);
+    let died = Reserve {
+        key: key("a"),
+        owner: bank.store.heartbeats().new_owner(),
+        lease,
+        ttl: Duration::from_secs(3600),
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    };
+    assert!(matches!(bank.store.reserve(&died).await, Ok(Reservation::Reserved { .. })));
+    tokio::time::sleep(lease + Duration::from_millis(50)).await;
+    let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
+    assert_eq!(paid.unwrap(), 2);
+    assert!(outcome.took_over());
+    tx.commit().await.unwrap();
+    // Its retention counts from the completion, not from the beginning of the transaction.
+    let client = bank.client().await;
+    let expires: SystemTime = client.query_one("SELECT expires_at FROM records", &[]).await.unwrap().get(0);
+    assert!(expires >= begun + Duration::from_secs(3600) + lease, "{:?}", expires.duration_since(begun));
+}
+
+#[tokio::test]
+async fn a_duplicate_is_told_to_come_back_soon() {
+    let bank = Bank::open().await;
+    let (mut first, mut second) = (bank.client().await, bank.client().await);
+    let (tx, other) = (first.transaction().await.unwrap(), second.transaction().await.unwrap());
+    bank.pay(&tx, "a", POLICY).await.0.unwrap();
+    let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
+    assert!(matches!(refused, Err(Error::InProgress { .. })), "{refused:?}");
+    match outcome.disposition() {
+        Disposition::Retry { after } => assert!(after <= Duration::from_millis(100), "{after:?}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_record_that_somebody_has_locked_is_not_waited_for() {
+    let bank = Bank::open().await;
+    bank.pay_and_commit("a").await.0.unwrap();
+    assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::Write::Done);
+    let mut holder = bank.client().await;
+    let holding = holder.transaction().await.unwrap();
+    holding.execute("SELECT FROM records FOR UPDATE", &[]).await.unwrap();
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    let (refused, _) = bank.pay(&tx, "a", POLICY).await;
+    match refused {
+        Err(Error::Store { source, .. }) => assert_eq!(source.kind(), StoreErrorKind::Aborted),
+        other => panic!("{other:?}"),
+    }
+    holding.rollback().await.unwrap();
+    assert_eq!(bank.pay(&tx, "a", POLICY).await.0.unwrap(), 2, "the transaction goes on");
+}
+
+#[tokio::test]
+async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() {
+    let bank = Bank::open().await;
+    let client = bank.client().await;
+    // As it says of a value that is larger than it can be.
+    client
+        .batch_execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+             IF octet_length(NEW.result) > 1000000 THEN RAISE 'too large' USING ERRCODE = '54000'; END IF; RETURN NEW; \
+             END $$; CREATE TRIGGER refuse BEFORE UPDATE ON records FOR EACH ROW EXECUTE FUNCTION refuse()",
+        )
+        .await
+        .unwrap();
+    let policy = POLICY.max_result_bytes(usize::MAX);
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    let operation = PostgresStore::within(&tx).schema(&bank.schema).operation(Ok(key("a")), policy);
+    let body = async {
+        tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
+        Ok::<_, Error>("x".repeat(2_000_000))
+    };
+    let (result, outcome) = observe(run_within(operation, record_values::<Json>(), body)).await;
+    assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
+    tx.commit().await.unwrap();
+    assert_eq!(bank.payments().await, 1);
+    assert!(matches!(bank.state("a").await, Some(State::Completed(Payload::TooLarge { .. }))));
+    // And so does the store itself.
+    let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
+    let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
+    let (result, outcome) = observe(idem_runtime::run(operation, record_values::<Json>(), body)).await;
+    assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
+    assert!(matches!(bank.state("b").await, Some(State::Completed(Payload::TooLarge { .. }))));
+}
+
+#[tokio::test]
+async fn child_keys_are_those_of_the_store_with_that_namespace() {
+    let bank = Bank::open().await;
+    let options = PostgresStore::options().schema(&bank.schema);
+    let named = options.clone().namespace("shop").connect(&bank.url).await.unwrap();
+    assert_eq!((named.namespace(), named.upkeep().namespace(), bank.store.namespace()), ("shop", "shop", ""));
+    let child = async || Ok::<_, Error>(current().unwrap().child_key("charge"));
+    let mut keys = Vec::new();
+    for store in [&bank.store, &named] {
+        let operation = idem_runtime::Operation::new(store, Ok(key("a")), POLICY.mode(Mode::Shadow));
+        keys.push(idem_runtime::run(operation, record_values::<Json>(), child()).await.unwrap());
+    }
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    for namespace in ["", "shop"] {
+        let within = PostgresStore::within(&tx).schema(&bank.schema).namespace(namespace);
+        let operation = within.operation(Ok(key("a")), POLICY.mode(Mode::Shadow));
+        keys.push(run_within(operation, record_values::<Json>(), child()).await.unwrap());
+    }
+    assert_eq!(keys[..2], keys[2..]);
+    assert_ne!(keys[0], keys[1]);
 }
 
 #[tokio::test]
@@ -352,7 +696,7 @@ async fn fingerprints_are_compared_in_a_transaction() {
 }
 
 #[tokio::test]
-async fn a_statement_that_fails_ends_the_transaction_and_nothing_takes_effect() {
+async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_else() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = client.transaction().await.unwrap();
@@ -368,13 +712,26 @@ async fn a_statement_that_fails_ends_the_transaction_and_nothing_takes_effect() 
         other => panic!("{other:?}"),
     }
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }) && !outcome.recorded());
-    let (result, _) = bank.pay(&tx, "b", POLICY).await;
-    match result {
-        Err(Error::Store { source, started: false, .. }) => assert_eq!(source.kind(), StoreErrorKind::Aborted),
-        other => panic!("{other:?}"),
+    bank.pay(&tx, "b", POLICY).await.0.unwrap();
+    tx.commit().await.unwrap();
+    assert_eq!((bank.names().await, bank.state("a").await), (vec!["b".to_owned()], None));
+}
+
+#[tokio::test]
+async fn in_a_transaction_that_can_not_go_on_nothing_is_done() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let tx = client.transaction().await.unwrap();
+    tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
+    for _ in 0..2 {
+        let (result, _) = bank.pay(&tx, "b", POLICY).await;
+        match result {
+            Err(Error::Store { source, started: false, .. }) => assert_eq!(source.kind(), StoreErrorKind::Aborted),
+            other => panic!("{other:?}"),
+        }
     }
     tx.commit().await.unwrap();
-    assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
+    assert_eq!((bank.payments().await, bank.state("b").await), (0, None));
 }
 
 #[tokio::test]
@@ -435,8 +792,8 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
 }
 
 /// The attribute; its future can be spawned.
-#[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = "pay", fingerprint = (name, 7))]
-async fn pay(tx: &Transaction<'_>, schema: &str, name: &str) -> Result<u32, anyhow::Error> {
+#[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
+async fn pay(tx: &Transaction<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;
     tokio::task::yield_now().await;
     Ok(7)
@@ -458,37 +815,464 @@ async fn the_attribute_takes_a_transaction_for_a_store() {
     assert_eq!(bank.payments().await, 1);
 }
 
+// ---- What is committed, and what to do with the message ---------------------------------------------------------------
+
+type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
+fn is_retry(outcome: &Outcome) -> bool {
+    matches!(outcome.disposition(), Disposition::Retry { after } if after > Duration::ZERO)
+}
+
+#[tokio::test]
+async fn an_outcome_is_pending_until_its_transaction_is_committed() {
+    let bank = Bank::open().await;
+    for replayed in [false, true] {
+        let mut client = bank.client().await;
+        let tx = client.transaction().await.unwrap();
+        let (_, outcome) = bank.pay(&tx, "a", POLICY).await;
+        assert!(outcome.is_pending_commit() && outcome.replayed() == replayed);
+        assert!(is_retry(&outcome), "{outcome:?}");
+        tx.commit().await.unwrap();
+        let outcome = outcome.committed();
+        assert!(!outcome.is_pending_commit());
+        assert_eq!(outcome.disposition(), Disposition::Ack);
+    }
+}
+
+impl Bank {
+    /// A table that checks at the commit that there are no two payments of one name.
+    async fn checks_at_commit(&self) {
+        let unique = "ALTER TABLE payments ADD UNIQUE (name) DEFERRABLE INITIALLY DEFERRED";
+        self.client().await.batch_execute(unique).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_commit_that_is_refused_is_never_acknowledged() {
+    let bank = Bank::open().await;
+    bank.checks_at_commit().await;
+    bank.client().await.batch_execute("INSERT INTO payments VALUES ('a')").await.unwrap();
+    for kills in [false, true] {
+        // By hand: the delivery fails, as its commit does.
+        let mut client = bank.client().await;
+        let (result, outcome) = observe(async {
+            let tx = client.transaction().await?;
+            bank.pay(&tx, "a", POLICY).await.0?;
+            if kills {
+                kill(&bank, &tx).await;
+            }
+            tx.commit().await?;
+            Ok::<_, AnyError>(())
+        })
+        .await;
+        assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
+        // The outcome of the call alone is pending.
+        let mut client = bank.client().await;
+        let tx = client.transaction().await.unwrap();
+        let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
+        assert!(paid.is_ok() && is_retry(&outcome), "{paid:?}, {outcome:?}");
+        drop(tx);
+        // By the helper.
+        let mut client = bank.client().await;
+        let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
+            let paid = bank.pay_waiting_in(tx, "a").await.0?;
+            if kills {
+                kill(&bank, tx).await;
+            }
+            Ok::<_, AnyError>(paid)
+        })
+        .await;
+        assert!(result.is_err() && is_retry(&outcome) && !outcome.recorded(), "{result:?}, {outcome:?}");
+        assert!(bank.state("a").await.is_none());
+    }
+    assert_eq!(bank.payments().await, 1);
+}
+
+/// Ends the connection of a transaction.
+async fn kill(bank: &Bank, tx: &Transaction<'_>) {
+    let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
+    let other = bank.client().await;
+    other.execute("SELECT pg_terminate_backend($1, 10000)", &[&pid]).await.unwrap();
+}
+
+impl Bank {
+    /// Pays in `tx`, once the server has ended whatever holds the key.
+    async fn pay_waiting_in(&self, tx: &Transaction<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
+        self.pay(tx, name, POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await
+    }
+}
+
+#[tokio::test]
+async fn an_error_after_a_successful_handler_is_never_acknowledged() {
+    let bank = Bank::open().await;
+    for sees_replay in [false, true] {
+        let mut client = bank.client().await;
+        let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
+            bank.pay(tx, "a", POLICY).await.0?;
+            Err::<(), AnyError>("the outbox is full".into())
+        })
+        .await;
+        assert_eq!(result.unwrap_err().to_string(), "the outbox is full");
+        assert!(is_retry(&outcome), "{outcome:?}");
+        assert_eq!(outcome.replayed(), sees_replay);
+        if !sees_replay {
+            assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "rolled back");
+            bank.pay_and_commit("a").await.0.unwrap();
+        }
+    }
+    assert_eq!(bank.payments().await, 1);
+}
+
+#[tokio::test]
+async fn a_statement_that_failed_without_notice_is_never_committed() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
+        let paid = bank.pay(tx, "a", POLICY).await.0?;
+        tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
+        Ok::<_, AnyError>(paid)
+    })
+    .await;
+    // The server answers "ROLLBACK" to the `COMMIT`, which the driver takes for an answer like any other.
+    assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
+    assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
+}
+
+#[tokio::test]
+async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
+    let bank = Bank::open().await;
+    for replayed in [false, true] {
+        let (url, schema) = (bank.url.clone(), bank.schema.clone());
+        // In a task of its own.
+        let delivery = tokio::spawn(async move {
+            let mut client = raw(&url).await;
+            let path = format!("SET search_path = \"{}\"", schema.replace('"', "\"\""));
+            client.batch_execute(&path).await.unwrap();
+            let name = "a".to_owned();
+            PostgresStore::transact(&mut client, async |tx| pay(tx, &schema, &name).await).await
+        });
+        let (paid, outcome) = delivery.await.unwrap();
+        assert_eq!(paid.unwrap(), 7);
+        assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
+        assert!(outcome.recorded() && !outcome.is_pending_commit());
+    }
+    assert_eq!(bank.payments().await, 1);
+    // On a connection of a pool, and where nobody answers.
+    let config: tokio_postgres::Config = bank.url.parse().unwrap();
+    let manager = deadpool_postgres::Manager::new(config, tokio_postgres::NoTls);
+    let pool = deadpool_postgres::Pool::builder(manager).build().unwrap();
+    let mut client = pool.get().await.unwrap();
+    let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| pay(tx, &bank.schema, "a").await).await;
+    assert!(paid.is_ok() && outcome.disposition() == Disposition::Ack, "{paid:?}");
+    let pid: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
+    bank.client().await.execute("SELECT pg_terminate_backend($1, 10000)", &[&pid]).await.unwrap();
+    let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| pay(tx, &bank.schema, "a").await).await;
+    assert!(paid.is_err() && is_retry(&outcome) && !outcome.observed(), "{paid:?}");
+}
+
+#[tokio::test]
+async fn an_error_that_a_handler_recorded_is_recorded_although_all_else_is_rolled_back() {
+    let bank = Bank { records_errors: true, ..Bank::open().await };
+    for replayed in [false, true] {
+        let mut client = bank.client().await;
+        let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
+            tx.execute("INSERT INTO payments VALUES ('before')", &[]).await?;
+            bank.end(tx, "a", POLICY, End::Fail).await.map_err(|declined| declined.0.into())
+        })
+        .await;
+        let result: Result<u32, AnyError> = result;
+        assert_eq!(result.unwrap_err().to_string(), "too poor");
+        assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
+        assert!(outcome.recorded());
+        assert!(matches!(bank.state("a").await, Some(State::Failed(_))));
+    }
+    assert_eq!(bank.payments().await, 0);
+}
+
+#[tokio::test]
+async fn a_transaction_that_met_another_one_is_tried_again() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
+    let tries = Cell::new(0);
+    // A statement of the library's sees that the record has changed since.
+    let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| {
+        tries.set(tries.get() + 1);
+        tx.query("SELECT count(*) FROM payments", &[]).await?;
+        if tries.get() == 1 {
+            bank.pay_and_commit("a").await.0?;
+        }
+        Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?)
+    })
+    .await;
+    assert_eq!((paid.unwrap(), tries.get()), (1, 2));
+    assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
+    // And the commit, under SERIALIZABLE; but it has to end.
+    client.batch_execute("SET default_transaction_isolation = 'serializable'").await.unwrap();
+    for always in [false, true] {
+        tries.set(0);
+        let name = format!("b{always}");
+        let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| {
+            tries.set(tries.get() + 1);
+            tx.query("SELECT count(*) FROM payments", &[]).await?;
+            let paid = bank.pay(tx, &name, POLICY).await.0?;
+            if always || tries.get() == 1 {
+                let mut other = bank.client().await;
+                let meanwhile = other.build_transaction().isolation_level(IsolationLevel::Serializable).start().await?;
+                meanwhile.query("SELECT count(*) FROM payments", &[]).await?;
+                meanwhile.execute("INSERT INTO payments VALUES ('meanwhile')", &[]).await?;
+                meanwhile.commit().await?;
+            }
+            Ok::<_, AnyError>(paid)
+        })
+        .await;
+        if always {
+            assert!(paid.is_err() && is_retry(&outcome), "{paid:?}, {outcome:?}");
+            assert_eq!(tries.get(), 5);
+        } else {
+            assert_eq!((paid.unwrap(), tries.get(), outcome.disposition()), (1, 2, Disposition::Ack));
+        }
+    }
+    assert_eq!(bank.names().await.iter().filter(|name| name.starts_with('b')).count(), 1);
+}
+
+#[tokio::test]
+async fn a_transaction_of_the_library_that_is_dropped_is_rolled_back() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    {
+        let work = async |tx: &Transaction<'_>| bank.end(tx, "a", POLICY, End::Hang).await.map_err(|it| it.0.into());
+        let mut delivery = Box::pin(PostgresStore::transact::<u32, AnyError, _>(&mut client, work));
+        while !bank.hangs.get() {
+            assert!(poll_once(delivery.as_mut()).await.is_pending());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+    let (paid, outcome) =
+        PostgresStore::transact(&mut client, async |tx| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?)).await;
+    assert_eq!((paid.unwrap(), outcome.disposition()), (1, Disposition::Ack));
+    assert_eq!(bank.payments().await, 1);
+}
+
 // ---- PostgreSQL through sqlx -----------------------------------------------------------------------------------------
 
-type SqlxTransaction = tokio::sync::Mutex<sqlx::Transaction<'static, sqlx::Postgres>>;
+type SqlxTransaction<'c> = tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>;
 
 #[idempotent(
     key = "{name}",
     ttl = "1h",
     store = PostgresStore::within_sqlx(tx).schema(schema),
-    scope = "pay",
+    scope = shared("pay"),
     fingerprint = name,
     in_progress = wait("50ms")
 )]
-async fn pay_by_sqlx(tx: &SqlxTransaction, schema: &str, name: &str) -> Result<Vec<u8>, anyhow::Error> {
+async fn pay_by_sqlx(tx: &SqlxTransaction<'_>, schema: &str, name: &str) -> Result<Vec<u8>, anyhow::Error> {
     let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
     insert.execute(&mut **tx.lock().await).await?;
     current().expect("inside").confirm_lease().await?;
     Ok(vec![0, 1, 255])
 }
 
+impl Bank {
+    /// Connections of `sqlx` that see the schema's tables first.
+    async fn pool(&self) -> sqlx::PgPool {
+        let path = format!("SET search_path = \"{}\"", self.schema.replace('"', "\"\""));
+        sqlx::postgres::PgPoolOptions::new()
+            .after_connect(move |connection, _| {
+                let path = path.clone();
+                Box::pin(async move { sqlx::Executor::execute(connection, &*path).await.map(|_| ()) })
+            })
+            .connect(&self.url)
+            .await
+            .unwrap()
+    }
+
+    /// What [`Bank::end`] does.
+    async fn end_by_sqlx(
+        &self,
+        tx: &SqlxTransaction<'_>,
+        name: &str,
+        policy: Policy,
+        end: End,
+    ) -> Result<u32, Declined> {
+        let body = async {
+            let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
+            insert.execute(&mut **tx.lock().await).await.unwrap();
+            match end {
+                End::Succeed => Ok(current().unwrap().number()),
+                End::Fail => Err(Declined("too poor".into())),
+                End::FailInSql => {
+                    let failing = sqlx::query("SELECT nothing FROM nowhere");
+                    Err(Declined(failing.execute(&mut **tx.lock().await).await.unwrap_err().to_string()))
+                }
+                End::Panic => panic!("too rich"),
+                End::Hang => {
+                    self.hangs.set(true);
+                    std::future::pending().await
+                }
+            }
+        };
+        let operation = PostgresStore::within_sqlx(tx).schema(&self.schema).operation(Ok(key(name)), policy);
+        match self.records_errors {
+            true => run_within(operation, record_results::<Json>(), body).await,
+            false => run_within(operation, record_values::<Json>(), body).await,
+        }
+    }
+}
+
+async fn insert(tx: &SqlxTransaction<'_>, name: &str) {
+    let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
+    insert.execute(&mut **tx.lock().await).await.unwrap();
+}
+
+#[tokio::test]
+async fn by_sqlx_a_call_that_does_not_complete_is_undone() {
+    let lease = Duration::from_millis(200);
+    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+        for end in [End::Fail, End::FailInSql, End::Panic, End::Hang] {
+            let bank = Bank::open().await;
+            let pool = bank.pool().await;
+            let policy = POLICY.on_crash(on_crash).lease(lease);
+            let tx = SqlxTransaction::new(pool.begin().await.unwrap());
+            insert(&tx, "before").await;
+            match end {
+                End::Hang => {
+                    let mut call = Box::pin(bank.end_by_sqlx(&tx, "a", policy, end));
+                    while !bank.hangs.get() {
+                        assert!(poll_once(call.as_mut()).await.is_pending());
+                        tokio::time::sleep(Duration::from_millis(2)).await;
+                    }
+                }
+                End::Panic => {
+                    let call = AssertUnwindSafe(bank.end_by_sqlx(&tx, "a", policy, end)).catch_unwind();
+                    call.await.unwrap_err();
+                }
+                _ => drop(bank.end_by_sqlx(&tx, "a", policy, end).await.unwrap_err()),
+            }
+            bank.end_by_sqlx(&tx, "b", POLICY, End::Succeed).await.unwrap();
+            tx.into_inner().commit().await.unwrap();
+            assert_eq!(bank.names().await, ["b", "before"], "{on_crash:?}, {end:?}");
+            let state = bank.state("a").await;
+            match (end, on_crash) {
+                (End::Fail | End::FailInSql, _) => assert_eq!(state, Some(State::Released), "{on_crash:?}, {end:?}"),
+                (_, OnCrash::Fail) => assert!(matches!(state, Some(State::Pending { .. })), "{end:?}: {state:?}"),
+                _ => assert_eq!(state, None, "{on_crash:?}, {end:?}"),
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
+    let fail = POLICY.on_crash(OnCrash::Fail);
+    for (name, policy, end) in [
+        ("ok", POLICY, End::Succeed),
+        ("err", POLICY, End::Fail),
+        ("fail", fail, End::Succeed),
+        ("fail err", fail, End::Fail),
+    ] {
+        let bank = Bank::open().await;
+        let pool = bank.pool().await;
+        for polls in 0.. {
+            let name = format!("{name} {polls}");
+            let tx = SqlxTransaction::new(pool.begin().await.unwrap());
+            let is_over = {
+                let mut call = Box::pin(bank.end_by_sqlx(&tx, &name, policy, end));
+                let mut over = false;
+                for _ in 0..polls {
+                    tokio::time::sleep(Duration::from_millis(3)).await;
+                    over = poll_once(call.as_mut()).await.is_ready();
+                    if over {
+                        break;
+                    }
+                }
+                over
+            };
+            // Either all of it is committed, or nothing and it is said so.
+            let committed = tx.into_inner().commit().await.is_ok();
+            let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
+            match (&state, paid) {
+                (Some(State::Completed(_)), true) if committed => {}
+                (None | Some(State::Released), false) => {}
+                (Some(State::Pending { .. }), false) if name.starts_with("fail") && committed => {}
+                other => panic!("{name}: {other:?}"),
+            }
+            if is_over {
+                assert!(committed);
+                assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
+                assert!(polls > 2, "{name} is never pending");
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
+    let bank = Bank::open().await;
+    bank.checks_at_commit().await;
+    let pool = bank.pool().await;
+    for replayed in [false, true] {
+        let (pool, schema) = (pool.clone(), bank.schema.clone());
+        let delivery = tokio::spawn(async move {
+            PostgresStore::transact_sqlx(&pool, async |tx| pay_by_sqlx(tx, &schema, "a").await).await
+        });
+        let (paid, outcome) = delivery.await.unwrap();
+        assert_eq!(paid.unwrap(), [0, 1, 255]);
+        assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
+    }
+    // A commit that is refused, an error afterwards, and a statement whose failure is swallowed.
+    for case in 0..3 {
+        let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
+            let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
+            match case {
+                0 => insert(tx, "a").await,
+                1 => return Err("the outbox is full".into()),
+                _ => {
+                    let failing = sqlx::query("SELECT nothing FROM nowhere");
+                    failing.execute(&mut **tx.lock().await).await.unwrap_err();
+                }
+            }
+            Ok::<_, AnyError>(paid)
+        })
+        .await;
+        assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{case}: {result:?}, {outcome:?}");
+        assert_eq!(bank.names().await, ["a"], "{case}");
+    }
+    let bank = Bank { records_errors: true, ..bank };
+    for replayed in [false, true] {
+        let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
+            insert(tx, "before").await;
+            let paid = bank.end_by_sqlx(tx, "c", POLICY, End::Fail).await.map_err(|it| it.0)?;
+            Ok::<_, AnyError>(paid)
+        })
+        .await;
+        assert_eq!(result.unwrap_err().to_string(), "too poor");
+        assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
+    }
+    assert_eq!(bank.names().await, ["a"]);
+    // A transaction that met another one.
+    let tries = Cell::new(0);
+    let (paid, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
+        tries.set(tries.get() + 1);
+        let level = sqlx::query("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ");
+        level.execute(&mut **tx.lock().await).await?;
+        sqlx::query("SELECT count(*) FROM payments").execute(&mut **tx.lock().await).await?;
+        if tries.get() == 1 {
+            bank.pay_and_commit("d").await.0?;
+        }
+        let paid = bank.end_by_sqlx(tx, "d", POLICY, End::Succeed).await.map_err(|it| it.0)?;
+        Ok::<_, AnyError>(paid)
+    })
+    .await;
+    assert_eq!((paid.unwrap(), tries.get()), (1, 2));
+    assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
+}
+
 #[tokio::test]
 async fn a_transaction_of_sqlx_does_the_same() {
     let bank = Bank::open().await;
-    let schema = bank.schema.replace('"', "\"\"");
-    let pool = sqlx::postgres::PgPoolOptions::new()
-        .after_connect(move |connection, _| {
-            let path = format!("SET search_path = \"{schema}\"");
-            Box::pin(async move { sqlx::Executor::execute(connection, &*path).await.map(|_| ()) })
-        })
-        .connect(&bank.url)
-        .await
-        .unwrap();
+    let pool = bank.pool().await;
     let begin = async || SqlxTransaction::new(pool.begin().await.unwrap());
 
     let tx = begin().await;
@@ -711,6 +1495,133 @@ impl Codec for Huge {
     fn decode<T: serde::de::DeserializeOwned>(_: &[u8]) -> Result<T, CodecError> {
         Err("there is none".into())
     }
+}
+
+async fn sell_and_end(
+    tx: &rusqlite::Transaction<'_>,
+    name: &str,
+    policy: Policy,
+    end: End,
+    records_errors: bool,
+) -> Result<u32, Declined> {
+    let body = async {
+        tx.execute("INSERT INTO payments VALUES (?1)", [name]).unwrap();
+        tokio::task::yield_now().await;
+        match end {
+            End::Succeed => Ok(current().unwrap().number()),
+            End::Fail => Err(Declined("too poor".into())),
+            End::FailInSql => Err(Declined(tx.execute("SELECT nothing FROM nowhere", []).unwrap_err().to_string())),
+            End::Panic => panic!("too rich"),
+            End::Hang => std::future::pending().await,
+        }
+    };
+    let operation = SqliteStore::within(tx).operation(Ok(key(name)), policy);
+    match records_errors {
+        true => run_within(operation, record_results::<Json>(), body).await,
+        false => run_within(operation, record_values::<Json>(), body).await,
+    }
+}
+
+impl Till {
+    fn names(&self) -> Vec<String> {
+        let connection = self.connection();
+        let mut names = connection.prepare("SELECT name FROM payments ORDER BY name").unwrap();
+        names.query_map([], |row| row.get(0)).unwrap().collect::<Result<_, _>>().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn in_sqlite_a_call_that_does_not_complete_is_undone() {
+    let lease = Duration::from_millis(200);
+    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+        for (end, recorded) in
+            [(End::Fail, false), (End::Fail, true), (End::FailInSql, false), (End::Panic, false), (End::Hang, false)]
+        {
+            let till = Till::new();
+            let mut connection = till.connection();
+            let policy = POLICY.on_crash(on_crash).lease(lease);
+            let tx = begin(&mut connection);
+            tx.execute("INSERT INTO payments VALUES ('before')", []).unwrap();
+            match end {
+                End::Hang => {
+                    let mut call = Box::pin(sell_and_end(&tx, "a", policy, end, recorded));
+                    for _ in 0..10 {
+                        assert!(poll_once(call.as_mut()).await.is_pending());
+                    }
+                    let paid: i64 = tx.query_row("SELECT count(*) FROM payments", [], |row| row.get(0)).unwrap();
+                    assert_eq!(paid, 2);
+                }
+                End::Panic => {
+                    AssertUnwindSafe(sell_and_end(&tx, "a", policy, end, recorded)).catch_unwind().await.unwrap_err();
+                }
+                _ => drop(sell_and_end(&tx, "a", policy, end, recorded).await.unwrap_err()),
+            }
+            sell_and_end(&tx, "b", POLICY, End::Succeed, false).await.unwrap();
+            tx.commit().unwrap();
+            assert_eq!(till.names(), ["b", "before"], "{on_crash:?}, {end:?}");
+            let state = till.state("a").await;
+            match (end, on_crash) {
+                (End::Fail, _) if recorded => assert!(matches!(state, Some(State::Failed(_))), "{state:?}"),
+                (End::Fail | End::FailInSql, _) => assert_eq!(state, Some(State::Released), "{on_crash:?}, {end:?}"),
+                (_, OnCrash::Fail) => assert!(matches!(state, Some(State::Pending { .. })), "{end:?}: {state:?}"),
+                _ => assert_eq!(state, None, "{on_crash:?}, {end:?}"),
+            }
+        }
+    }
+}
+
+#[idempotent(key = "{name}", ttl = "1h", store = SqliteStore::within(tx), scope = shared("pay"))]
+async fn sell_by_attribute(tx: &rusqlite::Transaction<'_>, name: &str) -> Result<u32, AnyError> {
+    tx.execute("INSERT INTO payments VALUES (?1)", [name])?;
+    Ok(7)
+}
+
+#[tokio::test]
+async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
+    let till = Till::new();
+    let mut connection = till.connection();
+    connection.execute_batch("PRAGMA foreign_keys = ON; CREATE TABLE names (name TEXT PRIMARY KEY)").unwrap();
+    connection
+        .execute_batch("CREATE TABLE sold (name TEXT REFERENCES names (name) DEFERRABLE INITIALLY DEFERRED)")
+        .unwrap();
+    for replayed in [false, true] {
+        let (paid, outcome) = SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, "a").await).await;
+        assert_eq!(paid.unwrap(), 7);
+        assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
+    }
+    // A commit that is refused, and an error afterwards.
+    for refused in [true, false] {
+        let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
+            let paid = sell_by_attribute(tx, "b").await?;
+            if !refused {
+                return Err("the outbox is full".into());
+            }
+            tx.execute("INSERT INTO sold VALUES ('b')", [])?;
+            Ok::<_, AnyError>(paid)
+        })
+        .await;
+        assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{result:?}, {outcome:?}");
+        assert_eq!((till.names(), till.state("b").await), (vec!["a".to_owned()], None));
+    }
+    for replayed in [false, true] {
+        let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
+            tx.execute("INSERT INTO payments VALUES ('before')", [])?;
+            let sold = sell_and_end(tx, "c", POLICY, End::Fail, true).await.map_err(|declined| declined.0)?;
+            Ok::<_, AnyError>(sold)
+        })
+        .await;
+        assert_eq!(result.unwrap_err().to_string(), "too poor");
+        assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
+        assert!(matches!(till.state("c").await, Some(State::Failed(_))));
+    }
+    assert_eq!(till.names(), ["a"]);
+    // Somebody else writes.
+    let mut other = till.connection();
+    other.busy_timeout(Duration::from_millis(20)).unwrap();
+    let holding = begin(&mut connection);
+    let (result, outcome) = SqliteStore::transact(&mut other, async |tx| sell_by_attribute(tx, "d").await).await;
+    assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
+    drop(holding);
 }
 
 // ---- Processes that die ----------------------------------------------------------------------------------------------

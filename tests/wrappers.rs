@@ -9,13 +9,14 @@ use std::task::Poll;
 use std::time::Duration;
 
 use idem_runtime::{
-    Cached, CodecName, Compressed, Disposition, Error, Fingerprint, Finish, Json, Key, Lease, ManualClock, MemoryStore,
-    Offloaded, OnCrash, OnStoreError, Operation, Outcome, Payload, Policy, Record, Reservation, Reserve, State, Store,
-    StoreFuture, Unavailable, Write, observe, record_values, run,
+    Answers, Cached, CodecName, Compressed, Disposition, Error, Fingerprint, Finish, Heartbeats, Inspection, Json, Key,
+    Lease, ManualClock, MemoryStore, Offloaded, OnCrash, OnStoreError, Operation, Outcome, Payload, Policy, Record,
+    Release, Reservation, Reserve, State, Store, StoreFuture, Unavailable, Write, observe, record_values, renew_all,
+    run,
 };
-use idem_tests::FaultyStore;
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer};
+use idem_tests::{Call, FaultyStore};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 
@@ -105,7 +106,7 @@ impl World {
                 panic!("{why}: {result:?}")
             };
             assert!(reason.contains(why), "{why}: {reason}");
-            assert_eq!(outcome.disposition(), Disposition::Ack, "{why}");
+            assert_eq!(outcome.disposition(), Disposition::DeadLetter, "{why}");
         }
         assert_eq!(self.runs(), runs, "{why}: a finished operation ran again");
     }
@@ -280,7 +281,7 @@ async fn without_the_wrapper_a_result_is_of_another_codec() {
             let Err(Error::ResultUnavailable { reason: Unavailable::OtherCodec { codec }, .. }) = answer else {
                 panic!("{answer:?}")
             };
-            assert_eq!((codec.as_str(), outcome.disposition()), (name, Disposition::Ack));
+            assert_eq!((codec.as_str(), outcome.disposition()), (name, Disposition::DeadLetter));
         }
         assert_eq!(world.call(&*store, POLICY, "again").await.0.unwrap(), result);
         assert_eq!(world.runs(), 1);
@@ -316,13 +317,161 @@ async fn other_endings_pass_unchanged() {
         }
         assert_eq!(store.name(), "memory", "{order}: errors name the store itself");
         assert!(std::ptr::eq(store.heartbeats(), world.memory.heartbeats()), "{order}");
-        let marked = Reserve { fingerprint: Some(Fingerprint::from_bytes([1; 32])), ..world.request("marked") };
+        let marked = Reserve { fingerprint: Some(Fingerprint::of(&1).unwrap()), ..world.request("marked") };
         let Reservation::Reserved { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
         assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Write::Done);
-        let other = Reserve { fingerprint: Some(Fingerprint::from_bytes([2; 32])), ..world.request("marked") };
+        let other = Reserve { fingerprint: Some(Fingerprint::of(&2).unwrap()), ..world.request("marked") };
         for _ in 0..3 {
             assert_eq!(store.reserve(&other).await.unwrap(), Reservation::Mismatch { attempt: 1 }, "{order}");
         }
+    }
+}
+
+/// A store whose upkeep has a line of its own.
+#[derive(Clone, Debug)]
+struct Apart {
+    calls: FaultyStore,
+    upkeep: FaultyStore,
+    is_upkeep: bool,
+}
+
+impl Apart {
+    fn new(memory: &MemoryStore) -> Self {
+        Self { calls: FaultyStore::new(memory), upkeep: FaultyStore::new(memory), is_upkeep: false }
+    }
+
+    fn line(&self) -> &FaultyStore {
+        if self.is_upkeep { &self.upkeep } else { &self.calls }
+    }
+}
+
+impl Store for Apart {
+    fn name(&self) -> &'static str {
+        self.line().name()
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn upkeep(&self) -> Arc<dyn Store> {
+        Arc::new(Self { is_upkeep: true, ..self.clone() })
+    }
+
+    fn namespace(&self) -> &'static str {
+        "apart"
+    }
+
+    fn response_timeout(&self) -> Duration {
+        LEASE / 10
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.line().heartbeats()
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        self.line().reserve(request)
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        self.line().renew(leases, answer)
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        self.line().finish(lease, finish)
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        self.line().release(lease, release)
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        self.line().wait(key, attempt, at_most)
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.line().inspect(key)
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        self.line().reopen(key, attempt)
+    }
+}
+
+#[tokio::test]
+async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
+    let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let apart = Apart::new(&world.memory);
+        let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+        let (order, store) = compositions(&apart, &objects).swap_remove(n);
+        let upkeep = store.upkeep();
+        assert!(std::ptr::eq(upkeep.heartbeats(), world.memory.heartbeats()), "{order}");
+        assert!(Arc::ptr_eq(&upkeep, &store.upkeep()), "{order}: made once");
+        assert_eq!((upkeep.name(), upkeep.namespace(), upkeep.response_timeout()), ("memory", "apart", LEASE / 10));
+        // A beat, a result that is recorded late, and a call that is cleaned up.
+        let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
+        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Write::Done; 2], "{order}");
+        let result = completed(&[b'x'; 5000]);
+        assert_eq!(upkeep.finish(&leases[0], &result).await.unwrap(), Write::Done, "{order}");
+        let again = Reserve { owner: leases[1].owner, ..world.request("dropped") };
+        assert!(matches!(upkeep.reserve(&again).await.unwrap(), Reservation::Reserved { .. }), "{order}");
+        assert_eq!(upkeep.release(&leases[1], Release::NotStarted).await.unwrap(), Write::Done, "{order}");
+        for call in [Call::Renew, Call::Finish, Call::Release] {
+            assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
+        }
+        // It is what the store itself would have recorded, in the form that the wrappers give it.
+        let as_it_was = kept(&world.memory, "late").await == *result.payload();
+        assert_eq!(as_it_was, order == "cached twice", "{order}");
+        for _ in 0..3 {
+            assert_eq!(world.replay(&*store, "late").await, Record::after(&leases[0], result.state()), "{order}");
+        }
+    }
+}
+
+/// A store whose upkeep needs nothing of its own needs no second wrapper.
+#[tokio::test]
+async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
+    let memory = MemoryStore::new();
+    let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    for (order, store) in compositions(&memory, &objects) {
+        let weak = Arc::downgrade(&store.upkeep());
+        assert!(Arc::ptr_eq(&store.upkeep().upkeep(), &store.upkeep()), "{order}");
+        drop(store);
+        assert!(weak.upgrade().is_none(), "{order}: it keeps itself alive");
+    }
+}
+
+/// A reservation that lands after its own release holds nothing, and is remembered by nobody.
+#[tokio::test]
+async fn what_has_been_released_passes_unchanged() {
+    let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        let request = world.request("k");
+        let Reservation::Reserved { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
+        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{order}");
+        for _ in 0..3 {
+            assert_eq!(store.reserve(&request).await.unwrap(), Reservation::Released { attempt: 1 }, "{order}");
+        }
+        let second = world.reserved(&*store, "k").await;
+        assert_eq!(second.attempt, 2, "{order}");
+        // Late again, while another attempt holds the key, and once it has finished.
+        assert!(matches!(store.reserve(&request).await.unwrap(), Reservation::Pending { attempt: 2, .. }), "{order}");
+        let result = completed(&[b'x'; 5000]);
+        assert_eq!(store.finish(&second, &result).await.unwrap(), Write::Done, "{order}");
+        for _ in 0..3 {
+            assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
+            let Reservation::Finished(_) = store.reserve(&request).await.unwrap() else { panic!("{order}") };
+        }
+        // An operator gives the key free: the late one is another's again, and changes nothing.
+        assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Write::Done, "{order}");
+        let late = Reserve { owner: second.owner, ..world.request("k") };
+        assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
+        assert_eq!(world.reserved(&*store, "k").await.attempt, 3, "{order}");
     }
 }
 

@@ -71,7 +71,12 @@ impl<'a> Input<'a> {
     }
 
     pub(crate) fn fingerprint(&mut self) -> Option<Fingerprint> {
-        self.flag().then(|| Fingerprint::from_bytes([self.byte(); Fingerprint::BYTES]))
+        self.flag().then(|| {
+            let mut bytes = [self.byte(); Fingerprint::BYTES];
+            // Mostly of one version, so that they can be compared.
+            bytes[0] = Fingerprint::VERSION + u8::from(bytes[0] == u8::MAX);
+            Fingerprint::from_bytes(bytes)
+        })
     }
 
     pub(crate) fn owner(&mut self) -> Owner {

@@ -102,6 +102,12 @@ fn displayed(text: &str) {
     }
 }
 
+/// Whether there is nothing to see.
+fn is_blank(text: &str) -> bool {
+    let of_no_width = |c: char| ['\u{200b}', '\u{200c}', '\u{200d}', '\u{2060}', '\u{feff}'].contains(&c);
+    text.trim_matches(|c: char| c.is_whitespace() || c.is_control() || of_no_width(c)).is_empty()
+}
+
 fn sound(key: &Key) {
     assert!(key.as_str().len() <= Key::MAX_BYTES && key.scope().len() <= Key::MAX_SCOPE_BYTES);
     assert_eq!(key.as_str(), format!("1/{}/{}", key.scope(), key.text()));
@@ -113,11 +119,12 @@ fn one_part(input: &mut Input<'_>) {
     match Key::new(&scope, part) {
         Ok(key) => {
             sound(&key);
+            assert!(std::str::from_utf8(part).is_ok_and(|part| !is_blank(part)), "{key}");
             assert_eq!(key.scope(), scope);
             assert_eq!(value(key.text(), None), Some((part.to_vec(), "")));
         }
         Err(error) => match error.problem {
-            KeyProblem::Missing => assert!(part.is_empty()),
+            KeyProblem::Missing => assert!(std::str::from_utf8(part).is_ok_and(is_blank)),
             KeyProblem::NotUtf8 => assert!(std::str::from_utf8(part).is_err()),
             _ => {}
         },
@@ -144,13 +151,14 @@ fn several_parts(input: &mut Input<'_>) {
         Ok(key) => key,
         Err(error) => {
             match error.problem {
-                KeyProblem::Missing => assert!(values.iter().any(String::is_empty)),
+                KeyProblem::Missing => assert!(values.iter().any(|value| is_blank(value))),
                 problem => assert!(matches!(problem, KeyProblem::TooLong { .. }), "{problem:?}"),
             }
             return;
         }
     };
     sound(&key);
+    assert!(!values.iter().any(|value| is_blank(value)), "{key}");
     let mut rest = key.text().strip_prefix(&*separators[0]).expect("begins as the template does");
     for (expected, behind) in values.iter().zip(&separators[1..]) {
         let (read, after) = value(rest, behind.chars().next()).expect("an escape is complete");

@@ -5,17 +5,19 @@
 //!          async fn ship(app: &App, event: Event) -> Result<Shipment, ShipError> { BODY }
 //!
 //! Output:  async fn ship(app: &App, event: Event) -> Result<Shipment, ShipError> {
+//!              let output = returning::<Result<Shipment, ShipError>>().result().value().error();
 //!              let key = {                                    // Before BODY moves `event`.
-//!                  let mut key = { static SCOPE: Scope = ..; KeyBuilder::new(&SCOPE) };
+//!                  let mut key = { static SCOPE: Scope = ..; key_of_values(&SCOPE, output) };
 //!                  key.text("order:");
 //!                  match &(event.id) { part => Part(part).append(&mut key, None) }
 //!                  key.build()
 //!              };
 //!              let policy = const { Policy::new(..) };        // All that is known at compile time.
 //!              let operation = app.store.operation(key, policy); // With a handle of its own: BODY may move `app`.
-//!              let handler = returning::<Result<Shipment, ShipError>>().result().value().error().values(codec);
-//!              handler.run(operation, async move {
-//!                  if false { return never::<Result<Shipment, ShipError>>(); }
+//!              let handler = output.values(codec);
+//!              let never = never::<Result<Shipment, ShipError>>; // Out here, as BODY may have a `Shipment` of its own.
+//!              handler.on(operation).run(async move {
+//!                  if false { return never(); }
 //!                  BODY
 //!              }).await
 //!          }
@@ -35,21 +37,39 @@ use syn::{Expr, GenericArgument, PathArguments, Type, parse_quote_spanned};
 
 use crate::function::Function;
 use crate::template::Part;
-use crate::validate::{Base, Call, OnError, Setting, Time};
+use crate::validate::{Base, Call, OnError, Scope, ScopeName, Setting, Time};
 
 pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     let site = Span::mixed_site();
     let expansion = Expansion { call, function, site };
     let krate = call.krate.as_ref().map_or_else(|| quote_spanned!(site=> ::idem_runtime), ToTokens::to_token_stream);
+    let output = expansion.output();
     let operation = expansion.operation();
     let run = expansion.run();
     // One import: a wrong path to the crate is one error then, not one for each use.
     let body = quote_spanned! {site=>
         use #krate::__private as __idem;
+        #output
         #operation
         #run
     };
     function.with_body(&call.handler.frame(body))
+}
+
+/// The function of this name, on a path that is never taken. With the hygiene of a macro, so that an argument of its name is
+/// not meant.
+pub(crate) fn named(function: &TokenStream) -> TokenStream {
+    let site = Span::mixed_site();
+    let name = function.clone().into_iter().map(|mut token| {
+        token.set_span(site);
+        token
+    });
+    let name: TokenStream = name.collect();
+    quote_spanned! {site=>
+        if false {
+            __idem::function(#name);
+        }
+    }
 }
 
 struct Expansion<'a> {
@@ -90,17 +110,22 @@ impl Expansion<'_> {
 
     fn key(&self) -> TokenStream {
         let site = self.site;
-        let scope = self.scope();
         let parts = &self.call.key;
         let parts = parts.iter().enumerate().map(|(at, part)| match part {
             Part::Text(text) => quote_spanned!(site=> __idem_key.text(#text);),
             Part::Value(value) => self.part(value, parts.get(at + 1)),
         });
+        let scope = self.scope();
+        // What is recorded has one type for each scope.
+        let recorded = match self.call.on_error {
+            OnError::Release => quote_spanned!(site=> key_of_values),
+            OnError::Record(_) | OnError::Decide(_) => quote_spanned!(site=> key_of_results),
+        };
         quote_spanned! {site=>
             {
                 let mut __idem_key = {
-                    static SCOPE: __idem::Scope = #scope;
-                    __idem::KeyBuilder::new(&SCOPE)
+                    #scope
+                    __idem::#recorded(&SCOPE, __idem_output)
                 };
                 #(#parts)*
                 __idem_key.build()
@@ -108,20 +133,27 @@ impl Expansion<'_> {
         }
     }
 
+    /// The `static` that holds the scope.
     fn scope(&self) -> TokenStream {
         let site = self.site;
-        if let Some(name) = &self.call.scope {
-            return quote_spanned!(site=> __idem::Scope::named(#name));
-        }
-        let name = self.function.signature.ident.unraw().to_string();
-        quote_spanned! {site=>
-            __idem::Scope::derived(
-                __idem::concat!(__idem::module_path!(), "::", #name),
-                __idem::file!(),
-                __idem::line!(),
-                __idem::column!(),
-            )
-        }
+        let Some(Scope { name, shared }) = &self.call.scope else {
+            let function = &self.function.signature.ident;
+            let name = function.unraw().to_string();
+            return quote_spanned! {site=>
+                // A function that can be named like this stands in no `impl` and no `trait`.
+                __idem::a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own!(#function);
+                static SCOPE: __idem::Scope =
+                    __idem::scope(__idem::concat!(__idem::module_path!(), "::", #name), false);
+            };
+        };
+        let name = match name {
+            ScopeName::Literal(name) => name.to_token_stream(),
+            ScopeName::Made(made) => {
+                let check = quote_spanned!(made.span()=> __idem::scope_name);
+                quote_spanned!(made.span()=> #check(#made))
+            }
+        };
+        quote_spanned!(site=> static SCOPE: __idem::Scope = __idem::scope(#name, #shared);)
     }
 
     fn part(&self, value: &Expr, next: Option<&Part>) -> TokenStream {
@@ -168,8 +200,8 @@ impl Expansion<'_> {
         let literal = |time: &Time| matches!(time, Time::Literal(_));
         let base = matches!(&self.call.policy, Base::Ttl(ttl) if literal(ttl));
         base && self.call.settings.iter().all(|setting| match setting {
-            Setting::Lease(time) | Setting::Wait(time) => literal(time),
-            Setting::Attempts(count) => matches!(count, Expr::Lit(_)),
+            Setting::Lease(time) | Setting::Timeout(time) | Setting::Wait(time) => literal(time),
+            Setting::Attempts(number) | Setting::ResultBytes(number) => is_number(number),
             Setting::Choice(..) | Setting::Migrate(_) => true,
         })
     }
@@ -180,6 +212,14 @@ impl Expansion<'_> {
             Setting::Lease(lease) => {
                 let lease = self.time(lease);
                 quote_spanned!(site=> .lease(#lease))
+            }
+            Setting::Timeout(timeout) => {
+                let timeout = self.time(timeout);
+                quote_spanned!(site=> .timeout(#timeout))
+            }
+            Setting::ResultBytes(bytes) => {
+                let bytes = self.written(bytes);
+                quote_spanned!(site=> .max_result_bytes(#bytes))
             }
             Setting::Wait(wait) => {
                 let wait = self.time(wait);
@@ -212,16 +252,29 @@ impl Expansion<'_> {
         }
     }
 
-    /// Checks the types one by one, each at the token that is to blame, and runs the body.
+    /// `let output = ..;`: checks the types one by one, each at the token that is to blame.
     ///
     /// Every check is a method: where one is missing the compiler says so once, with the words of its trait, and asks
     /// nothing of the calls behind it.
+    fn output(&self) -> TokenStream {
+        let output = without_impl_trait(&self.call.output.ty);
+        let [value, error] = [self.call.output.value, self.call.output.error];
+        let checks = [("idem_result", value), ("idem_value", value), ("idem_error", error)];
+        let checks = checks.map(|(name, span)| Ident::new(name, span));
+        let name = quote_spanned!(self.site=> __idem_output);
+        quote_spanned! {value=>
+            let #name = {
+                use __idem::types::*;
+                __idem::returning::<#output>()#(.#checks())*
+            };
+        }
+    }
+
+    /// Runs the body.
     fn run(&self) -> TokenStream {
         let Self { call, site, .. } = self;
         let output = without_impl_trait(&call.output.ty);
-        let [value, error] = [call.output.value, call.output.error];
-        let checks = [("idem_result", value), ("idem_value", value), ("idem_error", error)];
-        let checks = checks.map(|(name, span)| Ident::new(name, span));
+        let value = call.output.value;
         let codec = if let Some(codec) = &call.codec {
             let method = Ident::new("idem_codec", codec.span());
             quote_spanned!(value=> __idem::returning::<#codec>().#method())
@@ -241,25 +294,28 @@ impl Expansion<'_> {
             }
         };
         // The output type is fixed by a `return` that is never taken, as in `tracing`: a mismatch is then reported inside
-        // of the user's body, and `?` knows its target.
-        let never = quote_spanned!(value=> __idem::never::<#output>());
+        // of the user's body, and `?` knows its target. The type is named out here, as the body may give its names another
+        // meaning: `use Kind::*;`, or a struct of its own. A function of no size takes it in.
+        let never = quote_spanned!(value=> __idem::never::<#output>);
+        let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
         let block = quote_spanned! {*site=>
             async move {
                 if false {
-                    return #never;
+                    return #returned;
                 }
                 #body
             }
         };
         // What is left to complain about is about the value, too: a lifetime that a replay can't have.
-        let operation = quote_spanned!(*site=> __idem_operation);
+        let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
         quote_spanned! {value=>
             let __idem_handler = {
                 use __idem::types::*;
-                __idem::returning::<#output>()#(.#checks())*.#recorder
+                #checked.#recorder
             };
-            __idem_handler.run(#operation, #block).await
+            let __idem_never = #never;
+            __idem_handler.on(#operation).run(#block).await
         }
     }
 
@@ -288,6 +344,17 @@ impl Expansion<'_> {
             }
             expr => self.place(expr),
         }
+    }
+}
+
+/// Whether an expression has nothing but literals in it: `64 * 1024`.
+fn is_number(expr: &Expr) -> bool {
+    match expr {
+        Expr::Lit(_) => true,
+        Expr::Binary(binary) => is_number(&binary.left) && is_number(&binary.right),
+        Expr::Paren(paren) => is_number(&paren.expr),
+        Expr::Group(group) => is_number(&group.expr),
+        _ => false,
     }
 }
 

@@ -1,12 +1,12 @@
 //! The annotated function: its signature, and where its body is.
 
 use proc_macro2::{Delimiter, Group, Ident, Span, TokenStream, TokenTree};
-use quote::quote;
+use quote::{ToTokens, quote};
 use syn::parse::{Parse, ParseStream};
 use syn::token::Brace;
 use syn::{
-    AssocType, Attribute, Block, Expr, FnArg, GenericArgument, Local, Pat, PatType, PathArguments, PathSegment,
-    ReceiverKind, ReturnType, Signature, Stmt, Token, Type, TypeParamBound, Visibility, braced,
+    AssocType, Attribute, Block, Expr, FnArg, GenericArgument, GenericParam, Local, Pat, PatType, PathArguments,
+    PathSegment, ReceiverKind, ReturnType, Signature, Stmt, Token, Type, TypeParamBound, Visibility, braced,
 };
 
 /// A function with a body.
@@ -41,6 +41,15 @@ impl Parse for Function {
         let inner_attributes = body.call(Attribute::parse_inner)?;
         Ok(Self { attributes, visibility, signature, braces, inner_attributes, body: body.parse()? })
     }
+}
+
+/// Where a word stands, at whatever depth.
+fn find(tokens: TokenStream, word: &str) -> Option<Span> {
+    tokens.into_iter().find_map(|token| match token {
+        TokenTree::Ident(found) if found == word => Some(found.span()),
+        TokenTree::Group(group) => find(group.stream(), word),
+        _ => None,
+    })
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
@@ -95,6 +104,23 @@ impl Function {
             count += 1;
         }
         count
+    }
+
+    /// Where the signature says `Self`, which only what stands in an `impl` or a `trait` can.
+    pub(crate) fn mentions_self(&self) -> Option<Span> {
+        let Signature { inputs, output, generics, .. } = &self.signature;
+        let where_clause = &generics.where_clause;
+        find(quote!(#generics #inputs #output #where_clause), "Self")
+    }
+
+    /// Where the function gets something other than a lifetime for a parameter: `T`, `const N: usize`, `impl Trait`.
+    pub(crate) fn generic(&self) -> Option<Span> {
+        let parameter = self.signature.generics.params.iter().find_map(|parameter| match parameter {
+            GenericParam::Type(parameter) => Some(parameter.ident.span()),
+            GenericParam::Const(parameter) => Some(parameter.ident.span()),
+            GenericParam::Lifetime(_) => None,
+        });
+        parameter.or_else(|| find(self.signature.inputs.to_token_stream(), "impl"))
     }
 
     /// Where the attribute stands a second time.

@@ -64,17 +64,20 @@ use crate::validate::Call;
 /// | [`key`](#key) | what names the operation | required |
 /// | [`ttl`](#ttl) | how long a finished record is remembered | required without `policy` |
 /// | [`store`](#store) | where records are kept | required |
-/// | [`scope`](#scope) | the name of the handler inside the key space | module path and function name |
+/// | [`scope`](#scope) | `"name"`, `shared("name")`: the name of the handler inside the key space | module path and function name; required for methods and generic functions |
 /// | [`lease`](#lease) | how long a crashed attempt holds its key | `"30s"` |
+/// | [`timeout`](#timeout) | for how long the body may run | `"1h"` |
 /// | [`in_progress`](#in_progress) | `reject`, `wait("10s")`: a duplicate of a running attempt | `reject` |
 /// | [`on_error`](#on_error) | `release`, `record`, a function: what becomes of an `Err` | `release` |
 /// | [`on_crash`](#on_crash) | `retry`, `fail`: what a lapsed lease means | `retry` |
 /// | [`max_attempts`](#max_attempts) | how often the body may start | unlimited |
 /// | [`fingerprint`](#fingerprint) | what must be the same in a duplicate | none |
-/// | [`missing_key`](#missing_key) | `reject`, `run`: a key that is `None` or empty | `reject` |
+/// | [`missing_key`](#missing_key) | `reject`, `run`: a key that is `None`, empty or blank | `reject` |
 /// | [`on_store_error`](#on_store_error) | `fail`, `run`: a store that does not answer | `fail` |
 /// | [`codec`](#codec) | how results are encoded | `Json` |
 /// | [`on_undecodable`](#on_undecodable) | `error`, a function: a recorded result that can't be read any more | `error` |
+/// | [`max_result_bytes`](#max_result_bytes) | the largest result that is recorded | 262144 (256 KiB) |
+/// | [`mode`](#mode) | `enforce`, `shadow`, `off`: whether the library acts or only watches | `enforce` |
 /// | [`policy`](#policy) | options shared between handlers, or decided at run time | none |
 /// | [`crate`](#crate) | the path to `idem_runtime` | `::idem_runtime` |
 ///
@@ -90,7 +93,8 @@ use crate::validate::Call;
 /// A tuple of expressions, `key = (tenant, event.order_id)`, joins its parts as the template `"{tenant}:{event.order_id}"`
 /// does. Any other expression is a key of one part: `key = message.header("Idempotency-Key")`.
 ///
-/// A part that is `None` or empty makes the whole key [missing](#missing_key).
+/// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). Blank is what holds nothing but white
+/// space (a no-break space, too), control characters and characters of no width.
 ///
 /// ## `ttl`
 ///
@@ -105,13 +109,51 @@ use crate::validate::Call;
 /// ## `scope`
 ///
 /// The same key under two scopes is two operations. The default, module path and function name, changes when the function
-/// moves or is renamed, and with it the keys; `scope = "ship_order"` stays. Two handlers with one default scope (methods of
-/// the same name, in one module) are refused when they run.
+/// moves or is renamed, and with it the keys; `scope = "ship_order"` stays. It is a string literal, or `concat!(..)` or
+/// `stringify!(..)` of literals in a macro of yours.
+///
+/// Only a plain function has a default. Functions of one name in one module would share it, and no record says whose result it
+/// holds: a function in an `impl` or a `trait` has to name its scope. So has a generic function (`impl Trait` arguments make it
+/// one). All its instantiations share that scope, and so do all types that use a default method of a trait: if they do different
+/// things, their difference belongs into the key.
+///
+/// In one process a scope belongs to one function, and a second one is refused when it is called (`Error::InvalidKey`). So is a
+/// generic function that returns another type than before, as it would replay a result of that type. Handlers that replay each
+/// other's results on purpose all say so, `scope = shared("ship_order")`:
+///
+/// ```
+/// use idem_runtime::{Error, MemoryStore, idempotent};
+///
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"))]
+/// async fn ship(store: &MemoryStore, order: u64) -> Result<String, Error> {
+///     Ok(format!("parcel for order {order}"))
+/// }
+///
+/// // The same operation, asked for in another way.
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"))]
+/// async fn ship_express(store: &MemoryStore, order: u64, courier: &str) -> Result<String, Error> {
+///     Ok(format!("parcel for order {order}, by {courier}"))
+/// }
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Error> {
+/// # let store = MemoryStore::new();
+/// assert_eq!(ship(&store, 7).await?, "parcel for order 7");
+/// assert_eq!(ship_express(&store, 7, "bike").await?, "parcel for order 7");
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// ## `lease`
 ///
 /// How long a pending record is honoured without a renewal. It is renewed every third of it while the body runs, however
 /// long that takes; it is the time for which a crashed process keeps its keys. At least `"100ms"`.
+///
+/// ## `timeout`
+///
+/// For how long the body may run. Beyond it the body is cancelled, the key is freed, and the caller gets `Error::TimedOut`; with
+/// `on_crash = fail` the operation counts as interrupted. A body that hangs holds its key no longer than this, although its
+/// lease is renewed: `timeout = "10m"`, above what the body may take in earnest. A body that blocks its thread can't be
+/// cancelled; its lease is renewed no more, and lapses.
 ///
 /// ## `in_progress`
 ///
@@ -230,6 +272,17 @@ use crate::validate::Call;
 ///
 /// With `on_error = record` the function is asked about recorded errors as well; `Undecodable::is_error` tells them apart.
 ///
+/// ## `max_result_bytes`
+///
+/// The largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. The caller gets a larger one all the
+/// same, and the operation is completed without it: duplicates get `Error::ResultUnavailable`, never another run.
+///
+/// ## `mode`
+///
+/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome says what would have been
+/// suppressed, but the body always runs: for a try on live traffic. `off`: the body runs, and the store is not asked. To change
+/// the mode while the process runs, give a [`policy`](#policy) with a `ModeSwitch`.
+///
 /// ## `policy`
 ///
 /// An expression that is or derefs to a `Policy`; options beside it override it. A policy can hold what has no option of its
@@ -280,6 +333,16 @@ pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) 
     attribute(args.into(), &item.into()).into()
 }
 
+/// Names a function without a path, where the attribute stands on it. In an `impl` or a `trait` there is no such name, and the
+/// compiler says so with the name of this macro, which is the best that can be said then.
+#[doc(hidden)]
+#[proc_macro]
+pub fn a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own(
+    function: proc_macro::TokenStream,
+) -> proc_macro::TokenStream {
+    expand::named(&function.into()).into()
+}
+
 fn attribute(args: TokenStream, item: &TokenStream) -> TokenStream {
     match syn::parse2(item.clone()) {
         Ok(function) => match call(args, &function) {
@@ -306,7 +369,7 @@ mod tests {
     const ARGS: &str = r#"key = "order:{event.id}:{a[0]}", ttl = "7d", store = app.store, scope = "s", lease = "10s",
         in_progress = wait("1s"), on_error = |e| decide(e), on_crash = fail, max_attempts = 3,
         fingerprint = (event.id, a), missing_key = run, on_store_error = run, codec = Json<u8>,
-        on_undecodable = old::migrate::<u8>, policy = P,
+        on_undecodable = old::migrate::<u8>, timeout = "10m", max_result_bytes = 1 << 10, mode = shadow, policy = P,
         crate = ::idem_runtime"#;
     const ITEM: &str = r"#[doc = r#type] pub(crate) async unsafe fn r#ship<'a, T: Copy, const N: usize>(
         &'a mut self, (x, mut y): (T, T), #[cfg(a)] app: &App, event: impl Event) -> Result<[T; N], E>
@@ -327,7 +390,7 @@ mod tests {
     fn a_call_of_the_runtime_is_generated() {
         let expanded = expand(tokens(ARGS), &tokens(ITEM));
         assert!(!expanded.contains("compile_error"), "{expanded}");
-        assert!(expanded.contains(". run (__idem_operation , async move {"), "{expanded}");
+        assert!(expanded.contains(". on (__idem_operation) . run (async move {"), "{expanded}");
     }
 
     #[test]
@@ -375,7 +438,7 @@ mod tests {
                 __ret
             })
         }";
-        let args = r#"key = "{self.id}:{a}", ttl = "7d", store = self.store"#;
+        let args = r#"key = "{self.id}:{a}", ttl = "7d", store = self.store, scope = "f""#;
         let expanded = expand(tokens(args), &tokens(item));
         assert!(expanded.contains("let __ret : Result < u8 , E > = { use"), "{expanded}");
         assert!(expanded.contains("(__self . store) . idem_operation"), "{expanded}");

@@ -8,12 +8,13 @@ use syn::{Expr, LitStr, Path, Token, Type};
 use crate::nearest::nearest;
 use crate::problems::Problems;
 
-const OPTIONS: [&str; 16] = [
+const OPTIONS: [&str; 19] = [
     "key",
     "ttl",
     "store",
     "scope",
     "lease",
+    "timeout",
     "in_progress",
     "on_error",
     "on_crash",
@@ -23,6 +24,8 @@ const OPTIONS: [&str; 16] = [
     "on_store_error",
     "codec",
     "on_undecodable",
+    "max_result_bytes",
+    "mode",
     "policy",
     "crate",
 ];
@@ -40,6 +43,7 @@ pub(crate) struct Args {
     pub(crate) store: Option<Arg<Expr>>,
     pub(crate) scope: Option<Arg<Expr>>,
     pub(crate) lease: Option<Arg<Expr>>,
+    pub(crate) timeout: Option<Arg<Expr>>,
     pub(crate) in_progress: Option<Arg<Expr>>,
     pub(crate) on_error: Option<Arg<Expr>>,
     pub(crate) on_crash: Option<Arg<Expr>>,
@@ -49,6 +53,8 @@ pub(crate) struct Args {
     pub(crate) on_store_error: Option<Arg<Expr>>,
     pub(crate) codec: Option<Arg<Type>>,
     pub(crate) on_undecodable: Option<Arg<Expr>>,
+    pub(crate) max_result_bytes: Option<Arg<Expr>>,
+    pub(crate) mode: Option<Arg<Expr>>,
     pub(crate) policy: Option<Arg<Expr>>,
     pub(crate) krate: Option<Arg<Path>>,
     /// The names of all options, also of those whose value can't be read.
@@ -113,6 +119,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         "store" => set_once(&mut args.store, name, input),
         "scope" => set_once(&mut args.scope, name, input),
         "lease" => set_once(&mut args.lease, name, input),
+        "timeout" => set_once(&mut args.timeout, name, input),
         "in_progress" => set_once(&mut args.in_progress, name, input),
         "on_error" => set_once(&mut args.on_error, name, input),
         "on_crash" => set_once(&mut args.on_crash, name, input),
@@ -122,6 +129,8 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         "on_store_error" => set_once(&mut args.on_store_error, name, input),
         "codec" => set_once(&mut args.codec, name, input),
         "on_undecodable" => set_once(&mut args.on_undecodable, name, input),
+        "max_result_bytes" => set_once(&mut args.max_result_bytes, name, input),
+        "mode" => set_once(&mut args.mode, name, input),
         "policy" => set_once(&mut args.policy, name, input),
         _ => set_once(&mut args.krate, name, input),
     }
@@ -190,6 +199,9 @@ fn meant(word: &str) -> Option<&'static str> {
         "retries" | "max_retries" | "attempts" => Some("max_attempts"),
         "wait" => Some("in_progress"),
         "migrate" | "migration" => Some("on_undecodable"),
+        "max_run" | "time_limit" | "max_duration" => Some("timeout"),
+        "max_bytes" | "max_size" | "max_result_size" => Some("max_result_bytes"),
+        "shadow" | "enabled" | "dry_run" => Some("mode"),
         _ => None,
     };
     elsewhere.or_else(|| nearest(word, &OPTIONS))
@@ -236,6 +248,7 @@ pub(crate) fn example(option: &str) -> &'static str {
         "store" => "store = app.store",
         "scope" => "scope = \"orders\"",
         "lease" => "lease = \"30s\"",
+        "timeout" => "timeout = \"10m\"",
         "in_progress" => "in_progress = wait(\"10s\")",
         "on_error" => "on_error = record",
         "on_crash" => "on_crash = fail",
@@ -245,6 +258,8 @@ pub(crate) fn example(option: &str) -> &'static str {
         "on_store_error" => "on_store_error = run",
         "codec" => "codec = Json",
         "on_undecodable" => "on_undecodable = migrate",
+        "max_result_bytes" => "max_result_bytes = 65536",
+        "mode" => "mode = shadow",
         "policy" => "policy = app.policy",
         _ => "crate = my_crate::idem_runtime",
     }

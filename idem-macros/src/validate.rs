@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use quote::ToTokens;
+use syn::ext::IdentExt;
 use syn::spanned::Spanned;
-use syn::{Expr, ExprLit, GenericArgument, Lit, LitStr, Path, PathArguments, Type};
+use syn::{Expr, ExprLit, ExprMacro, ExprUnary, GenericArgument, Lit, LitStr, Path, PathArguments, Type, UnOp};
 
 use crate::duration;
 use crate::function::{Function, Handler};
@@ -26,7 +27,7 @@ pub(crate) struct Call {
     pub(crate) krate: Option<Path>,
     pub(crate) key: Vec<Part>,
     pub(crate) store: Expr,
-    pub(crate) scope: Option<LitStr>,
+    pub(crate) scope: Option<Scope>,
     pub(crate) policy: Base,
     pub(crate) settings: Vec<Setting>,
     pub(crate) on_error: OnError,
@@ -39,6 +40,18 @@ pub(crate) struct Output {
     pub(crate) ty: Type,
     pub(crate) value: Span,
     pub(crate) error: Span,
+}
+
+/// The scope that is written down.
+pub(crate) struct Scope {
+    pub(crate) name: ScopeName,
+    pub(crate) shared: bool,
+}
+
+pub(crate) enum ScopeName {
+    Literal(LitStr),
+    /// `concat!(..)` or `stringify!(..)`: checked when it is one text.
+    Made(ExprMacro),
 }
 
 /// What the options start from.
@@ -55,12 +68,14 @@ pub(crate) enum Time {
 /// An option that becomes a call of the method of `Policy` with the same name.
 pub(crate) enum Setting {
     Lease(Time),
+    Timeout(Time),
     Wait(Time),
     Attempts(Expr),
     /// Method, and enum and variant of its argument.
     Choice(&'static str, &'static str, &'static str),
     /// The function that migrates results.
     Migrate(Expr),
+    ResultBytes(Expr),
 }
 
 pub(crate) enum OnError {
@@ -74,6 +89,9 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     missing(&args, problems);
     if let Some(span) = function.repeated() {
         problems.at(span, "`#[idempotent]` stands here twice; keep one of them");
+    }
+    if args.is_missing("scope") {
+        own_scope(function, problems);
     }
     let default_lease = (args.is_missing("lease") && args.is_missing("policy")).then_some(DEFAULT_LEASE);
     let handler = handler(function, problems);
@@ -93,6 +111,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     let scope = args.scope.and_then(|arg| problems.note(scope(arg)));
     let on_error = args.on_error.map_or(Some(OnError::Release), |arg| problems.note(on_error(arg)));
     let mut settings: Vec<_> = lease.map(Setting::Lease).into_iter().collect();
+    settings.extend(args.timeout.and_then(|arg| problems.note(timeout(arg))));
     settings.extend(args.in_progress.and_then(|arg| problems.note(in_progress(arg))));
     settings.extend(args.max_attempts.and_then(|arg| problems.note(max_attempts(arg))));
     let choices = [
@@ -106,6 +125,8 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
         settings.extend(variant.map(|(_, variant)| Setting::Choice(option, name, variant)));
     }
     settings.extend(args.on_undecodable.and_then(|arg| problems.note(on_undecodable(arg, function))));
+    settings.extend(args.max_result_bytes.and_then(|arg| problems.note(max_result_bytes(arg))));
+    settings.extend(args.mode.and_then(|arg| problems.note(mode(&arg))));
     Some(Call {
         handler: handler?,
         output: output?,
@@ -247,6 +268,16 @@ fn lease(arg: Arg<Expr>) -> syn::Result<Time> {
     }
 }
 
+fn timeout(arg: Arg<Expr>) -> syn::Result<Setting> {
+    let written = arg.value.clone();
+    match time(arg)? {
+        Time::Literal(timeout) if timeout.is_zero() => {
+            fail(written, "a `timeout` of zero would cancel every body; write a longer one, for example `10m`")
+        }
+        timeout => Ok(Setting::Timeout(timeout)),
+    }
+}
+
 fn ttl(arg: Arg<Expr>, lease: Option<Duration>) -> syn::Result<Time> {
     let written = arg.value.clone();
     let Time::Literal(ttl) = time(arg)? else { return Ok(Time::Computed(written)) };
@@ -285,12 +316,65 @@ fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
     Err(syn::Error::new_spanned(tokens, message))
 }
 
-fn scope(arg: Arg<Expr>) -> syn::Result<LitStr> {
-    let Expr::Lit(ExprLit { lit: Lit::Str(scope), .. }) = arg.value else {
-        let message = "`scope` names the handler for as long as its records live; write a string literal, \
-                       for example `scope = \"orders\"`";
-        return fail(arg.value, message);
+/// Complains about a function whose default scope, module path and name, may be that of another function, too.
+///
+/// What has none of these marks and stands in an `impl` or a `trait` all the same is found when names are resolved.
+fn own_scope(function: &Function, problems: &mut Problems) {
+    let signature = &function.signature;
+    let write = format!("write for example `scope = \"orders::{}\"`", signature.ident.unraw());
+    let method = "`#[idempotent]` in an `impl` or a `trait` needs a scope of its own: functions of one name in one module would \
+                  share the default";
+    let generic = "a generic function needs a scope of its own, which all its instantiations share: the key has to tell them \
+                   apart";
+    if let Some(receiver) = signature.receiver() {
+        problems.at(receiver.self_token.span, format_args!("{method}; {write}"));
+    } else if let Some(span) = function.mentions_self() {
+        problems.at(span, format_args!("{method}; {write}"));
+    } else if signature.generics.lifetimes().any(|parameter| parameter.lifetime.ident == "async_trait") {
+        problems.at(signature.ident.span(), format_args!("{method}; {write}"));
+    } else if let Some(span) = function.generic() {
+        problems.at(span, format_args!("{generic}; {write}"));
+    }
+}
+
+fn scope(arg: Arg<Expr>) -> syn::Result<Scope> {
+    let (value, shared) = match arg.value {
+        Expr::Call(call) => {
+            let Some(word) = word(&call.func).filter(|word| distance(&word.to_string(), "shared") <= 2) else {
+                return fail(call, SCOPE);
+            };
+            if word != "shared" {
+                return fail(word, format!("unknown `{word}`; did you mean `shared`?"));
+            }
+            let mut arguments = call.args.into_iter();
+            let (Some(name), None) = (arguments.next(), arguments.next()) else {
+                let message = "`shared` takes one name; write for example `scope = shared(\"orders\")`";
+                return Err(syn::Error::new(call.paren_token.span.join(), message));
+            };
+            (ungroup(name), true)
+        }
+        value => (value, false),
     };
+    let name = match value {
+        Expr::Lit(ExprLit { lit: Lit::Str(scope), .. }) => ScopeName::Literal(scope_name(scope)?),
+        Expr::Macro(made) if made.mac.path.is_ident("concat") || made.mac.path.is_ident("stringify") => {
+            ScopeName::Made(made)
+        }
+        value if word(&value).is_some_and(|word| word == "shared") => {
+            return fail(
+                value,
+                "`shared` needs the name that is shared; write for example `scope = shared(\"orders\")`",
+            );
+        }
+        value => return fail(value, SCOPE),
+    };
+    Ok(Scope { name, shared })
+}
+
+const SCOPE: &str = "`scope` names the handler for as long as its records live; write a string literal, for example \
+                     `scope = \"orders\"`, or `scope = shared(\"orders\")` on each of several handlers that share it";
+
+fn scope_name(scope: LitStr) -> syn::Result<LitStr> {
     let text = scope.value();
     if text.is_empty() {
         return fail(scope, "an empty `scope` names nothing; write for example `scope = \"orders\"`");
@@ -349,22 +433,63 @@ fn max_attempts(arg: Arg<Expr>) -> syn::Result<Setting> {
     }
 }
 
+fn max_result_bytes(arg: Arg<Expr>) -> syn::Result<Setting> {
+    let fail = |message| fail(&arg.value, message);
+    match &arg.value {
+        Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => match number.base10_parse::<u64>() {
+            // As much as every target has.
+            Ok(bytes) if u32::try_from(bytes).is_ok() => Ok(Setting::ResultBytes(arg.value)),
+            _ => fail("`max_result_bytes` is less than 4 GiB; no store takes as much"),
+        },
+        Expr::Lit(_) | Expr::Unary(ExprUnary { op: UnOp::Neg(_), .. }) => {
+            fail("`max_result_bytes` is a number of bytes; write for example `max_result_bytes = 64 * 1024`")
+        }
+        _ => Ok(Setting::ResultBytes(arg.value)),
+    }
+}
+
+fn mode(arg: &Arg<Expr>) -> syn::Result<Setting> {
+    let modes = [("enforce", "Enforce"), ("shadow", "Shadow"), ("off", "Off")];
+    if let Expr::Path(path) = &arg.value
+        && let Some(last) = path.path.segments.last()
+        && let Some((word, _)) = modes.iter().find(|(_, variant)| last.ident == variant)
+    {
+        return fail(&arg.value, format!("`mode` takes a word; write `{word}`"));
+    }
+    let Some(word) = known(&arg.value, modes.map(|(word, _)| word))? else {
+        return fail(
+            &arg.value,
+            "`mode` is `enforce`, `shadow` or `off`; to switch it at run time write `policy = POLICY`, and for the policy \
+             `Policy::new(..).mode_switch(&SWITCH)`",
+        );
+    };
+    let variant = modes.iter().find(|(known, _)| *known == word).map_or("Enforce", |(_, variant)| variant);
+    Ok(Setting::Choice("mode", "Mode", variant))
+}
+
 /// Reads one of two words.
 fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&'static str> {
-    let fail = |message| fail(value, message);
-    if let Some(word) = word(value) {
-        if let Some(found) = words.iter().find(|known| word == *known) {
-            return Ok(found);
-        }
-        if let Some(meant) = nearest(&word.to_string(), &words) {
-            return fail(format!("unknown `{word}`; did you mean `{meant}`?"));
-        }
-    }
-    if let Some(text) = string(value).filter(|text| words.contains(&text.as_str())) {
-        return fail(format!("write `{text}` without quotes"));
+    if let Some(found) = known(value, words)? {
+        return Ok(found);
     }
     let [first, second] = words.map(|word| if word == "wait" { "wait(\"10s\")" } else { word });
-    fail(format!("`{option}` is `{first}` or `{second}`"))
+    fail(value, format!("`{option}` is `{first}` or `{second}`"))
+}
+
+/// The one of `words` that stands here; an error if one of them was meant.
+fn known<const N: usize>(value: &Expr, words: [&'static str; N]) -> syn::Result<Option<&'static str>> {
+    if let Some(word) = word(value) {
+        if let Some(found) = words.iter().find(|known| word == *known) {
+            return Ok(Some(found));
+        }
+        if let Some(meant) = nearest(&word.to_string(), &words) {
+            return fail(value, format!("unknown `{word}`; did you mean `{meant}`?"));
+        }
+    }
+    match string(value).filter(|text| words.contains(&text.as_str())) {
+        Some(text) => fail(value, format!("write `{text}` without quotes")),
+        None => Ok(None),
+    }
 }
 
 fn on_error(arg: Arg<Expr>) -> syn::Result<OnError> {
@@ -497,21 +622,25 @@ mod tests {
     #[test]
     fn every_word_becomes_a_setting() {
         let words = "in_progress = reject, on_crash = fail, missing_key = run, on_store_error = fail, \
-                     on_undecodable = error, max_attempts = N";
+                     on_undecodable = error, max_attempts = N, timeout = \"10m\", max_result_bytes = LIMIT, mode = off";
         let call = check(&format!("{REQUIRED}, {words}")).unwrap_or_else(|problems| panic!("{problems:?}"));
         let settings = call.settings.iter().map(|setting| match setting {
             Setting::Choice(method, choices, variant) => format!("{method} {choices} {variant}"),
             Setting::Attempts(_) => "attempts".to_owned(),
-            Setting::Lease(_) | Setting::Wait(_) => "time".to_owned(),
+            Setting::Lease(_) | Setting::Timeout(_) | Setting::Wait(_) => "time".to_owned(),
             Setting::Migrate(_) => "migrate".to_owned(),
+            Setting::ResultBytes(_) => "bytes".to_owned(),
         });
         let expected = [
+            "time",
             "in_progress InProgress Reject",
             "attempts",
             "on_crash OnCrash Fail",
             "missing_key MissingKey Run",
             "on_store_error OnStoreError Fail",
             "on_undecodable OnUndecodable Error",
+            "bytes",
+            "mode Mode Off",
         ];
         assert_eq!(settings.collect::<Vec<_>>(), expected);
     }
@@ -540,6 +669,67 @@ mod tests {
         // A misspelt option is not missing, too.
         let Err(problems) = check(r#"key = "{id}", tll = "7d", store = store"#) else { panic!("`tll` is accepted") };
         assert_eq!(problems.len(), 1, "{problems:?}");
+    }
+
+    #[test]
+    fn only_a_plain_function_has_a_default_scope() {
+        let args = r#"key = "{id}", ttl = "7d", store = store"#;
+        let refused = |function: &str| check_on(args, function).err().unwrap_or_default();
+        for plain in [
+            "async fn f<'a, 'b: 'a>(a: &'a A<'b>) -> Result<(), E> {}",
+            "fn f<'a>(a: &'a A) -> Pin<Box<dyn Future<Output = Result<(), E>> + Send + 'a>> { Box::pin(async move { g(a).await }) }",
+            "async fn f(a: &dyn Fn(u8) -> Box<dyn A>) -> Result<(), E> { Self::f::<impl_<T>>() }",
+        ] {
+            assert_eq!(refused(plain), [""; 0], "{plain}");
+        }
+        for method in [
+            "async fn f(&self) -> R<(), E> {}",
+            "async fn f(self: Pin<Arc<Self>>) -> R<(), E> {}",
+            "async fn f(a: Vec<[Self; 2]>) -> R<(), E> {}",
+            "async fn f(a: A) -> R<Self::Value, E> {}",
+            "async fn f(a: A) -> R<(), E> where Self: Sized {}",
+            "fn f<'async_trait>(a: A) -> Pin<Box<dyn Future<Output = R> + Send + 'async_trait>> { Box::pin(async move {}) }",
+            "async fn f<T>(&self, t: T) -> R<(), E> {}",
+        ] {
+            let refused = refused(method);
+            assert!(matches!(&*refused, [one] if one.contains("`impl` or a `trait`")), "{method}: {refused:?}");
+            assert!(refused[0].ends_with("write for example `scope = \"orders::f\"`"), "{refused:?}");
+            assert!(check_on(&format!("{args}, scope = \"f\""), method).is_ok(), "{method}");
+            assert!(check_on(&format!("{args}, scope = shared(\"f\")"), method).is_ok(), "{method}");
+        }
+        for generic in [
+            "async fn f<T>(a: A) -> R<(), E> {}",
+            "async fn f<'a, const N: usize>(a: A) -> R<(), E> {}",
+            "async fn f(a: (u8, Option<impl A>)) -> R<(), E> {}",
+        ] {
+            let refused = refused(generic);
+            assert!(matches!(&*refused, [one] if one.contains("generic function")), "{generic}: {refused:?}");
+            assert!(check_on(&format!("{args}, scope = concat!(\"f\", 1)"), generic).is_ok(), "{generic}");
+        }
+        // A misspelt scope is not missing, too.
+        let Err(problems) = check_on(&format!("{args}, scop = \"f\""), "async fn f<T>(a: A) -> R<(), E> {}") else {
+            panic!("`scop` is accepted")
+        };
+        assert_eq!(problems.len(), 1, "{problems:?}");
+    }
+
+    #[test]
+    fn numbers_times_and_modes() {
+        refused("timeout = \"0s\"", &["a `timeout` of zero"]);
+        refused("timeout = 10", &["a duration needs a unit"]);
+        refused("time_out = \"10m\"", &["did you mean `timeout`"]);
+        refused("max_run = \"10m\"", &["did you mean `timeout`"]);
+        refused("max_result_bytes = \"64k\"", &["is a number of bytes"]);
+        refused("max_result_bytes = -1", &["is a number of bytes"]);
+        refused("max_result_bytes = 4294967296", &["less than 4 GiB"]);
+        refused("max_bytes = 1", &["did you mean `max_result_bytes`"]);
+        refused("mode = shadows", &["unknown `shadows`; did you mean `shadow`?"]);
+        refused("mode = \"off\"", &["write `off` without quotes"]);
+        refused("mode = Mode::Shadow", &["write `shadow`"]);
+        refused("mode = app.mode", &["mode_switch"]);
+        for fine in ["64 * 1024", "app.limit", "1_000usize", "!0", "{ LIMIT }"] {
+            assert!(check(&format!("{REQUIRED}, max_result_bytes = {fine}")).is_ok(), "{fine}");
+        }
     }
 
     #[test]

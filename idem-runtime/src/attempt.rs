@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Instant;
-use crate::{Error, Key, Lease, Owner, Policy, Store, Write};
+use crate::{Backoff, Error, Key, Lease, Owner, Policy, Store, Write, renew_all};
 
 thread_local! {
     /// The attempt whose body is being polled on this thread.
@@ -46,6 +46,7 @@ pub struct Attempt {
     pub(crate) lease: Lease,
     /// When the reservation was asked for, on the clock of the store handle.
     pub(crate) reserved_at: Instant,
+    pub(crate) backoff: Backoff,
     /// The attempt whose body made this call.
     parent: Option<Arc<Attempt>>,
 }
@@ -63,12 +64,12 @@ impl Attempt {
             on_crash: policy.on_crash,
             fingerprint: None,
         };
-        Self::new(store, lease, Instant::new(Duration::ZERO))
+        Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)
     }
 
-    pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant) -> Self {
+    pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant, backoff: Backoff) -> Self {
         let parent = CURRENT.with_borrow(|current| current.clone().map(Arc::new));
-        Self { store, lease, reserved_at, parent }
+        Self { store, lease, reserved_at, backoff, parent }
     }
 
     /// The key of the operation.
@@ -82,10 +83,14 @@ impl Attempt {
         self.lease.attempt
     }
 
-    /// A key for a call to another API with idempotency keys of its own: a UUID made from this operation's key and
-    /// `name`, the same on every attempt.
+    /// A key for a call to another API with idempotency keys of its own: a UUID made from the namespace of the store, this
+    /// operation's key and `name`, the same on every attempt.
+    ///
+    /// It depends on nothing else. A key that is used again after its retention has the same child keys as before, so the
+    /// other API may take the call for the old one: give each operation a key of its own, for ever. Two applications with one
+    /// account at that API need stores with different namespaces ([`Store::namespace`]).
     pub fn child_key(&self, name: &str) -> String {
-        crate::fingerprint::child_key(self.key(), name)
+        crate::fingerprint::child_key(self.store.namespace(), self.key(), name)
     }
 
     /// Whether the body runs under a reservation, so that its result will be recorded.
@@ -94,12 +99,12 @@ impl Attempt {
     }
 
     /// How long the lease is sure to be held, without asking the store. Zero means that another attempt may have
-    /// taken over, or that there is no reservation.
+    /// taken over, that there is no reservation, or that the call has ended.
     pub fn lease_remaining(&self) -> Duration {
         if !self.is_protected() {
             return Duration::ZERO;
         }
-        self.store.heartbeats().lease_remaining(&self.lease, self.reserved_at)
+        self.store.heartbeats().lease_remaining(self.lease.owner)
     }
 
     /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is nothing
@@ -117,14 +122,27 @@ impl Attempt {
         }
         let store = self.store.name();
         let asked_at = self.store.heartbeats().clock().now();
-        match self.store.renew(std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
+        match renew_all(&self.store, std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
             Ok(Some(Write::Done)) => {
                 self.store.heartbeats().confirmed(self.lease.owner, asked_at);
                 Ok(())
             }
-            Ok(_) => Err(Error::LeaseLost { key: self.key().clone(), store, attempt: self.number() }),
-            Err(source) => Err(Error::Store { key: self.key().clone(), store, started: true, source }),
+            Ok(_) => {
+                let (key, attempt) = (self.key().clone(), self.number());
+                Err(Error::LeaseLost { key, store, attempt, retry_after: self.pause() })
+            }
+            Err(source) => {
+                let (key, retry_after) = (self.key().clone(), self.pause());
+                Err(Error::Store { key, store, started: true, retry_after, source })
+            }
         }
+    }
+}
+
+impl Attempt {
+    /// How long the message waits before it is delivered again.
+    pub(crate) fn pause(&self) -> Duration {
+        self.backoff.after(self.number(), self.lease.owner.seed())
     }
 }
 

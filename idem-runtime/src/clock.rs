@@ -2,10 +2,8 @@
 #![allow(clippy::disallowed_methods)]
 
 use std::cell::Cell;
-use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::hash::{BuildHasher, Hasher};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 use std::time::Duration;
@@ -52,9 +50,18 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// A future that is ready once `duration` has passed.
     fn sleep(&self, duration: Duration) -> Sleep;
 
-    /// 128 random bits; called once for each store handle, which derives its owner tokens from them.
+    /// 128 random bits: the owner token of an attempt, or where the tokens of a store in this process start.
     fn entropy(&self) -> u128;
+
+    /// Runs `task`, which no caller waits for: a renewal, or the late write of a call that is gone.
+    ///
+    /// The real clock runs it on a thread of the library's own. A clock of tests runs it where the test runs, so that the
+    /// test decides what happens when.
+    fn spawn(&self, task: Task);
 }
+
+/// What [`Clock::spawn`] runs.
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 thread_local! {
     /// What a clock showed just now, on this thread: the engine dates a reservation, and the store it asks does so, too.
@@ -108,7 +115,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
 }
 
 /// What all of `futures` give, in their order, run concurrently.
-#[cfg(any(feature = "conformance", feature = "dynamodb", feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "conformance", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
     poll_fn(|cx| {
@@ -123,23 +130,35 @@ pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> 
     outputs.into_iter().flatten().collect()
 }
 
-/// The machine's monotonic clock and tokio's timers.
+/// The machine's clock, tokio's timers, and the randomness of the operating system.
 ///
-/// Steps of the wall clock don't touch it.
+/// Steps of the wall clock don't touch it. On Linux and Android it counts the time for which the machine was suspended, so
+/// that a lease which lapsed meanwhile is known to have lapsed.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
+    /// The time since the start of the machine.
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    booted: Duration,
 }
 
 impl Default for SystemClock {
     fn default() -> Self {
-        Self { origin: tokio::time::Instant::now() }
+        Self {
+            origin: tokio::time::Instant::now(),
+            #[cfg(any(target_os = "linux", target_os = "android"))]
+            booted: since_boot(),
+        }
     }
 }
 
 impl Clock for SystemClock {
     fn now(&self) -> Instant {
-        Instant(self.origin.elapsed())
+        // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it.
+        let elapsed = self.origin.elapsed();
+        #[cfg(any(target_os = "linux", target_os = "android"))]
+        let elapsed = elapsed.max(since_boot().saturating_sub(self.booted));
+        Instant(elapsed)
     }
 
     fn sleep(&self, duration: Duration) -> Sleep {
@@ -147,10 +166,22 @@ impl Clock for SystemClock {
     }
 
     fn entropy(&self) -> u128 {
-        // Each `RandomState` hashes with keys of its own that come from the operating system.
-        let half = || u128::from(RandomState::new().build_hasher().finish());
-        (half() << 64) | half()
+        let mut bits = [0; 16];
+        // A token that repeats lets two bodies run under one reservation; there is nothing to go on with.
+        getrandom::fill(&mut bits).expect("the operating system has randomness");
+        u128::from_ne_bytes(bits)
     }
+
+    fn spawn(&self, task: Task) {
+        crate::upkeep::spawn(task);
+    }
+}
+
+/// The time since the start of the machine, suspension included.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn since_boot() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or_default())
 }
 
 /// A clock that moves only when told to, for tests.
@@ -238,6 +269,13 @@ impl Clock for ManualClock {
     fn entropy(&self) -> u128 {
         self.lock().random.bits()
     }
+
+    fn spawn(&self, task: Task) {
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn(task)),
+            Err(_) => crate::upkeep::spawn(task),
+        }
+    }
 }
 
 /// `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
@@ -255,53 +293,5 @@ impl SplitMix {
 
     fn bits(&mut self) -> u128 {
         (u128::from(self.next()) << 64) | u128::from(self.next())
-    }
-}
-
-/// The clock of a [`Simulation`](crate::testing::Simulation): its time passes while nothing else can go on.
-///
-/// It is the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler follows it as well.
-#[cfg(feature = "testing")]
-#[derive(Clone, Debug)]
-pub struct SimulatedClock {
-    runtime: tokio::runtime::Handle,
-    time: SystemClock,
-    random: std::sync::Arc<std::sync::Mutex<SplitMix>>,
-}
-
-#[cfg(feature = "testing")]
-impl SimulatedClock {
-    /// The clock of a runtime whose time is paused.
-    pub(crate) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
-        let _entered = runtime.enter();
-        let random = std::sync::Arc::new(std::sync::Mutex::new(SplitMix(seed)));
-        Self { runtime: runtime.clone(), time: SystemClock::default(), random }
-    }
-
-    /// Lets time jump, as it does for a process that was stopped: everything that was due in between is late.
-    ///
-    /// To let it pass, await [`sleep`](Clock::sleep).
-    pub fn advance(&self, duration: Duration) {
-        let _entered = self.runtime.enter();
-        // The jump is made by the first poll; what it yields for is up to the caller.
-        let jump = pin!(tokio::time::advance(duration));
-        let _ = jump.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
-    }
-}
-
-#[cfg(feature = "testing")]
-impl Clock for SimulatedClock {
-    fn now(&self) -> Instant {
-        let _entered = self.runtime.enter();
-        self.time.now()
-    }
-
-    fn sleep(&self, duration: Duration) -> Sleep {
-        let _entered = self.runtime.enter();
-        self.time.sleep(duration)
-    }
-
-    fn entropy(&self) -> u128 {
-        crate::sync::lock(&self.random).bits()
     }
 }

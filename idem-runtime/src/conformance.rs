@@ -50,6 +50,7 @@ mod robustness;
 mod waiting;
 mod writing;
 
+use std::any::Any;
 use std::fmt;
 use std::future::poll_fn;
 use std::num::NonZeroU32;
@@ -64,7 +65,7 @@ use bytes::Bytes;
 use crate::clock::{Clock, Instant, SystemClock, race};
 use crate::{
     CodecName, Fingerprint, Finish, Inspection, Key, Lease, OnCrash, Payload, Release, Reservation, Reserve, Store,
-    StoreError, StoreFuture, Write,
+    StoreError, StoreFuture, Write, renew_all,
 };
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
@@ -119,6 +120,7 @@ macro_rules! __conformance_clauses {
         live_lease_is_pending: "A live lease answers with its attempt and the time until it lapses, above zero.",
         takeover_is_a_new_attempt: "A takeover gets the next attempt number and says that it is one.",
         released_key_is_free: "A released key is free at once; the next attempt has the next number.",
+        released_owner_never_reserves_again: "A reservation that arrives after its own release is told so and changes nothing (S12).",
         attempts_never_repeat: "Attempt numbers strictly increase over releases, lapses and operators (S4).",
         max_attempts_counts_releases: "Attempts that were released count against `max_attempts`.",
         max_attempts_counts_lapses: "Attempts whose lease lapsed count against `max_attempts`.",
@@ -146,11 +148,14 @@ macro_rules! __conformance_clauses {
         renewal_after_takeover: "A lease that was taken over can't be renewed.",
         renewal_after_the_end: "An attempt that has ended has no lease to renew.",
         renewals_answer_in_order: "A batch of renewals answers for each lease, in order.",
+        each_renewal_has_one_answer: "Each lease of a batch of renewals is answered once, whatever the others are.",
+        blocked_record_holds_up_no_other: "A lease that can't be answered gets no answer and holds up no other (L6; needs `Subject::block`).",
         no_renewals: "An empty batch of renewals has an empty answer.",
         many_renewals: "2 000 leases are renewed in one call.",
         finish_is_the_owners: "Nobody else can finish an attempt, and a refused finish changes nothing (S2).",
         finish_repeated: "A repeated finish is recognised (S8).",
         finish_is_final: "A finished record never changes, not even for its own owner (S3).",
+        landed_finish_is_recognised: "Of an attempt whose finish has landed, a renewal is refused and any finish is done (S8).",
         finish_after_lapse: "An attempt whose lease lapsed may complete while nobody took over.",
         finish_after_takeover: "A late completion is refused and leaves the successor's record alone.",
         finish_after_release: "An attempt that was released can't finish.",
@@ -200,6 +205,7 @@ macro_rules! __conformance_clauses {
         handles_share: "A handle shares the records, the heartbeats and the name of its store.",
         owners_are_unique: "Owner tokens of two handles differ.",
         dropped_reserve: "A reservation whose future is dropped happened in full or not at all.",
+        dropped_reserve_stays_away: "A reservation whose caller has gone and cleaned up never takes effect again (S12).",
         dropped_renew: "A renewal whose future is dropped happened in full or not at all.",
         dropped_finish: "A finish whose future is dropped happened in full or not at all.",
         dropped_release: "A release whose future is dropped happened in full or not at all.",
@@ -237,7 +243,8 @@ use reserving::{
     attempts_never_repeat, exhaustion_is_not_final, first_reservation, live_lease_is_pending,
     max_attempts_counts_lapses, max_attempts_counts_releases, not_started_does_not_count, one_attempt_at_a_time,
     one_winner_of_a_released_key, one_winner_of_a_takeover, one_winner_of_many, released_key_is_free,
-    reservation_repeated, reservation_repeated_after_lapse, takeover_is_a_new_attempt,
+    released_owner_never_reserves_again, reservation_repeated, reservation_repeated_after_lapse,
+    takeover_is_a_new_attempt,
 };
 use results::{
     codec_name_survives, completed_is_replayed, every_payload_survives, failed_is_replayed, large_result_survives,
@@ -247,16 +254,17 @@ use retention::{
     result_is_forgotten, retention_of_a_pending_record, retention_starts_at_the_end,
 };
 use robustness::{
-    dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve, foreign_value,
-    handles_share, owners_are_unique, unreachable_store,
+    dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
+    dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique, unreachable_store,
 };
 use waiting::{
     abandoned_wait, all_waiters_wake, finish_wakes, nothing_to_wait_for, release_wakes, reopen_wakes, takeover_wakes,
     wait_is_bounded,
 };
 use writing::{
-    finish_after_lapse, finish_after_release, finish_after_takeover, finish_is_final, finish_is_the_owners,
-    finish_names_its_attempt, finish_of_nothing, finish_repeated, many_renewals, no_renewals, release_after_finish,
+    blocked_record_holds_up_no_other, each_renewal_has_one_answer, finish_after_lapse, finish_after_release,
+    finish_after_takeover, finish_is_final, finish_is_the_owners, finish_names_its_attempt, finish_of_nothing,
+    finish_repeated, landed_finish_is_recognised, many_renewals, no_renewals, release_after_finish,
     release_after_takeover, release_ignores_the_number, release_is_the_owners, release_of_nothing, release_repeated,
     renewal_after_lapse, renewal_after_takeover, renewal_after_the_end, renewal_extends, renewal_is_the_owners,
     renewals_answer_in_order,
@@ -269,6 +277,9 @@ pub type Opening = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
 type Running = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Spoil = Arc<dyn Fn(Key) -> Running + Send + Sync>;
+/// What holds a record back until it is dropped.
+type Blocked = Box<dyn Any + Send>;
+type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = Blocked> + Send>> + Send + Sync>;
 
 /// The store that is checked, and what a check needs to know of it.
 #[derive(Clone)]
@@ -277,6 +288,7 @@ pub struct Subject {
     peer: Arc<dyn Store>,
     unreachable: Option<Arc<dyn Store>>,
     spoil: Option<Spoil>,
+    block: Option<Block>,
     largest_result: usize,
     patience: Duration,
 }
@@ -290,6 +302,7 @@ impl Subject {
             store,
             unreachable: None,
             spoil: None,
+            block: None,
             largest_result: 1024 * 1024,
             patience: Duration::from_secs(20),
         }
@@ -317,6 +330,20 @@ impl Subject {
         spoil: impl Fn(Key) -> F + Send + Sync + 'static,
     ) -> Self {
         self.spoil = Some(Arc::new(move |key| Box::pin(spoil(key))));
+        self
+    }
+
+    /// Keeps the record of the key from being answered for, until what this gives is dropped: another session locks its row,
+    /// its node is stopped. Without this, `blocked_record_holds_up_no_other` has nothing to check.
+    #[must_use]
+    pub fn block<F: Future<Output: Send + 'static> + Send + 'static>(
+        mut self,
+        block: impl Fn(Key) -> F + Send + Sync + 'static,
+    ) -> Self {
+        self.block = Some(Arc::new(move |key| {
+            let blocked = block(key);
+            Box::pin(async move { Box::new(blocked.await) as Blocked })
+        }));
         self
     }
 
@@ -535,7 +562,7 @@ impl Case {
     }
 
     async fn renew(&self, lease: &Lease) -> Write {
-        let answers = self.ask(self.store().renew(std::slice::from_ref(lease)), "renew").await;
+        let answers = self.ask(StoreFuture::new(renew_all(self.store(), std::slice::from_ref(lease))), "renew").await;
         assert_eq!(answers.len(), 1, "one lease has one answer");
         answers[0]
     }
@@ -619,7 +646,9 @@ fn chain(error: &StoreError) -> String {
 }
 
 fn fingerprint(byte: u8) -> Fingerprint {
-    Fingerprint::from_bytes([byte; Fingerprint::BYTES])
+    let mut bytes = [byte; Fingerprint::BYTES];
+    bytes[0] = Fingerprint::VERSION;
+    Fingerprint::from_bytes(bytes)
 }
 
 /// A result as the codec `json` writes it.

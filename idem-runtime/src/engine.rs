@@ -19,11 +19,13 @@ use crate::attempt::{self, Attempt, Entered};
 use crate::clock::{self, Clock, Instant};
 use crate::ending::{self, Ending};
 use crate::fingerprint::FingerprintError;
-use crate::outcome::{Observation, report};
+use crate::heartbeat::Standing;
+use crate::outcome::{Observation, Seat, Stage, report};
 use crate::{
-    Disposition, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, Lease, MissingKey, Mode, OnCrash,
-    OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release, Reservation, Reserve,
-    State, Store, StoreError, StoreErrorKind, StoreFuture, Unavailable, Write,
+    Disposition, Doubt, Error, Fingerprint, Finish, InProgress, Key, KeyError, KeyProblem, Lease, Mismatch, MissingKey,
+    Mode, OnCrash, OnStoreError, OnUndecodable, Outcome, Payload, Policy, Record, Recorder, Refusal, Release,
+    Reservation, Reserve, State, Store, StoreError, StoreErrorKind, StoreFuture, Unavailable, Uncertain, Write,
+    renew_all,
 };
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -126,7 +128,7 @@ fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
         }
         let mut waited = false;
         let begun = match admit(&operation, mode, &mut waited).await {
-            Begun::Refused(error @ Error::Store { .. }) if policy.on_store_error == OnStoreError::Run => {
+            Begun::Refused(error) if policy.on_store_error == OnStoreError::Run && is_no_answer(&error) => {
                 tracing::warn!(%error, "the body runs unprotected");
                 unprotected(error.key(), Some(Refusal::Store))
             }
@@ -144,6 +146,11 @@ fn begin(operation: Operation) -> impl Future<Output = (Begun, bool)> {
     }
 }
 
+/// Whether the store did not answer. A record that can't be read is an answer: its operation may have finished.
+fn is_no_answer(error: &Error) -> bool {
+    matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
+}
+
 async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     let Operation { store, key, policy, fingerprint } = operation;
     let key = match key {
@@ -156,12 +163,17 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     if let Err(reason) = policy.check() {
         return Begun::Refused(Error::InvalidPolicy { key, reason });
     }
+    if let Err(reason) = policy.check_with(store)
+        && store.heartbeats().warns_now()
+    {
+        tracing::warn!(%key, store = store.name(), "{reason}");
+    }
     let fingerprint = match fingerprint {
         Some(Err(source)) => return Begun::Refused(Error::InvalidFingerprint { key, source: source.clone() }),
         Some(Ok(fingerprint)) => Some(*fingerprint),
         None => None,
     };
-    let request = Reserve {
+    let mut request = Reserve {
         key,
         owner: store.heartbeats().new_owner(),
         lease: policy.lease,
@@ -199,6 +211,14 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                 }
             };
             drop(asking);
+            if matches!(reservation, Ok(Reservation::Released { .. })) {
+                request.owner = store.heartbeats().new_owner();
+                unanswered_since = None;
+                continue;
+            }
+            if let Ok(Reservation::Mismatch { attempt }) = reservation {
+                return Begun::Refused(Box::pin(mismatch(store, &request, attempt)).await);
+            }
             match settle(operation, mode, &request, reservation, asked_at) {
                 ControlFlow::Break(begun) => return begun,
                 ControlFlow::Continue(running) => running,
@@ -220,8 +240,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         *waited = true;
         // A request of ours that got no answer may land while we wait.
         let may_have_landed = unanswered_since.is_some();
-        let asked_at = unanswered_since.unwrap_or(now);
-        let mut unanswered = Unanswered { store, request: &request, asked_at, may_have_landed };
+        let mut unanswered = Unanswered { store, request: &request, may_have_landed };
         if let Err(error) = store.wait(key, attempt, left.min(lapses_in)).await {
             tracing::warn!(%key, store = store.name(), %error, "can't wait for a running attempt; asking again");
             store.heartbeats().clock().sleep(left.min(WAIT_FALLBACK)).await;
@@ -240,6 +259,9 @@ fn settle(
 ) -> ControlFlow<Begun, (u32, Duration)> {
     let Operation { store, policy, .. } = operation;
     let (key, name) = (&request.key, store.name());
+    if reservation.is_ok() {
+        store.heartbeats().store_answered();
+    }
     ControlFlow::Break(match reservation {
         Ok(Reservation::Finished(record)) => {
             Begun::Replay { key: key.clone(), store: name, record, on_undecodable: policy.on_undecodable }
@@ -248,21 +270,35 @@ fn settle(
             if takeover {
                 tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
             }
-            let attempt = Attempt::new(Arc::clone(store), lease, asked_at);
-            Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce))
+            let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
+            Begun::Reserved(Held::new(attempt, takeover, mode == Mode::Enforce, policy))
         }
         Ok(Reservation::Pending { attempt, lapses_in }) => return ControlFlow::Continue((attempt, lapses_in)),
-        Ok(Reservation::Mismatch { attempt }) => {
-            Begun::Refused(Error::FingerprintMismatch { key: key.clone(), store: name, attempt })
-        }
+        Ok(Reservation::Released { .. } | Reservation::Mismatch { .. }) => unreachable!("met by the caller"),
         Ok(Reservation::Interrupted { attempt }) => {
             Begun::Refused(Error::Interrupted { key: key.clone(), store: name, attempt })
         }
         Ok(Reservation::Exhausted { attempts }) => {
             Begun::Refused(Error::AttemptsExhausted { key: key.clone(), store: name, attempts })
         }
-        Err(source) => Begun::Refused(Error::Store { key: key.clone(), store: name, started: false, source }),
+        Err(source) => {
+            let retry_after = match source.kind() {
+                // Whoever mends it takes minutes.
+                StoreErrorKind::Corrupt => policy.backoff.after(8, request.owner.seed()),
+                _ => policy.backoff.during(store.heartbeats().store_failed(), request.owner.seed()),
+            };
+            Begun::Refused(Error::Store { key: key.clone(), store: name, started: false, retry_after, source })
+        }
     })
+}
+
+/// The error for a key that was used with another payload. The record is asked for once more, for the error's sake.
+async fn mismatch(store: &Arc<dyn Store>, request: &Reserve, attempt: u32) -> Error {
+    let inspection = store.inspect(&request.key).await.ok().flatten();
+    let recorded = inspection.as_ref().and_then(|found| found.record.fingerprint);
+    let age = inspection.map(|found| found.record.retention(request.ttl).saturating_sub(found.expires_in));
+    let payloads = Box::new(Mismatch { presented: request.fingerprint, recorded, age });
+    Error::FingerprintMismatch { key: request.key.clone(), store: store.name(), attempt, payloads }
 }
 
 /// Awaits a reservation, and repeats it with the same owner token if the store fails: one that landed is recognised.
@@ -275,7 +311,7 @@ async fn reserve<'a>(
     asking: &mut StoreFuture<'a, Reservation>,
     unanswered_since: &mut Option<Instant>,
 ) -> Result<Reservation, StoreError> {
-    let mut unanswered = Unanswered { store, request, asked_at, may_have_landed: true };
+    let mut unanswered = Unanswered { store, request, may_have_landed: true };
     let mut pauses = RESERVE_PAUSES.iter();
     let mut may_have_landed = unanswered_since.is_some();
     loop {
@@ -329,10 +365,10 @@ async fn confirm(
     asked_at: &mut Instant,
 ) -> Result<Option<Reservation>, StoreError> {
     let clock = store.heartbeats().clock();
-    let mut unused = Unanswered { store, request, asked_at: *asked_at, may_have_landed: true };
+    let mut unused = Unanswered { store, request, may_have_landed: true };
     loop {
         let now = clock.now();
-        let answers = store.renew(std::slice::from_ref(&lease)).await?;
+        let answers = renew_all(store, std::slice::from_ref(&lease)).await?;
         let Some(answer) = answers.first().copied() else {
             return Err(StoreError::new(StoreErrorKind::Unknown, "the store answered for no lease"));
         };
@@ -345,19 +381,17 @@ async fn confirm(
     }
 }
 
-/// Releases a reservation that may have landed although its answer never arrived.
+/// Frees the key if a reservation may have landed, or may still land, although nobody waits for its answer any more.
 struct Unanswered<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a Reserve,
-    asked_at: Instant,
     may_have_landed: bool,
 }
 
 impl Drop for Unanswered<'_> {
     fn drop(&mut self) {
         if self.may_have_landed {
-            let ending = Ending::Release(Release::NotStarted);
-            ending::write_late(Arc::clone(self.store), self.request.unanswered(), self.asked_at, ending);
+            ending::clean_up_late(self.store, self.request);
         }
     }
 }
@@ -367,39 +401,87 @@ impl Drop for Unanswered<'_> {
 struct Held {
     /// Empty only while the attempt is the current one of this thread.
     attempt: Option<Attempt>,
-    registered: bool,
+    body: BodyStage,
     takeover: bool,
     /// Whether a lost lease cancels the body.
     enforced: bool,
+    timeout: Duration,
+    on_uncertain: Option<fn(Uncertain<'_>)>,
     on_drop: Option<Ending>,
 }
 
+/// Where a body stands between two polls.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum BodyStage {
+    /// Not polled, and not registered for heartbeats.
+    New,
+    /// Being polled; a panic leaves it so.
+    Polling,
+    /// Polled.
+    Pending,
+}
+
+/// How a body ended.
+#[derive(Clone, Copy)]
+enum BodyEnd {
+    /// It returned, and says whether that is `Ok`.
+    Returned(bool),
+    /// Its lease was lost.
+    LeaseLost,
+    /// It ran for longer than it may.
+    TimedOut,
+}
+
 impl Held {
-    fn new(attempt: Attempt, takeover: bool, enforced: bool) -> Self {
+    fn new(attempt: Attempt, takeover: bool, enforced: bool, policy: &Policy) -> Self {
         let release = match attempt.lease.on_crash {
             OnCrash::Retry => Release::Returned,
             OnCrash::Fail => Release::Interrupted,
         };
         let on_drop = Some(Ending::Release(release));
-        Self { attempt: Some(attempt), registered: false, takeover, enforced, on_drop }
+        let Policy { timeout, on_uncertain, .. } = *policy;
+        Self { attempt: Some(attempt), body: BodyStage::New, takeover, enforced, timeout, on_uncertain, on_drop }
     }
 
     fn attempt(&self) -> &Attempt {
         self.attempt.as_ref().expect("swapped out only while the body is being polled")
     }
 
-    /// Polls the body as this attempt, with a heartbeat from its first `Pending` on. `None` if the lease was lost.
-    fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<Option<bool>> {
-        if self.registered && !self.is_held(cx) && self.enforced {
-            return Poll::Ready(None);
+    /// Polls the body as this attempt, if its lease is held. It is registered for heartbeats before it is first polled, as it
+    /// may block in there.
+    fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+        if self.body != BodyStage::New {
+            match self.standing(cx) {
+                Standing::Lapsed => return Poll::Pending,
+                Standing::Lost => return Poll::Ready(BodyEnd::LeaseLost),
+                Standing::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
+                Standing::Held => return self.poll_as_attempt(work, cx),
+            }
         }
+        let Attempt { store, lease, reserved_at, .. } = self.attempt();
+        store.heartbeats().register(store, lease, *reserved_at, self.timeout);
+        let polled = self.poll_as_attempt(work, cx);
+        if polled.is_pending() && self.standing(cx) != Standing::Held {
+            // There was nobody to wake yet.
+            cx.waker().wake_by_ref();
+        }
+        polled
+    }
+
+    fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+        self.body = BodyStage::Polling;
         let polled = poll_as(&mut self.attempt, work, cx);
-        if polled.is_pending() && !self.registered {
-            self.registered = true;
-            let Attempt { store, lease, reserved_at, .. } = self.attempt();
-            store.heartbeats().register(&**store, lease, *reserved_at, cx.waker());
+        self.body = BodyStage::Pending;
+        polled.map(BodyEnd::Returned)
+    }
+
+    /// Whether the body may be polled. A shadow changes nothing.
+    fn standing(&self, cx: &Context<'_>) -> Standing {
+        let Attempt { store, lease, .. } = self.attempt();
+        match self.enforced {
+            true => store.heartbeats().standing(lease.owner, cx.waker()),
+            false => Standing::Held,
         }
-        polled.map(Some)
     }
 
     /// Writes how the body ended, once.
@@ -408,14 +490,49 @@ impl Held {
         self.on_drop.as_ref().map(|ending| ending::write(&**store, lease, ending))
     }
 
-    fn is_held(&self, cx: &Context<'_>) -> bool {
-        let Attempt { store, lease, .. } = self.attempt();
-        store.heartbeats().is_held(&**store, lease.owner, cx.waker())
+    /// What follows from the end of the body: whether its result is `Ok`, or why it has none.
+    fn end_of(&mut self, ended: BodyEnd) -> Result<bool, Error> {
+        let key = self.attempt().key();
+        match ended {
+            BodyEnd::Returned(is_ok) => Ok(is_ok),
+            BodyEnd::LeaseLost => {
+                tracing::warn!(%key, "the lease was lost; the body was cancelled");
+                self.on_drop = None;
+                Err(self.lost())
+            }
+            BodyEnd::TimedOut => {
+                tracing::warn!(%key, "the body ran for longer than its `timeout` and was cancelled");
+                // The error tells what the drop would tell again. The drop frees the key.
+                self.on_uncertain = None;
+                Err(self.timed_out())
+            }
+        }
+    }
+
+    /// How long the message waits before it is delivered again.
+    fn pause(&self) -> Duration {
+        let Attempt { lease, backoff, .. } = self.attempt();
+        backoff.after(lease.attempt, lease.owner.seed())
     }
 
     fn lost(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
-        Error::LeaseLost { key: lease.key.clone(), store: store.name(), attempt: lease.attempt }
+        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        Error::LeaseLost { key, store, attempt, retry_after: self.pause() }
+    }
+
+    fn timed_out(&self) -> Error {
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        Error::TimedOut { key, store, attempt, timeout: self.timeout, retry_after: self.pause() }
+    }
+}
+
+/// Tells the user's hook of an operation in doubt.
+fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
+    let Some(hook) = hook else { return };
+    if std::panic::catch_unwind(|| hook(uncertain)).is_err() {
+        tracing::error!(key = %uncertain.key, "the hook `on_uncertain` panicked");
     }
 }
 
@@ -430,7 +547,13 @@ fn poll_as(attempt: &mut Option<Attempt>, work: Pin<&mut dyn Work>, cx: &mut Con
 impl Drop for Held {
     fn drop(&mut self) {
         let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
-        let confirmed_at = match self.registered {
+        let begun = self.body != BodyStage::New;
+        if begun && matches!(self.on_drop, Some(Ending::Release(_))) {
+            let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
+            let (key, attempt) = (&lease.key, lease.attempt);
+            tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
+        }
+        let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
@@ -447,10 +570,16 @@ impl Drop for Held {
 #[expect(clippy::manual_async_fn, reason = "see above")]
 fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
     async move {
+        // From here on an error of the caller's own makes nothing uncertain.
+        held.on_uncertain = None;
         let written = match held.write() {
             Some(mut writing) => match writing.at_once() {
                 Some(written) => Ok(written),
-                None => writing.await,
+                None => {
+                    let Attempt { store, lease, .. } = held.attempt();
+                    store.heartbeats().body_returned(lease.owner);
+                    writing.await
+                }
             },
             None => Ok(Write::Done),
         };
@@ -469,7 +598,13 @@ fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {
             Ok(Write::Done) => Ok(stored),
-            Ok(Write::Refused) => Err(held.lost()),
+            Ok(Write::Refused) => {
+                tracing::warn!(
+                    key = %lease.key, store = store.name(), attempt = lease.attempt,
+                    "the body ran to its end, and another attempt has the key; the result is not recorded"
+                );
+                Err(held.lost())
+            }
             Err(error) if held.on_drop.is_some() => {
                 // The caller gets the body's own error, and does not wait for its key to be freed.
                 tracing::debug!(key = %lease.key, %error, "the key could not be freed yet; trying again late");
@@ -479,7 +614,7 @@ fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
                 key: lease.key.clone(),
                 store: store.name(),
                 attempt: lease.attempt,
-                retry_after: store.heartbeats().lease_remaining(lease, *reserved_at),
+                retry_after: store.heartbeats().may_be_held_for(lease, *reserved_at).max(held.pause()),
                 source,
             }),
         }
@@ -489,9 +624,13 @@ fn end(mut held: Held) -> impl Future<Output = Result<Option<bool>, Error>> {
 /// A release that failed is not for the caller to wait for; everything else is written while the lease can be held.
 async fn write_again(held: &mut Held, error: StoreError) -> Result<Write, StoreError> {
     match held {
-        Held { attempt: Some(Attempt { store, lease, reserved_at, .. }), on_drop: Some(ending), .. }
-            if matches!(ending, Ending::Finish(_)) =>
-        {
+        // A shadow slows nobody down.
+        Held {
+            attempt: Some(Attempt { store, lease, reserved_at, .. }),
+            on_drop: Some(ending),
+            enforced: true,
+            ..
+        } if matches!(ending, Ending::Finish(_)) => {
             ending::write_again(&**store, lease, *reserved_at, ending, Err(error)).await
         }
         _ => Err(error),
@@ -615,8 +754,11 @@ trait Protocol {
 }
 
 fn protocol(operation: Operation) -> impl Protocol {
-    let max_result_bytes = operation.policy.max_result_bytes;
-    Call { phase: Phase::Begin { begin: begin(operation) }, outcome: Outcome::UNKNOWN, max_result_bytes, end }
+    let Policy { max_result_bytes, on_uncertain, .. } = operation.policy;
+    let pending_commit = !operation.store.heartbeats().renews();
+    let outcome = Outcome { pending_commit, ..Outcome::UNKNOWN };
+    let phase = Phase::Begin { begin: begin(operation) };
+    Call { phase, outcome, seat: None, max_result_bytes, on_uncertain, end }
 }
 
 pin_project! {
@@ -624,7 +766,9 @@ pin_project! {
         #[pin]
         phase: Phase<A, C>,
         outcome: Outcome,
+        seat: Seat,
         max_result_bytes: usize,
+        on_uncertain: Option<fn(Uncertain<'_>)>,
         end: fn(Held) -> C,
     }
 }
@@ -664,6 +808,10 @@ where
             let mut this = self.as_mut().project();
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
+                    if this.outcome.stage == Stage::None {
+                        this.outcome.stage = Stage::Reserving;
+                        report(this.seat, || this.outcome.clone());
+                    }
                     let (begun, waited) = ready!(begin.poll(cx));
                     this.outcome.waited = waited;
                     let phase = match begun {
@@ -671,6 +819,7 @@ where
                             this.outcome.key = Some(held.attempt().key().clone());
                             this.outcome.attempt = Some(held.attempt().number());
                             this.outcome.takeover = held.takeover;
+                            this.outcome.disposition = Disposition::Retry { after: held.pause() };
                             Phase::Body { held: Some(held) }
                         }
                         Begun::Unprotected(attempt, suppressed) => {
@@ -683,36 +832,40 @@ where
                                 Ok(is_ok) => replayed(this.outcome, key, &record, is_ok),
                                 Err(reason) => {
                                     let error = Error::ResultUnavailable { key, store, reason };
-                                    refuse(this.outcome, work.as_mut(), error);
+                                    refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
                                 }
                             }
                             break;
                         }
                         Begun::Refused(error) => {
-                            refuse(this.outcome, work.as_mut(), error);
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
                             break;
                         }
                     };
+                    this.outcome.stage = Stage::Running;
+                    this.outcome.executed = true;
+                    report(this.seat, || this.outcome.clone());
                     this.phase.set(phase);
                 }
                 PhaseProjection::Unprotected { attempt } => {
                     let is_ok = ready!(poll_as(attempt, work.as_mut(), cx));
-                    this.outcome.executed = true;
-                    this.outcome.disposition = disposition(is_ok);
+                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
                     break;
                 }
                 PhaseProjection::Body { held } => {
-                    let polled = ready!(held.as_mut().expect("taken at the end only").poll_body(work.as_mut(), cx));
+                    let ended = ready!(held.as_mut().expect("taken at the end only").poll_body(work.as_mut(), cx));
                     let mut held = held.take().expect("polled just now");
-                    this.outcome.executed = true;
-                    let Some(is_ok) = polled else {
-                        work.as_mut().drop_body();
-                        held.on_drop = None;
-                        tracing::warn!(key = %held.attempt().key(), "the lease was lost; the body was cancelled");
-                        refuse(this.outcome, work.as_mut(), held.lost());
-                        break;
+                    let is_ok = match held.end_of(ended) {
+                        Ok(is_ok) => is_ok,
+                        Err(error) => {
+                            work.as_mut().drop_body();
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                            break;
+                        }
                     };
-                    this.outcome.disposition = disposition(is_ok);
+                    this.outcome.stage = Stage::Recording;
+                    report(this.seat, || this.outcome.clone());
+                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
                     if is_ok {
                         // What happens if the encoding panics: the body has succeeded, so nobody else may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
@@ -732,7 +885,9 @@ where
                                 this.outcome.disposition = Disposition::DeadLetter;
                             }
                         }
-                        Err(error) if *enforced => refuse(this.outcome, work.as_mut(), error),
+                        Err(error) if *enforced => {
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                        }
                         Err(error) => tracing::info!(%error, "shadow mode: the result is not recorded"),
                     }
                     break;
@@ -743,7 +898,8 @@ where
         let mut this = self.project();
         this.phase.set(Phase::Over);
         work.drop_body();
-        report(|| std::mem::replace(this.outcome, Outcome::UNKNOWN));
+        this.outcome.stage = Stage::Over;
+        report(this.seat, || std::mem::replace(this.outcome, Outcome::UNKNOWN));
         Poll::Ready(())
     }
 }
@@ -768,14 +924,20 @@ fn replayed(outcome: &mut Outcome, key: Key, record: &Record, is_ok: bool) {
     outcome.key = Some(key);
 }
 
-/// What to do with the message of a body whose result was not recorded, or not yet.
-fn disposition(is_ok: bool) -> Disposition {
-    if is_ok { Disposition::Ack } else { Disposition::Retry { after: None } }
+/// What to do with the message of a body whose result was not recorded, or not yet; `retry` if it returned an error.
+fn disposition(is_ok: bool, retry: Disposition) -> Disposition {
+    if is_ok { Disposition::Ack } else { retry }
 }
 
-fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error) {
+fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
     outcome.key = error.key().cloned();
     outcome.refused = Refusal::of(&error);
+    outcome.recorded = matches!(error, Error::ResultUnavailable { .. });
+    outcome.uncertain = error.is_uncertain();
+    outcome.misconfigured = error.is_misconfigured();
     outcome.disposition = error.disposition();
+    if let Some(uncertain) = error.uncertain() {
+        tell(on_uncertain, uncertain);
+    }
     work.refuse(error);
 }

@@ -10,8 +10,13 @@ use crate::codecs;
 use crate::fingerprint::FingerprintError;
 use crate::key::{KeyError, KeyProblem};
 use crate::policy::InvalidPolicy;
+use crate::policy::{Doubt, Uncertain};
 use crate::store::StoreError;
-use crate::{Disposition, Key};
+use crate::{Disposition, Fingerprint, Key, StoreErrorKind};
+
+/// When a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop, short enough for
+/// messages to flow soon after it is mended.
+const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
 
 /// Why an idempotent function did not return a result of its body.
 ///
@@ -35,7 +40,7 @@ use crate::{Disposition, Key};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// The key, or a part of it, is `None` or empty. The body did not run.
+    /// The key, or a part of it, is `None`, empty or blank. The body did not run.
     MissingKey {
         /// The scope of the handler.
         scope: String,
@@ -80,6 +85,8 @@ pub enum Error {
         store: &'static str,
         /// The attempt that the recorded payload belongs to.
         attempt: u32,
+        /// What is known of both payloads.
+        payloads: Box<Mismatch>,
     },
     /// An earlier run started and did not return, and `on_crash = fail` forbids another. The body did not run now.
     Interrupted {
@@ -108,6 +115,32 @@ pub enum Error {
         store: &'static str,
         /// The attempt that lost its lease.
         attempt: u32,
+        /// A good time for the next delivery.
+        retry_after: Duration,
+    },
+    /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as interrupted under
+    /// `on_crash = fail`.
+    TimedOut {
+        /// The key of the operation.
+        key: Key,
+        /// Where the record is.
+        store: &'static str,
+        /// The attempt that was cancelled.
+        attempt: u32,
+        /// For how long it was allowed to run.
+        timeout: Duration,
+        /// A good time for the next delivery.
+        retry_after: Duration,
+    },
+    /// The delivery panicked, and [`Observe::catch_panics`](crate::Observe::catch_panics) caught it. A body that ran was dropped:
+    /// its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    Panicked {
+        /// The key of the last call, if there was one.
+        key: Option<Key>,
+        /// Its attempt, if its body had started.
+        attempt: Option<u32>,
+        /// A good time for the next delivery.
+        retry_after: Duration,
     },
     /// The body ran, and its result could not be recorded. The key is held until the lease lapses.
     Unrecorded {
@@ -117,7 +150,7 @@ pub enum Error {
         store: &'static str,
         /// The attempt that ran.
         attempt: u32,
-        /// When the lease lapses.
+        /// When the lease lapses, or a good time for the next delivery if that is later.
         retry_after: Duration,
         /// What the store said last.
         source: StoreError,
@@ -139,9 +172,41 @@ pub enum Error {
         store: &'static str,
         /// Whether the body had started.
         started: bool,
+        /// A good time for the next delivery.
+        retry_after: Duration,
         /// What the store said.
         source: StoreError,
     },
+}
+
+/// Two payloads under one key; see [`Error::FingerprintMismatch`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Mismatch {
+    /// The fingerprint of this call's payload.
+    pub presented: Option<Fingerprint>,
+    /// The fingerprint in the record; `None` if the store could not be asked.
+    pub recorded: Option<Fingerprint>,
+    /// How long ago the record was written last; `None` if that is not known.
+    pub age: Option<Duration>,
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let show = |f: &mut fmt::Formatter<'_>, fingerprint: &Option<Fingerprint>| match fingerprint {
+            Some(fingerprint) => write!(f, "{}", fingerprint.short()),
+            None => f.write_str("unknown"),
+        };
+        f.write_str("fingerprint ")?;
+        show(f, &self.presented)?;
+        f.write_str(" here, ")?;
+        show(f, &self.recorded)?;
+        f.write_str(" in the record")?;
+        match self.age {
+            Some(age) => write!(f, ", which was written {age:.0?} ago"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Why a finished operation has no result to replay.
@@ -215,6 +280,7 @@ impl Error {
     pub fn key(&self) -> Option<&Key> {
         match self {
             Self::MissingKey { .. } | Self::InvalidKey { .. } => None,
+            Self::Panicked { key, .. } => key.as_ref(),
             Self::InvalidFingerprint { key, .. }
             | Self::InvalidPolicy { key, .. }
             | Self::InProgress { key, .. }
@@ -222,28 +288,73 @@ impl Error {
             | Self::Interrupted { key, .. }
             | Self::AttemptsExhausted { key, .. }
             | Self::LeaseLost { key, .. }
+            | Self::TimedOut { key, .. }
             | Self::Unrecorded { key, .. }
             | Self::ResultUnavailable { key, .. }
             | Self::Store { key, .. } => Some(key),
         }
     }
 
-    /// What to do with the message that was being handled.
+    /// What to do with the message that was being handled. Never [`Disposition::Ack`]: what failed is not acknowledged.
     pub fn disposition(&self) -> Disposition {
         match self {
-            Self::InProgress { retry_after, .. } | Self::Unrecorded { retry_after, .. } => {
-                Disposition::Retry { after: Some(*retry_after) }
-            }
-            Self::LeaseLost { .. } | Self::Store { .. } => Disposition::Retry { after: None },
-            // The operation is done; only its result is not to be had.
-            Self::ResultUnavailable { .. } => Disposition::Ack,
-            Self::MissingKey { .. }
+            Self::InProgress { retry_after, .. }
+            | Self::Unrecorded { retry_after, .. }
+            | Self::LeaseLost { retry_after, .. }
+            | Self::TimedOut { retry_after, .. }
+            | Self::Panicked { retry_after, .. }
+            | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
+            _ if self.is_misconfigured() => Disposition::Retry { after: DEPLOYMENT_PAUSE },
+            // The operation is done, and nobody can be told with what result: that is for a person to settle.
+            Self::ResultUnavailable { .. }
+            | Self::MissingKey { .. }
             | Self::InvalidKey { .. }
             | Self::InvalidFingerprint { .. }
             | Self::InvalidPolicy { .. }
             | Self::FingerprintMismatch { .. }
             | Self::Interrupted { .. }
             | Self::AttemptsExhausted { .. } => Disposition::DeadLetter,
+        }
+    }
+
+    /// Whether this is a mistake of the deployment and not of the message: a policy that can't be honoured, two handlers with
+    /// one scope, a store with the wrong version, rights or settings. Messages are kept for when it is mended.
+    pub fn is_misconfigured(&self) -> bool {
+        match self {
+            Self::InvalidPolicy { .. } => true,
+            Self::InvalidKey { reason, .. } => reason.is_misconfiguration(),
+            Self::Store { source, .. } | Self::Unrecorded { source, .. } => {
+                source.kind() == StoreErrorKind::Misconfigured
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the effect may have happened although the record does not know: what an alert should tell.
+    pub fn is_uncertain(&self) -> bool {
+        self.doubt().is_some()
+    }
+
+    fn doubt(&self) -> Option<Doubt> {
+        match self {
+            Self::LeaseLost { .. } | Self::Store { started: true, .. } => Some(Doubt::LeaseLost),
+            Self::Unrecorded { .. } => Some(Doubt::Unrecorded),
+            Self::TimedOut { .. } => Some(Doubt::TimedOut),
+            Self::Panicked { attempt: Some(_), .. } => Some(Doubt::Panicked),
+            Self::Interrupted { .. } => Some(Doubt::Interrupted),
+            _ => None,
+        }
+    }
+
+    /// What is in doubt, for the hook.
+    pub(crate) fn uncertain(&self) -> Option<Uncertain<'_>> {
+        let cause = self.doubt()?;
+        match self {
+            Self::LeaseLost { key, store, attempt, .. }
+            | Self::Unrecorded { key, store, attempt, .. }
+            | Self::TimedOut { key, store, attempt, .. }
+            | Self::Interrupted { key, store, attempt } => Some(Uncertain { key, store, attempt: *attempt, cause }),
+            _ => None,
         }
     }
 }
@@ -253,7 +364,7 @@ impl fmt::Display for Error {
         match self {
             Self::MissingKey { scope } => write!(
                 f,
-                "a message for `{scope}` has no idempotency key: the key or a part of it is `None` or empty; \
+                "a message for `{scope}` has no idempotency key: the key or a part of it is `None`, empty or blank; \
                  the body did not run; give every message an id, or write `missing_key = run`"
             ),
             Self::InvalidKey { scope, reason } => {
@@ -268,9 +379,9 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: attempt {attempt} is running; the body did not run; \
                  deliver the message again in {retry_after:?}"
             ),
-            Self::FingerprintMismatch { key, store, attempt } => write!(
+            Self::FingerprintMismatch { key, store, attempt, payloads } => write!(
                 f,
-                "key `{key}` in {store}: attempt {attempt} had another payload; the body did not run; \
+                "key `{key}` in {store}: attempt {attempt} had another payload ({payloads}); the body did not run; \
                  give each operation a key of its own"
             ),
             Self::Interrupted { key, store, attempt } => write!(
@@ -283,7 +394,22 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: {attempts} attempts have started, as many as `max_attempts` allows; the body \
                  did not run again; `Store::reopen` lets the next delivery run"
             ),
-            Self::LeaseLost { key, store, attempt } => write!(
+            Self::Panicked { key: Some(key), attempt: Some(attempt), .. } => write!(
+                f,
+                "key `{key}`: the body panicked in attempt {attempt}, and its effects may have happened in part; deliver the \
+                 message again, or set it aside if it panics each time"
+            ),
+            Self::Panicked { .. } => f.write_str(
+                "the delivery panicked, and no body was running; deliver the message again, or set it aside if it panics \
+                 each time",
+            ),
+            Self::TimedOut { key, store, attempt, timeout, .. } => write!(
+                f,
+                "key `{key}` in {store}: attempt {attempt} ran for longer than its `timeout` of {timeout:?}; the body was \
+                 cancelled, and its effects may have happened in part; deliver the message again, or give the handler \
+                 more time"
+            ),
+            Self::LeaseLost { key, store, attempt, .. } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} lost its lease while the body ran; its result is not \
                  recorded; deliver the message again to get the result of the attempt that took over"
@@ -303,7 +429,7 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: the lease could not be confirmed; the body had started; whether another \
                  attempt has taken over is not known"
             ),
-            Self::Store { key, store, source, started: false } => {
+            Self::Store { key, store, source, started: false, .. } => {
                 let left = match source.may_have_landed() {
                     true => "the key may be reserved until its lease lapses",
                     false => "nothing was written",

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
 use std::fmt::{self, Display, Write as _};
 use std::hash::{BuildHasher, Hash, Hasher};
+use std::panic::Location;
 use std::rc::Rc;
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
@@ -42,7 +43,7 @@ impl Key {
     /// A key from one part. [`KeyBuilder`] takes several.
     ///
     /// # Errors
-    /// [`KeyError`] if the scope isn't valid, the part is missing or not UTF-8, or the key is too long.
+    /// [`KeyError`] if the scope isn't valid, the part is missing or blank or not UTF-8, or the key is too long.
     pub fn new<P: KeyPart>(scope: &str, part: P) -> Result<Self, KeyError> {
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
         builder.part(&part, None);
@@ -103,9 +104,6 @@ impl FromStr for Key {
         let (scope, text) = shown.split_once('/').unwrap_or_default();
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
         builder.text.push_str(text);
-        if text.is_empty() {
-            builder.missing_part();
-        }
         builder.build()
     }
 }
@@ -169,7 +167,7 @@ impl std::error::Error for KeyError {}
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum KeyProblem {
-    /// The key, or a part of it, is `None` or empty.
+    /// The key, or a part of it, is `None`, empty or blank.
     Missing,
     /// The stored form is longer than [`Key::MAX_BYTES`].
     TooLong {
@@ -180,19 +178,36 @@ pub enum KeyProblem {
     NotUtf8,
     /// The scope is empty, longer than [`Key::MAX_SCOPE_BYTES`], or holds a `/` or a control character.
     InvalidScope,
-    /// Two handlers have the same default scope, so that one would replay the other's results.
+    /// Two handlers have the same scope and don't both say that they share it: one would replay the other's results.
     SharedScope {
         /// Where the handler that has the scope already is defined.
         other: Site,
         /// Where the handler that was refused is defined.
         this: Site,
     },
+    /// A generic handler is called with another result type than before, under a scope that it doesn't call shared: one call
+    /// would replay the result of the other.
+    SharedByResults {
+        /// Where the handler is defined.
+        site: Site,
+        /// The result type that has the scope already.
+        other: &'static str,
+        /// The result type that was refused.
+        this: &'static str,
+    },
+}
+
+impl KeyProblem {
+    /// Whether the program is to blame and not the message: nothing that is delivered to this handler would have a key.
+    pub const fn is_misconfiguration(&self) -> bool {
+        matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
+    }
 }
 
 impl Display for KeyProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing => f.write_str("the key or a part of it is `None` or empty"),
+            Self::Missing => f.write_str("the key or a part of it is `None`, empty or blank"),
             Self::TooLong { bytes } => write!(
                 f,
                 "the key has {bytes} bytes, {} are allowed; key on an identifier or on a digest of the text",
@@ -204,7 +219,14 @@ impl Display for KeyProblem {
             }
             Self::SharedScope { other, this } => write!(
                 f,
-                "the handlers at {other} and {this} have the same default scope; write `scope = \"…\"` on one of them"
+                "the handlers at {other} and {this} have the same scope, so that one would replay the other's results; \
+                 write another `scope = \"…\"` on one of them, or `scope = shared(\"…\")` on both if that is meant"
+            ),
+            Self::SharedByResults { site, other, this } => write!(
+                f,
+                "the handler at {site} has returned `{other}` before and returns `{this}` here, under the same scope, so \
+                 that one call would replay the other's result; make the type a part of the key and write \
+                 `scope = shared(\"…\")`, or give each type a function of its own"
             ),
         }
     }
@@ -212,64 +234,105 @@ impl Display for KeyProblem {
 
 /// A place in the user's source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Site {
-    file: &'static str,
-    line: u32,
-    column: u32,
-}
+pub struct Site(&'static Location<'static>);
 
 impl Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}:{}", self.file, self.line, self.column)
+        self.0.fmt(f)
     }
 }
 
 /// The name of a handler inside the key space; the attribute keeps one in a `static` for each handler.
+///
+/// In one process a scope belongs to one handler: the first one that uses it. Another one is refused with
+/// [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). What [`Key::new`] makes is not looked at: there the
+/// scope is only a part of the name.
 #[derive(Debug)]
 pub struct Scope {
     name: &'static str,
-    /// Where a derived scope was written: two methods of one module can derive the same name.
-    site: Option<Site>,
-    checked: OnceLock<Result<(), KeyProblem>>,
+    site: Site,
+    shared: bool,
+    /// Whether the attribute made it, in a `static` of its own: the sites of what one `macro_rules!` wrote are all in one place.
+    attribute: bool,
+    /// The result type of the handler that uses it; empty if nobody says.
+    claimed: OnceLock<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
-    /// A scope the user wrote down. Handlers that share it share their operations.
+    /// A scope for one handler, which is made where this is called.
+    #[track_caller]
     pub const fn named(name: &'static str) -> Self {
-        Self { name, site: None, checked: OnceLock::new() }
+        Self::new(name, false, false)
     }
 
-    /// A scope made from a handler's path. A second handler that derives the same one is refused.
-    pub const fn derived(name: &'static str, file: &'static str, line: u32, column: u32) -> Self {
-        Self { name, site: Some(Site { file, line, column }), checked: OnceLock::new() }
+    /// A scope for several handlers, which replay each other's results where their keys are the same.
+    #[track_caller]
+    pub const fn shared(name: &'static str) -> Self {
+        Self::new(name, true, false)
     }
 
-    fn check(&self) -> Result<(), KeyProblem> {
-        let checked = self.checked.get_or_init(|| {
-            check_scope(self.name)?;
-            self.site.map_or(Ok(()), |site| claim(self.name, site))
-        });
-        match checked {
-            Ok(()) => Ok(()),
+    /// The scope of a handler with the attribute.
+    #[track_caller]
+    pub(crate) const fn of_handler(name: &'static str, shared: bool) -> Self {
+        Self::new(name, shared, true)
+    }
+
+    #[track_caller]
+    const fn new(name: &'static str, shared: bool, attribute: bool) -> Self {
+        Self { name, site: Site(Location::caller()), shared, attribute, claimed: OnceLock::new() }
+    }
+
+    /// Whether a handler that records a `result` may use the scope. Asked at each call: one load and one comparison.
+    fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
+        match self.claimed.get_or_init(|| self.claim(result)) {
+            // The text is in one place, or in one for each crate.
+            Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
+            Ok(other) => Err(KeyProblem::SharedByResults { site: self.site, other, this: result }),
             Err(problem) => Err(problem.clone()),
+        }
+    }
+
+    #[cold]
+    fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
+        static CLAIMED: LazyLock<Mutex<HashMap<&'static str, Claim>>> = LazyLock::new(Mutex::default);
+        check_scope(self.name)?;
+        let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
+        let claim = Claim { site: self.site, handler, shared: self.shared };
+        let first = *crate::sync::lock(&CLAIMED).entry(self.name).or_insert(claim);
+        if first == claim || first.shared && self.shared {
+            Ok(result)
+        } else {
+            Err(KeyProblem::SharedScope { other: first.site, this: self.site })
         }
     }
 }
 
-fn check_scope(scope: &str) -> Result<(), KeyProblem> {
-    let valid = (1..=Key::MAX_SCOPE_BYTES).contains(&scope.len());
-    let valid = valid && !scope.contains(|c: char| c == '/' || c.is_control());
-    if valid { Ok(()) } else { Err(KeyProblem::InvalidScope) }
+/// Who uses a scope.
+#[derive(Clone, Copy, PartialEq)]
+struct Claim {
+    site: Site,
+    /// The address of its `static`.
+    handler: Option<usize>,
+    shared: bool,
 }
 
-/// Registers a derived scope for the handler at `this`.
-fn claim(name: &'static str, this: Site) -> Result<(), KeyProblem> {
-    static CLAIMED: LazyLock<Mutex<HashMap<&'static str, Site>>> = LazyLock::new(Mutex::default);
-    // A scope claims once for each `static`. The sites may be equal: what one `macro_rules!` wrote is all in one place.
-    match crate::sync::lock(&CLAIMED).insert(name, this) {
-        None => Ok(()),
-        Some(other) => Err(KeyProblem::SharedScope { other, this }),
+/// Whether `scope` can be one.
+pub(crate) const fn is_scope(scope: &str) -> bool {
+    let bytes = scope.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        // The last control characters are the second byte of two: U+0080 to U+009F.
+        let control = bytes[at] < b' ' || bytes[at] == 0x7f || at > 0 && bytes[at - 1] == 0xc2 && bytes[at] < 0xa0;
+        if bytes[at] == b'/' || control {
+            return false;
+        }
+        at += 1;
     }
+    !bytes.is_empty() && bytes.len() <= Key::MAX_SCOPE_BYTES
+}
+
+fn check_scope(scope: &str) -> Result<(), KeyProblem> {
+    if is_scope(scope) { Ok(()) } else { Err(KeyProblem::InvalidScope) }
 }
 
 thread_local! {
@@ -281,8 +344,9 @@ thread_local! {
 ///
 /// In each value, `%`, control characters and the character that follows the value in the template are written as
 /// `%XX`. A value therefore ends at the first unescaped occurrence of the character that follows it, and the whole can
-/// be read back in only one way. An empty or absent value makes the whole key missing: `order:` with nothing behind it
-/// would be shared by unrelated messages.
+/// be read back in only one way. An absent value makes the whole key missing, and so does an empty or blank one: `order:` with
+/// nothing behind it would be shared by unrelated messages. Blank is what holds nothing but white space (Unicode's, a no-break
+/// space included), control characters and characters of no width (U+200B to U+200D, U+2060, U+FEFF).
 ///
 /// ```
 /// use idem_runtime::{KeyBuilder, Scope};
@@ -308,7 +372,12 @@ pub struct KeyBuilder<'a> {
 impl<'a> KeyBuilder<'a> {
     /// An empty key under `scope`.
     pub fn new(scope: &'a Scope) -> Self {
-        Self::under(scope.name, scope.check())
+        Self::of_results(scope, "")
+    }
+
+    /// The same for a handler that records a `result`.
+    pub(crate) fn of_results(scope: &'a Scope, result: &'static str) -> Self {
+        Self::under(scope.name, scope.check(result))
     }
 
     fn under(scope: &'a str, checked: Result<(), KeyProblem>) -> Self {
@@ -333,24 +402,23 @@ impl<'a> KeyBuilder<'a> {
 
     /// Appends what `value` displays.
     pub fn display_part(&mut self, value: &dyn Display, next: Option<char>) {
-        let before = self.text.len();
-        let mut escape = Escape { out: &mut self.text, next };
+        let mut escape = Escape { out: &mut self.text, next, blank: true };
         // An error here is the value's own: `Escape` never fails. A key cut short could be another operation's.
         let shown = write!(escape, "{value}");
-        if shown.is_err() || self.text.len() == before {
+        if shown.is_err() || escape.blank {
             self.missing_part();
         }
     }
 
     /// Appends text, as [`display_part`](KeyBuilder::display_part) does.
     fn text_part(&mut self, text: &str, next: Option<char>) {
-        if text.is_empty() {
+        if is_blank(text) {
             self.missing_part();
         } else if text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'%' && !is_char(byte, next)) {
             self.text.push_str(text);
         } else {
             // Never fails.
-            let _ = Escape { out: &mut self.text, next }.write_str(text);
+            let _ = Escape { out: &mut self.text, next, blank: false }.write_str(text);
         }
     }
 
@@ -366,10 +434,11 @@ impl<'a> KeyBuilder<'a> {
     /// The finished key.
     ///
     /// # Errors
-    /// [`KeyError`], the first problem that was met.
+    /// [`KeyError`], the first problem that was met. A key without a part is missing, too.
     pub fn build(self) -> Result<Key, KeyError> {
         let Self { text, problem, scope } = self;
         let problem = match problem {
+            None if is_blank(&text[VERSION.len() + scope.len() + 1..]) => Some(KeyProblem::Missing),
             None if text.len() > Key::MAX_BYTES => Some(KeyProblem::TooLong { bytes: text.len() }),
             problem => problem,
         };
@@ -384,6 +453,12 @@ impl<'a> KeyBuilder<'a> {
     }
 }
 
+/// Whether `text` names nothing; true of the empty one, too. Mostly the first character tells.
+fn is_blank(text: &str) -> bool {
+    text.chars()
+        .all(|c| c.is_whitespace() || c.is_control() || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}'))
+}
+
 fn is_char(byte: u8, c: Option<char>) -> bool {
     c == Some(char::from(byte))
 }
@@ -396,10 +471,13 @@ fn hash(text: &str) -> u64 {
 struct Escape<'a> {
     out: &'a mut String,
     next: Option<char>,
+    /// Whether all that was written is blank.
+    blank: bool,
 }
 
 impl fmt::Write for Escape<'_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.blank = self.blank && is_blank(text);
         let reserved = |c: char| c == '%' || c.is_control() || Some(c) == self.next;
         let mut rest = text;
         while let Some(at) = rest.find(reserved) {
@@ -533,10 +611,9 @@ mod tests {
     #[test]
     fn numbers_and_text_are_written_as_they_are_displayed() {
         fn same<P: KeyPart + Display + ?Sized>(value: &P) {
-            static SCOPE: Scope = Scope::named("same");
             for next in [None, Some(':'), Some('-'), Some('0'), Some('9'), Some('a'), Some('é')] {
                 let [short, long] = [true, false].map(|short| {
-                    let mut builder = KeyBuilder::new(&SCOPE);
+                    let mut builder = KeyBuilder::under("same", Ok(()));
                     match short {
                         true => value.append(&mut builder, next),
                         false => builder.display_part(&value, next),
@@ -551,14 +628,16 @@ mod tests {
         }
         extremes! { u8 u16 u32 u64 usize i8 i16 i32 i64 isize u128 i128 }
         (-1000_i64..1000).for_each(|value| same(&value));
-        for text in ["", "a", "a:b", "100%", "%3A", "a-b", "tab\t", "\u{7f}", "\u{85}", "é", "aé:0", "~ !", "09"] {
+        for text in [
+            "", " ", "\t", "\u{a0}", "a", "a:b", "100%", "%3A", "a-b", "tab\t", "\u{7f}", "\u{85}", "é", "aé:0", "~ !",
+            "09",
+        ] {
             same(text);
         }
     }
 
     fn build(parts: &[(&str, Option<char>)], separators: &[&str]) -> Result<Key, KeyError> {
-        static SCOPE: Scope = Scope::named("test");
-        let mut builder = KeyBuilder::new(&SCOPE);
+        let mut builder = KeyBuilder::under("test", Ok(()));
         for (i, (value, next)) in parts.iter().enumerate() {
             builder.part(*value, *next);
             builder.text(separators.get(i).copied().unwrap_or_default());
@@ -576,7 +655,7 @@ mod tests {
 
     #[test]
     fn values_never_run_into_each_other() {
-        let values = ["a", "a:", ":", "a%3A", "%", "%3A", "b", ":b", "a:b", "é", "\n"];
+        let values = ["a", "a:", ":", "a%3A", "%", "%3A", "b", ":b", "a:b", "é", "\n:"];
         let mut seen = HashMap::new();
         for x in values {
             for y in values {
@@ -593,11 +672,40 @@ mod tests {
     }
 
     #[test]
-    fn absent_and_empty_parts_make_the_key_missing() {
-        assert_eq!(problem_of("s", ""), Err(KeyProblem::Missing));
+    fn absent_empty_and_blank_parts_make_the_key_missing() {
         assert_eq!(problem_of("s", None::<&str>), Err(KeyProblem::Missing));
         assert_eq!(Key::new("s", Some("x")).unwrap().text(), "x");
-        assert_eq!(problem(build(&[("", Some(':')), ("b", None)], &[":"])), Err(KeyProblem::Missing));
+        assert_eq!(problem("s/ \t".parse()), Err(KeyProblem::Missing));
+        let blanks =
+            ["", " ", "   ", "\t", "\r\n", "\0", "\u{7f}", "\u{85}", "\u{a0}", "\u{2003}", "\u{2028}", "\u{3000}"];
+        let of_no_width = ["\u{200b}", "\u{200c}", "\u{200d}", "\u{2060}", "\u{feff}", "\u{feff} \t\u{200b}"];
+        for blank in blanks.into_iter().chain(of_no_width) {
+            assert_eq!(problem_of("s", blank), Err(KeyProblem::Missing), "{blank:?}");
+            assert_eq!(problem_of("s", blank.as_bytes()), Err(KeyProblem::Missing), "{blank:?}");
+            assert_eq!(
+                problem(build(&[(blank, Some(':')), ("b", None)], &[":"])),
+                Err(KeyProblem::Missing),
+                "{blank:?}"
+            );
+            assert_eq!(
+                problem(build(&[("a", Some(':')), (blank, None)], &[":"])),
+                Err(KeyProblem::Missing),
+                "{blank:?}"
+            );
+            let mut displayed = KeyBuilder::under("s", Ok(()));
+            displayed.text("order:");
+            displayed.display_part(&format_args!("{}{blank}", ""), None);
+            assert_eq!(problem(displayed.build()), Err(KeyProblem::Missing), "{blank:?}");
+            // Beside something else they are kept.
+            let key = Key::new("s", format!("{blank}x{blank}")).unwrap();
+            assert_eq!(key.text() == "x", blank.is_empty(), "{key}");
+            let mut displayed = KeyBuilder::under("s", Ok(()));
+            displayed.display_part(&format_args!("{blank}{}{blank}", 'x'), None);
+            assert_eq!(displayed.build(), Ok(key));
+        }
+        for part in [".", "0", "-", "\u{ad}", "é", "\u{2800}"] {
+            assert!(Key::new("s", part).is_ok(), "{part:?}");
+        }
     }
 
     #[test]
@@ -609,8 +717,7 @@ mod tests {
                 Err(fmt::Error)
             }
         }
-        static SCOPE: Scope = Scope::named("test");
-        let mut builder = KeyBuilder::new(&SCOPE);
+        let mut builder = KeyBuilder::under("test", Ok(()));
         builder.display_part(&Broken, None);
         assert_eq!(problem(builder.build()), Err(KeyProblem::Missing));
     }
@@ -635,12 +742,83 @@ mod tests {
         }
     }
 
+    #[track_caller]
+    fn claim(scope: &Scope, result: &'static str) -> Result<(), KeyProblem> {
+        let mut builder = KeyBuilder::of_results(scope, result);
+        builder.text("x");
+        problem(builder.build()).map(drop)
+    }
+
     #[test]
-    fn a_derived_scope_belongs_to_one_handler() {
-        static FIRST: Scope = Scope::derived("test::claimed", "a.rs", 1, 1);
-        static SECOND: Scope = Scope::derived("test::claimed", "a.rs", 9, 1);
-        assert!(KeyBuilder::new(&FIRST).build().is_ok());
-        assert!(matches!(problem(KeyBuilder::new(&SECOND).build()), Err(KeyProblem::SharedScope { .. })));
-        assert!(KeyBuilder::new(&FIRST).build().is_ok());
+    fn a_scope_belongs_to_one_handler() {
+        static FIRST: Scope = Scope::of_handler("test::claimed", false);
+        static SECOND: Scope = Scope::of_handler("test::claimed", false);
+        static SHARED: Scope = Scope::of_handler("test::claimed", true);
+        assert_eq!(claim(&FIRST, "u8"), Ok(()));
+        for other in [&SECOND, &SHARED, &Scope::named("test::claimed"), &Scope::shared("test::claimed")] {
+            let problem = claim(other, "u8").unwrap_err();
+            assert_eq!(problem, KeyProblem::SharedScope { other: FIRST.site, this: other.site });
+            assert!(problem.is_misconfiguration());
+            let shown = problem.to_string();
+            assert!(shown.contains(&FIRST.site.to_string()) && shown.contains(&other.site.to_string()), "{shown}");
+            assert!(shown.contains("`scope = shared(\"…\")` on both"), "{shown}");
+        }
+        assert_eq!(claim(&FIRST, "u8"), Ok(()));
+    }
+
+    #[test]
+    fn two_handlers_in_one_place_are_two() {
+        macro_rules! scopes {
+            ($($name:ident)*) => { $( static $name: Scope = Scope::of_handler("test::one place", false); )* };
+        }
+        scopes!(ONE TWO);
+        assert_eq!(ONE.site, TWO.site);
+        assert_eq!(claim(&ONE, ""), Ok(()));
+        assert_eq!(claim(&TWO, ""), Err(KeyProblem::SharedScope { other: ONE.site, this: TWO.site }));
+    }
+
+    #[test]
+    fn a_scope_is_shared_by_those_who_say_so() {
+        static FIRST: Scope = Scope::of_handler("test::shared", true);
+        static SECOND: Scope = Scope::of_handler("test::shared", true);
+        for scope in [&FIRST, &SECOND, &Scope::shared("test::shared")] {
+            assert_eq!(claim(scope, "u8"), Ok(()));
+            assert_eq!(claim(scope, "u16"), Ok(()));
+        }
+        let claimed = claim(&Scope::named("test::shared"), "u8");
+        assert!(matches!(claimed, Err(KeyProblem::SharedScope { .. })), "{claimed:?}");
+    }
+
+    #[test]
+    fn a_scope_made_by_hand_belongs_to_its_place() {
+        let make = || Scope::named("test::by hand");
+        let (first, again) = (make(), make());
+        assert_eq!(claim(&first, ""), Ok(()));
+        assert_eq!(claim(&again, ""), Ok(()));
+        assert!(matches!(claim(&Scope::named("test::by hand"), ""), Err(KeyProblem::SharedScope { .. })));
+    }
+
+    #[test]
+    fn a_generic_handler_has_one_result_type_for_each_scope() {
+        static SCOPE: Scope = Scope::of_handler("test::generic", false);
+        assert_eq!(claim(&SCOPE, "alloc::string::String"), Ok(()));
+        let problem = claim(&SCOPE, "u32").unwrap_err();
+        assert!(problem.is_misconfiguration());
+        let shown = problem.to_string();
+        assert!(shown.contains("`alloc::string::String` before and returns `u32`"), "{shown}");
+        // The same text in another place.
+        let text: &'static str = String::from("alloc::string::String").leak();
+        assert_eq!(claim(&SCOPE, text), Ok(()));
+    }
+
+    #[test]
+    fn scopes_are_checked_while_compiling_as_well() {
+        for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(Key::MAX_SCOPE_BYTES).as_str()] {
+            assert!(is_scope(text) && !text.contains(char::is_control), "{text:?}");
+        }
+        let long = "x".repeat(Key::MAX_SCOPE_BYTES + 1);
+        for text in ["", "/", "a/b", "\0", "a\nb", "\u{7f}", "\u{80}", "é\u{9f}", &long] {
+            assert!(!is_scope(text), "{text:?}");
+        }
     }
 }

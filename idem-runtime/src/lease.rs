@@ -23,6 +23,11 @@ impl Owner {
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }
+
+    /// A number that differs from attempt to attempt: where pauses are spread.
+    pub(crate) fn seed(&self) -> u64 {
+        self.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    }
 }
 
 /// Shows the first half only: a token in a log is no key to the record.
@@ -33,10 +38,11 @@ impl fmt::Debug for Owner {
     }
 }
 
-/// Gives every attempt of one store handle a token of its own.
+/// Gives every attempt of one process a token of its own, for records that no other process sees.
 ///
 /// The tokens are a Weyl sequence from a random start: unique within the handle, and those of two handles meet with a
-/// probability of their number divided by 2^128.
+/// probability of their number divided by 2^128. After `fork()`, and in copies of a virtual machine, the sequence repeats;
+/// records that others see need randomness for each attempt ([`Heartbeats::new`](crate::Heartbeats::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {
     start: u128,

@@ -95,11 +95,12 @@ mod stores;
 mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod upkeep;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod within;
 
 pub use attempt::{Attempt, current};
-pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock};
+pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock, Task};
 pub use codec::{Codec, CodecError, CodecName, Json};
 #[cfg(feature = "msgpack")]
 pub use codecs::msgpack::MessagePack;
@@ -107,24 +108,25 @@ pub use codecs::msgpack::MessagePack;
 pub use codecs::postcard::Postcard;
 pub use ending::Ending;
 pub use engine::{Operation, run};
-pub use error::{Error, Unavailable};
+pub use error::{Error, Mismatch, Unavailable};
 pub use fingerprint::{Fingerprint, FingerprintError};
 pub use heartbeat::Heartbeats;
 #[cfg(feature = "macros")]
 pub use idem_macros::idempotent;
 pub use key::{Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
 pub use lease::{Lease, Owner};
-pub use outcome::{Disposition, Observe, Outcome, Refusal, observe};
+pub use outcome::{CatchPanics, Disposition, Observe, Outcome, Refusal, observe};
 pub use policy::{
-    InProgress, InvalidPolicy, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, OnUndecodable,
-    Policy,
+    Backoff, Doubt, InProgress, InvalidPolicy, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError,
+    OnUndecodable, Policy, Uncertain,
 };
 pub use record::{Meeting, Payload, Record, State};
 pub use recorder::{
     ErrorRule, RecordResults, RecordValues, Recorder, Undecodable, record_results, record_results_if, record_values,
 };
 pub use store::{
-    Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
+    Answers, Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
+    renew_all,
 };
 #[cfg(feature = "cached")]
 pub use stores::cached::{Cached, CachedOptions};

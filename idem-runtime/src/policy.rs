@@ -5,7 +5,8 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use crate::{CodecError, Undecodable};
+use crate::clock::SplitMix;
+use crate::{CodecError, Key, Store, Undecodable};
 
 /// What a duplicate does while another attempt holds the key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -29,7 +30,7 @@ pub enum OnCrash {
     Fail,
 }
 
-/// What happens when the key is `None` or empty.
+/// What happens when the key is `None`, empty or blank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum MissingKey {
@@ -90,11 +91,11 @@ pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 ///     Json::encode(&Shipment { parcel: format!("P{}", old.parcel_number) })
 /// }
 ///
-/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "ship", on_undecodable = migrate)]
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"), on_undecodable = migrate)]
 /// async fn ship(store: &MemoryStore, order: u64) -> Result<Shipment, Error> {
 ///     Ok(Shipment { parcel: format!("P{order}") })
 /// }
-/// # #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "ship")]
+/// # #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"))]
 /// # async fn ship_before(store: &MemoryStore, order: u64) -> Result<OldShipment, Error> {
 /// #     Ok(OldShipment { parcel_number: order })
 /// # }
@@ -177,6 +178,109 @@ enum ModeSource {
     Switch(&'static ModeSwitch),
 }
 
+/// How long a message waits before it is delivered again, where nothing better is known.
+///
+/// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages that failed
+/// together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
+///
+/// ```
+/// use std::time::Duration;
+/// use idem_runtime::Backoff;
+///
+/// let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+/// let after = backoff.after(3, 0x5eed);
+/// assert!((Duration::from_secs(2)..=Duration::from_secs(4)).contains(&after));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Backoff {
+    /// Milliseconds.
+    first: u32,
+    /// Milliseconds.
+    longest: u32,
+}
+
+impl Backoff {
+    /// From 1 s to 5 min.
+    pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
+
+    /// A pause of `first` after the first attempt, and never more than `longest`. Counted in milliseconds, from 1 ms to 49
+    /// days.
+    pub const fn new(first: Duration, longest: Duration) -> Self {
+        let first = Self::millis(first);
+        let longest = Self::millis(longest);
+        Self { first, longest: if longest < first { first } else { longest } }
+    }
+
+    const fn millis(duration: Duration) -> u32 {
+        let millis = duration.as_millis();
+        if millis == 0 {
+            1
+        } else if millis > u32::MAX as u128 {
+            u32::MAX
+        } else {
+            #[expect(clippy::cast_possible_truncation, reason = "compared just now")]
+            {
+                millis as u32
+            }
+        }
+    }
+
+    /// The pause after attempt `attempt` (from 1); `seed` decides by how much it is shortened.
+    pub fn after(self, attempt: u32, seed: u64) -> Duration {
+        self.spread(u64::from(self.first) << attempt.saturating_sub(1).min(31), seed)
+    }
+
+    /// The pause while a store has not answered for `outage`: about as long again.
+    pub(crate) fn during(self, outage: Duration, seed: u64) -> Duration {
+        self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
+    }
+
+    fn spread(self, millis: u64, seed: u64) -> Duration {
+        let pause = millis.min(u64::from(self.longest));
+        let half = pause / 2;
+        let spread = pause - half + 1;
+        Duration::from_millis((half + SplitMix(seed).next() % spread).max(1))
+    }
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// An operation whose effect may have happened although its record does not know.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Uncertain<'a> {
+    /// The key of the operation.
+    pub key: &'a Key,
+    /// Where its record is.
+    pub store: &'static str,
+    /// The attempt that is in doubt.
+    pub attempt: u32,
+    /// What happened to it.
+    pub cause: Doubt,
+}
+
+/// Why nobody knows whether an effect has happened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Doubt {
+    /// Another attempt took over while the body ran, or its record is gone.
+    LeaseLost,
+    /// The body ran, and its result could not be recorded.
+    Unrecorded,
+    /// The body ran for longer than `timeout`, and was cancelled.
+    TimedOut,
+    /// The call was dropped while its body ran.
+    Cancelled,
+    /// The body panicked.
+    Panicked,
+    /// An earlier attempt started and did not return, and `on_crash = fail` allows no other.
+    Interrupted,
+}
+
 /// How operations are protected: retention, lease, and what to do when something goes wrong.
 ///
 /// A policy is a small `Copy` value that can be built in a `const`; the `#[idempotent]` attribute builds one from its
@@ -203,6 +307,9 @@ pub struct Policy {
     pub(crate) missing_key: MissingKey,
     pub(crate) on_store_error: OnStoreError,
     pub(crate) max_result_bytes: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) backoff: Backoff,
+    pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(crate) on_undecodable: OnUndecodable,
     mode: ModeSource,
 }
@@ -214,6 +321,8 @@ impl Policy {
     pub const MIN_LEASE: Duration = Duration::from_millis(100);
     /// The longest lease and the longest retention: 100 years.
     pub const MAX_DURATION: Duration = Duration::from_secs(100 * 366 * 86_400);
+    /// For how long a body may run where nothing else is said: one hour.
+    pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3600);
     /// How many bytes of result are recorded where nothing else is said: 256 KiB.
     pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
 
@@ -228,6 +337,9 @@ impl Policy {
             missing_key: MissingKey::Reject,
             on_store_error: OnStoreError::Fail,
             max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
+            timeout: Self::DEFAULT_TIMEOUT,
+            backoff: Backoff::DEFAULT,
+            on_uncertain: None,
             on_undecodable: OnUndecodable::Error,
             mode: ModeSource::Fixed(Mode::Enforce),
         }
@@ -243,6 +355,30 @@ impl Policy {
     #[must_use]
     pub const fn lease(self, lease: Duration) -> Self {
         Self { lease, ..self }
+    }
+
+    /// For how long the body may run (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call returns
+    /// `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that
+    /// blocks its thread can't be cancelled: its lease is no longer renewed, and lapses.
+    #[must_use]
+    pub const fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// How long a message waits before it is delivered again after a failure (default: from 1 s to 5 min).
+    #[must_use]
+    pub const fn backoff(self, backoff: Backoff) -> Self {
+        Self { backoff, ..self }
+    }
+
+    /// Calls `hook` whenever an effect may have happened although the record does not know: for alerts. Most of it is what
+    /// [`Error::is_uncertain`](crate::Error::is_uncertain) tells the caller; a call that is dropped tells nobody else.
+    ///
+    /// The hook runs where the call does, also while a dropped call is cleaned up: it has to be quick. A panic in it is caught
+    /// and logged.
+    #[must_use]
+    pub const fn on_uncertain(self, hook: fn(Uncertain<'_>)) -> Self {
+        Self { on_uncertain: Some(hook), ..self }
     }
 
     /// What a duplicate does while another attempt holds the key.
@@ -271,7 +407,7 @@ impl Policy {
         Self { max_attempts: limit, ..self }
     }
 
-    /// What happens when the key is `None` or empty.
+    /// What happens when the key is `None`, empty or blank.
     #[must_use]
     pub const fn missing_key(self, missing_key: MissingKey) -> Self {
         Self { missing_key, ..self }
@@ -325,6 +461,30 @@ impl Policy {
         }
     }
 
+    /// Whether the durations can be honoured by `store`: besides [`check`](Policy::check), a lease must be longer than a call
+    /// of the store may take, or one call that is slow costs the lease. For the start of a program; a call under such a
+    /// policy only warns.
+    ///
+    /// # Errors
+    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use idem_runtime::{MemoryStore, Policy};
+    ///
+    /// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400)).lease(Duration::from_secs(10));
+    /// PAYMENTS.check_with(&MemoryStore::new())?;
+    /// # Ok::<(), idem_runtime::InvalidPolicy>(())
+    /// ```
+    pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), InvalidPolicy> {
+        self.check()?;
+        let response_timeout = store.response_timeout();
+        if self.lease > response_timeout {
+            return Ok(());
+        }
+        Err(InvalidPolicy::LeaseBelowResponseTimeout { lease: self.lease, response_timeout })
+    }
+
     /// Whether the durations can be honoured.
     ///
     /// # Errors
@@ -332,6 +492,9 @@ impl Policy {
     pub const fn check(&self) -> Result<(), InvalidPolicy> {
         if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
             return Err(InvalidPolicy::LeaseTooShort(self.lease));
+        }
+        if self.timeout.is_zero() {
+            return Err(InvalidPolicy::NoTime);
         }
         if self.lease.as_nanos() > Self::MAX_DURATION.as_nanos() || self.ttl.as_nanos() > Self::MAX_DURATION.as_nanos()
         {
@@ -360,6 +523,15 @@ pub enum InvalidPolicy {
     },
     /// The lease or the retention is longer than [`Policy::MAX_DURATION`].
     TooLong,
+    /// The `timeout` is zero.
+    NoTime,
+    /// The lease is not longer than one call of the store may take.
+    LeaseBelowResponseTimeout {
+        /// The lease that was asked for.
+        lease: Duration,
+        /// How long a call of the store may take.
+        response_timeout: Duration,
+    },
 }
 
 impl fmt::Display for InvalidPolicy {
@@ -378,6 +550,12 @@ impl fmt::Display for InvalidPolicy {
                  give more than the broker keeps a message"
             ),
             Self::TooLong => write!(f, "`lease` or `ttl` is longer than 100 years"),
+            Self::NoTime => write!(f, "`timeout` is zero, so no body could run; leave it out or give it time"),
+            Self::LeaseBelowResponseTimeout { lease, response_timeout } => write!(
+                f,
+                "`lease` is {lease:?}, and one call of the store may take {response_timeout:?}: a single slow call costs the \
+                 lease; give a lease of at least three times that, or the store a shorter `response_timeout`"
+            ),
         }
     }
 }

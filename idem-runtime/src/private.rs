@@ -4,14 +4,16 @@
 //! compiler reports a missing method once, with that message, at the token the attribute put the name of the method on,
 //! and asks nothing of the calls that follow. A bound on a function would be reported again at every later call.
 
+use std::any::type_name;
 use std::fmt::Display;
 use std::marker::PhantomData;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::key::is_scope;
 use crate::{
-    Codec, Error, ErrorRule, Key, KeyError, KeyPart, OnError, RecordResults, RecordValues, Recorder, Store,
+    Codec, Error, ErrorRule, Key, KeyBuilder, KeyError, KeyPart, OnError, RecordResults, RecordValues, Recorder, Store,
     record_results, record_results_if, record_values,
 };
 
@@ -19,9 +21,9 @@ pub use std::option::Option::{None, Some};
 pub use std::time::Duration;
 pub use std::{column, concat, file, line, module_path};
 
-pub use crate::{
-    InProgress, Json, KeyBuilder, MissingKey, OnCrash, OnStoreError, OnUndecodable, Operation, Policy, Scope,
-};
+pub use crate::{InProgress, Json, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Operation, Policy, Scope};
+#[cfg(feature = "macros")]
+pub use idem_macros::a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own;
 
 /// The traits whose methods append a [`Part`]. Globs bring them in without names, and without a word if one is unused.
 pub mod parts {
@@ -33,6 +35,36 @@ pub mod types {
     pub use super::{
         ErrorIsRecorded as _, IsCodec as _, Records as _, ReturnsResult as _, TakesError as _, ValueIsRecorded as _,
     };
+}
+
+// ---- The scope -----------------------------------------------------------------------------------------------------
+
+/// The scope of one handler, for a `static`.
+#[track_caller]
+pub const fn scope(name: &'static str, shared: bool) -> Scope {
+    Scope::of_handler(name, shared)
+}
+
+/// A scope that a macro has written, checked while the caller is compiled.
+///
+/// # Panics
+/// If it can't be one.
+pub const fn scope_name(name: &'static str) -> &'static str {
+    assert!(is_scope(name), "a scope has 1 to 200 bytes, without `/` and control characters");
+    name
+}
+
+/// Takes a function for its name.
+pub fn function<F>(_: F) {}
+
+/// A key of a handler whose values are recorded.
+pub fn key_of_values<T, E>(scope: &'static Scope, _: Returning<Result<T, E>>) -> KeyBuilder<'static> {
+    KeyBuilder::of_results(scope, type_name::<T>())
+}
+
+/// A key of a handler whose errors are recorded as well.
+pub fn key_of_results<T, E>(scope: &'static Scope, _: Returning<Result<T, E>>) -> KeyBuilder<'static> {
+    KeyBuilder::of_results(scope, type_name::<Result<T, E>>())
 }
 
 // ---- The key -------------------------------------------------------------------------------------------------------
@@ -110,26 +142,11 @@ impl<T: ?Sized> NoPart<T> for Part<'_, T> {
 pub trait Operate: Sized {
     #[must_use]
     fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self;
-
-    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
-    where
-        R: Recorder<T, E>,
-        E: From<Error>,
-        B: Future<Output = Result<T, E>>;
 }
 
 impl Operate for Operation {
     fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
         self.fingerprint(payload)
-    }
-
-    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
-    where
-        R: Recorder<T, E>,
-        E: From<Error>,
-        B: Future<Output = Result<T, E>>,
-    {
-        crate::run(self, recorder, body)
     }
 }
 
@@ -137,15 +154,6 @@ impl Operate for Operation {
 impl<C: crate::Transaction> Operate for crate::OperationWithin<C> {
     fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
         self.fingerprint(payload)
-    }
-
-    fn run<T, E, R, B>(self, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
-    where
-        R: Recorder<T, E>,
-        E: From<Error>,
-        B: Future<Output = Result<T, E>>,
-    {
-        crate::run_within(self, recorder, body)
     }
 }
 
@@ -415,16 +423,38 @@ pub struct Handler<T, E, R> {
     result: PhantomData<Returning<Result<T, E>>>,
 }
 
-impl<T, E, R> Handler<T, E, R>
+impl<T, E, R> Handler<T, E, R> {
+    pub fn on<O: Operate>(self, operation: O) -> Protected<O, T, E, R> {
+        Protected { operation, handler: self }
+    }
+}
+
+/// A handler and what it runs on.
+///
+/// Each kind of operation has a function of its own that makes the future of the call. The future of a trait's method would be
+/// a projection, whose bounds the compiler proves again when it asks whether a future around it is `Send`. By then it has
+/// forgotten which lifetimes are equal: no `Box<dyn Error>` would equal another one, and no such handler could be spawned. The
+/// future of a function is only looked into.
+#[derive(Debug)]
+pub struct Protected<O, T, E, R> {
+    operation: O,
+    handler: Handler<T, E, R>,
+}
+
+impl<T, E: From<Error>, R: Recorder<T, E>> Protected<Operation, T, E, R> {
+    pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
+        crate::run(self.operation, self.handler.recorder, body)
+    }
+}
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+impl<C, T, E, R> Protected<crate::OperationWithin<C>, T, E, R>
 where
+    C: crate::Transaction,
     E: From<Error>,
     R: Recorder<T, E>,
 {
-    pub fn run<O: Operate, B: Future<Output = Result<T, E>>>(
-        self,
-        operation: O,
-        body: B,
-    ) -> impl Future<Output = Result<T, E>> {
-        operation.run(self.recorder, body)
+    pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
+        crate::run_within(self.operation, self.handler.recorder, body)
     }
 }

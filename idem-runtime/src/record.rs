@@ -135,6 +135,7 @@ impl Record {
     fn decide(&self, request: &Reserve, lapses_in: Duration) -> Option<Meeting> {
         // Checked in every state: a replay or a takeover for another payload would be a wrong answer.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
+            && recorded.is_comparable(&presented)
             && recorded != presented
         {
             return Some(Meeting::Answer(Reservation::Mismatch { attempt: self.attempt }));
@@ -150,6 +151,10 @@ impl Record {
             }
             State::Pending { on_crash, .. } => (*on_crash, true),
             State::Interrupted => (OnCrash::Fail, false),
+            // A request that arrives after its own release must not hold the key: nobody would run under it.
+            State::Released if self.owner == request.owner => {
+                return Some(Meeting::Answer(Reservation::Released { attempt: self.attempt }));
+            }
             State::Released => (OnCrash::Retry, false),
         };
         // Whoever started or meets the interrupted body under `fail` has promised at most one run.

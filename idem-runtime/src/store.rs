@@ -4,11 +4,12 @@ use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::record::{Payload, Record, State};
+use crate::sync::lock;
 use crate::{Fingerprint, Heartbeats, Key, Lease, OnCrash, Owner};
 
 /// Where records are kept.
@@ -43,6 +44,20 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
     fn handle(&self) -> Arc<dyn Store>;
 
+    /// A handle of the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
+    ///
+    /// They run on a thread of their own ([`Clock::spawn`]). A handle that shares no connection, no queue and no runtime with
+    /// other callers keeps leases alive while those are slow or blocked. It should open its connection at its first use. A
+    /// store that has nothing to share returns [`handle`](Store::handle).
+    fn upkeep(&self) -> Arc<dyn Store>;
+
+    /// What tells this application's records from those of others in the same place. It enters child keys
+    /// ([`Attempt::child_key`](crate::Attempt::child_key)), so that two applications never share one. Empty if there is none.
+    fn namespace(&self) -> &str;
+
+    /// How long one call of the store may take before it is given up; zero if calls can't hang. A lease has to be longer.
+    fn response_timeout(&self) -> Duration;
+
     /// The leases this handle keeps alive, its clock, and its late writes.
     fn heartbeats(&self) -> &Heartbeats;
 
@@ -52,13 +67,15 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not answer; it is never an answer such as "no record".
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation>;
 
-    /// Renews the leases and answers for each in order. A lease that has lapsed is renewed if nobody took over.
+    /// Renews the leases and calls `answer` for each, by its place in `leases`, as soon as the store has answered for it. A
+    /// lease that has lapsed is renewed if nobody took over.
     ///
-    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish).
+    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish). A lease without an answer is renewed or
+    /// not: its record could not be reached, or was locked by somebody else. Such a lease must not hold up the others.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; each lease is then renewed or not.
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>>;
+    /// [`StoreError`] says why leases have no answer. The answers that were given stand.
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()>;
 
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///
@@ -100,6 +117,29 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write>;
 }
 
+/// Takes what a store says of one lease of [`Store::renew`]: its place among the leases, and the answer.
+pub type Answers<'a> = dyn Fn(usize, Write) + Send + Sync + 'a;
+
+/// Renews `leases`, and waits for all answers.
+///
+/// # Errors
+/// [`StoreError`] if a lease got no answer; each of them is then renewed or not.
+pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
+    let answers = Mutex::new(vec![None; leases.len()]);
+    let answer = |at: usize, write| {
+        if let Some(slot) = lock(&answers).get_mut(at) {
+            *slot = Some(write);
+        }
+    };
+    let renewed = store.renew(leases, &answer).await;
+    let answers: Option<Vec<_>> = lock(&answers).drain(..).collect();
+    match (answers, renewed) {
+        (Some(answers), _) => Ok(answers),
+        (None, Err(error)) => Err(error),
+        (None, Ok(())) => Err(StoreError::new(StoreErrorKind::Unknown, "the store did not answer for a lease")),
+    }
+}
+
 /// What an attempt asks for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Reserve {
@@ -130,6 +170,12 @@ impl Reserve {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reservation {
+    /// The owner of the request has released the key already: the request arrived late. Nothing was changed; another attempt
+    /// needs another owner token.
+    Released {
+        /// The latest attempt.
+        attempt: u32,
+    },
     /// Pending and mine: run the body.
     Reserved {
         /// What the attempt presents with every later write.
@@ -316,9 +362,9 @@ impl std::error::Error for StoreError {
 ///
 /// A store in memory answers without an allocation; every other store writes `StoreFuture::new(async move { … })`.
 #[must_use = "futures do nothing unless polled"]
-pub struct StoreFuture<'a, T>(Answer<'a, T>);
+pub struct StoreFuture<'a, T>(Reply<'a, T>);
 
-enum Answer<'a, T> {
+enum Reply<'a, T> {
     Ready(Option<Result<T, StoreError>>),
     Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>),
 }
@@ -329,20 +375,33 @@ impl<T> Unpin for StoreFuture<'_, T> {}
 impl<'a, T> StoreFuture<'a, T> {
     /// An answer that is there at once.
     pub fn ready(answer: Result<T, StoreError>) -> Self {
-        Self(Answer::Ready(Some(answer)))
+        Self(Reply::Ready(Some(answer)))
     }
 
     /// Takes the answer, if it was there at once and is no error; otherwise the future is as it was.
     pub(crate) fn at_once(&mut self) -> Option<T> {
         match &mut self.0 {
-            Answer::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
+            Reply::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
             _ => None,
         }
     }
 
     /// The answer of `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
-        Self(Answer::Later(Box::pin(future)))
+        Self(Reply::Later(Box::pin(future)))
+    }
+}
+
+impl<'a> StoreFuture<'a, ()> {
+    /// For [`Store::renew`] of a store whose answers come together, in the order of the leases.
+    pub fn renewed(
+        answer: &'a Answers<'a>,
+        renewed: impl Future<Output = Result<Vec<Write>, StoreError>> + Send + 'a,
+    ) -> Self {
+        Self::new(async move {
+            renewed.await?.into_iter().enumerate().for_each(|(at, write)| answer(at, write));
+            Ok(())
+        })
     }
 }
 
@@ -351,8 +410,8 @@ impl<T> Future for StoreFuture<'_, T> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
-            Answer::Ready(answer) => Poll::Ready(answer.take().expect("polled after it was ready")),
-            Answer::Later(future) => future.as_mut().poll(cx),
+            Reply::Ready(answer) => Poll::Ready(answer.take().expect("polled after it was ready")),
+            Reply::Later(future) => future.as_mut().poll(cx),
         }
     }
 }
@@ -375,6 +434,18 @@ macro_rules! forward {
                 self.$target().handle()
             }
 
+            fn upkeep(&self) -> ::std::sync::Arc<dyn $crate::Store> {
+                self.$target().upkeep()
+            }
+
+            fn namespace(&self) -> &str {
+                self.$target().namespace()
+            }
+
+            fn response_timeout(&self) -> ::std::time::Duration {
+                self.$target().response_timeout()
+            }
+
             fn heartbeats(&self) -> &$crate::Heartbeats {
                 self.$target().heartbeats()
             }
@@ -383,8 +454,12 @@ macro_rules! forward {
                 self.$target().reserve(request)
             }
 
-            fn renew<'a>(&'a self, leases: &'a [$crate::Lease]) -> $crate::StoreFuture<'a, Vec<$crate::Write>> {
-                self.$target().renew(leases)
+            fn renew<'a>(
+                &'a self,
+                leases: &'a [$crate::Lease],
+                answer: &'a $crate::Answers<'a>,
+            ) -> $crate::StoreFuture<'a, ()> {
+                self.$target().renew(leases, answer)
             }
 
             fn finish<'a>(

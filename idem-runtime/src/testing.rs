@@ -102,10 +102,11 @@ mod explorer;
 mod report;
 mod scenario;
 mod simulation;
+mod time;
 mod worker;
 
-pub use crate::clock::SimulatedClock;
 pub use explorer::{Delivered, Explorer, explore};
 pub use report::{Finding, Problem, Report};
 pub use simulation::{Killed, Random, Simulation, Stuck, Task};
+pub use time::SimulatedClock;
 pub use worker::{Effect, NoAnswer, SimulatedStore, Worker};

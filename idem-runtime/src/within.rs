@@ -4,40 +4,68 @@
 //! from any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which
 //! may borrow the transaction, answers what is asked there. When the call is over, so is its mailbox: nothing is renewed,
 //! and nothing is written late.
+//!
+//! Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is undone to it, so that an error
+//! which is swallowed leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
+//! turns ([`Turn`]), or the end of one would undo the other.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::{Arc, Weak};
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
 use serde::Serialize;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 
+use crate::clock::{Clock, race};
+use crate::sync::lock;
 use crate::{
-    Error, Finish, Heartbeats, Inspection, Key, KeyError, Lease, Operation, Policy, Recorder, Release, Reservation,
-    Reserve, Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, run,
+    Answers, Disposition, Error, Finish, Heartbeats, Inspection, Key, KeyError, Lease, Mode, OnCrash, Operation,
+    Outcome, Payload, Policy, Recorder, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture,
+    SystemClock, Write, observe, run,
 };
+
+/// How long a duplicate is told to stay away from a key that another open transaction holds: nobody knows how long that one
+/// stays open, and most don't for long.
+pub(crate) const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
+/// Results from this size on may be more than the server takes, and are written with a savepoint of their own.
+const LARGE: usize = 1024 * 1024;
+/// How long a call waits for another one in its transaction.
+const TURN_LIMIT: Duration = Duration::from_secs(30);
 
 /// Records inside of an open transaction of yours; made by `PostgresStore::within` and `SqliteStore::within`, for
 /// `store = PostgresStore::within(tx)`.
 ///
 /// The record and what the body writes through the same transaction commit together or not at all, so the effect happens
-/// exactly once, whatever dies when.
+/// exactly once, whatever dies when. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and `SqliteStore::transact`
+/// begin, call, commit and say what to do with the message.
 ///
-/// - *Who commits*: you, after the call has returned `Ok`. The record and the result become visible to others at that
-///   moment, and not before; until then nobody can know whether they will.
-/// - *A roll-back* undoes the record with everything else, and frees the key. Roll back when the call returns an error. If
-///   you commit all the same, the record says that the attempt ended without a result, and the next delivery runs.
-/// - *A body that is cancelled or panics* has its transaction rolled back when that is dropped. If you commit it all the
-///   same, the record is that of an attempt which died: the next delivery takes over when its lease has lapsed
-///   (`on_crash = fail`: the operation counts as interrupted then).
+/// - *Who commits*: you, after the call has returned `Ok`, or `transact`. The record and the result become visible to others
+///   at that moment, and not before; until then nobody can know whether they will. So the [`Outcome`] is
+///   [pending](Outcome::is_pending_commit), and its disposition is to deliver the message again, until
+///   [`Outcome::committed`] says that the commit succeeded. A driver may answer `Ok` to the `COMMIT` of a transaction in which
+///   a statement has failed, although the server has rolled it back; `transact` notices that.
+/// - *A roll-back* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
+/// - *An error that is swallowed* leaves nothing of the body: each call has a savepoint, and what its body wrote is undone
+///   when it returns an error, panics or is cancelled. So is whatever else is written through the transaction while the call
+///   runs. If you commit then, the record says of a body that returned an error that the attempt ended without a result, and
+///   the next delivery runs; under `on_error = record` it holds the error. A call that was cancelled or panicked is as if it
+///   had never been. Under `on_crash = fail` it counts as an attempt that died, and the operation as interrupted once its
+///   lease has lapsed.
+/// - *What an error should leave behind* is a value: return `Ok(Declined)` instead of an error, and it is committed with what
+///   the body wrote.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
 /// - *A duplicate that runs at the same time* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.
-/// - *A statement that fails* leaves a transaction that can't go on: the error is [`Error::Store`] or
-///   [`Error::Unrecorded`] of kind [`StoreErrorKind::Aborted`], and nothing takes effect.
+/// - *Several calls in one transaction* may be nested, or made one after the other. Those that are made at the same time, by a
+///   `join!`, take turns.
+/// - *A statement of the library's that fails* is undone, and the transaction goes on. Where that is not possible, the error
+///   is [`Error::Store`] or [`Error::Unrecorded`] of kind [`StoreErrorKind::Aborted`], and nothing takes effect.
 ///
 /// Use one scope either inside of transactions or with the store itself, so that neither waits for the other.
 #[derive(Clone, Copy)]
@@ -56,10 +84,13 @@ impl<C: Transaction> Within<C> {
         let mailbox: Arc<dyn Store> = Arc::new_cyclic(|this| Mailbox {
             this: Weak::clone(this),
             name: C::NAME,
+            namespace: self.0.namespace().into(),
             heartbeats: Heartbeats::none(Arc::new(SystemClock::default())),
             asks,
         });
-        OperationWithin { operation: Operation::new(&mailbox, key, policy), asked, transaction: self.0.clone() }
+        // A shadow changes nothing of what the body does.
+        let undoes = policy.current_mode() == Mode::Enforce;
+        OperationWithin { operation: Operation::new(&mailbox, key, policy), asked, transaction: self.0.clone(), undoes }
     }
 
     #[doc(hidden)]
@@ -73,6 +104,7 @@ pub struct OperationWithin<C> {
     operation: Operation,
     asked: mpsc::UnboundedReceiver<Ask>,
     transaction: C,
+    undoes: bool,
 }
 
 impl<C> OperationWithin<C> {
@@ -99,7 +131,7 @@ impl<C> fmt::Debug for OperationWithin<C> {
 /// If `body` does.
 ///
 /// # Cancel safety
-/// Dropping the future cancels the body and writes nothing more through the transaction.
+/// Dropping the future cancels the body, and undoes what it wrote through the transaction.
 pub fn run_within<C, T, E, R, B>(
     operation: OperationWithin<C>,
     recorder: R,
@@ -111,31 +143,47 @@ where
     E: From<Error>,
     B: Future<Output = Result<T, E>>,
 {
-    let OperationWithin { operation, asked, transaction } = operation;
+    let OperationWithin { operation, asked, transaction, undoes } = operation;
+    let scene = Arc::new(Scene { transaction, undoes, state: Mutex::new(State::new()) });
+    let doer = Arc::clone(&scene);
     Call {
         asked,
-        answer: move |ask| answer(transaction.clone(), ask),
-        answering: None,
+        act: move |act| perform(Arc::clone(&doer), act),
+        acting: None,
         run: run(operation, recorder, body),
+        result: None,
+        node: None,
+        _undo: Undo(scene),
     }
 }
 
 pin_project! {
     /// A call, and the answers to what its engine asks of the transaction.
-    struct Call<F, A, R> {
+    struct Call<F, A, R: Future, U> {
         // Dropped before the engine, whose late writes then find the mailbox closed.
         asked: mpsc::UnboundedReceiver<Ask>,
-        answer: F,
+        act: F,
         #[pin]
-        answering: Option<A>,
+        acting: Option<A>,
         #[pin]
         run: R,
+        result: Option<R::Output>,
+        node: Option<Arc<Node>>,
+        // Dropped after the body, and after the calls in there.
+        _undo: U,
     }
 }
 
-impl<F, A, R> Future for Call<F, A, R>
+/// What a call does with the transaction.
+enum Act {
+    Answer(Ask),
+    /// The call is over.
+    End,
+}
+
+impl<F, A, R, U> Future for Call<F, A, R, U>
 where
-    F: Fn(Ask) -> A,
+    F: Fn((Act, Arc<Node>)) -> A,
     A: Future<Output = ()>,
     R: Future,
 {
@@ -144,18 +192,30 @@ where
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<R::Output> {
         loop {
             let mut this = self.as_mut().project();
-            if let Some(answering) = this.answering.as_mut().as_pin_mut() {
-                ready!(answering.poll(cx));
-                this.answering.set(None);
+            if let Some(acting) = this.acting.as_mut().as_pin_mut() {
+                ready!(acting.poll(cx));
+                this.acting.set(None);
             }
-            if let Poll::Ready(result) = this.run.poll(cx) {
+            if let Some(result) = this.result.take() {
                 return Poll::Ready(result);
             }
-            match ready!(this.asked.poll_recv(cx)) {
-                Some(ask) => this.answering.set(Some((this.answer)(ask))),
-                // The engine keeps its end of the mailbox for as long as it runs.
-                None => return Poll::Pending,
-            }
+            let node = this.node.get_or_insert_with(Node::new);
+            let polled = {
+                let _inside = Inside::enter(node);
+                this.run.poll(cx)
+            };
+            let act = match polled {
+                Poll::Ready(result) => {
+                    *this.result = Some(result);
+                    Act::End
+                }
+                Poll::Pending => match ready!(this.asked.poll_recv(cx)) {
+                    Some(ask) => Act::Answer(ask),
+                    // The engine keeps its end of the mailbox for as long as it runs.
+                    None => return Poll::Pending,
+                },
+            };
+            this.acting.set(Some((this.act)((act, Arc::clone(node)))));
         }
     }
 }
@@ -170,13 +230,59 @@ pub(crate) enum Ask {
     Reopen(Key, u32, Sender<Write>),
 }
 
+impl Ask {
+    fn refuse(self, error: StoreError) {
+        match self {
+            Self::Reserve(_, answer) => drop(answer.send(Err(error))),
+            Self::Finish(_, _, answer) | Self::Release(_, _, answer) | Self::Reopen(_, _, answer) => {
+                drop(answer.send(Err(error)));
+            }
+            Self::Wait(_, _, answer) => drop(answer.send(Err(error))),
+            Self::Inspect(_, answer) => drop(answer.send(Err(error))),
+        }
+    }
+}
+
 type Sender<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// An open transaction: what a store does in one statement or in a few, inside of it. Errors of statements are of kind
-/// [`StoreErrorKind::Aborted`], as the transaction can't go on.
+/// An open transaction: what a store does in one statement or in a few, inside of it.
+///
+/// A statement that fails leaves the transaction as it was before the last [`save`](Transaction::save) that is still open,
+/// once that is [undone](Transaction::undo).
 pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     const NAME: &'static str;
+
+    /// What tells this transaction from all others that are open.
+    #[doc(hidden)]
+    fn identity(&self) -> usize;
+
+    #[doc(hidden)]
+    fn namespace(&self) -> &str;
+
+    /// The name of what holds the table, or of the table.
+    #[doc(hidden)]
+    fn place(&self) -> &str;
+
+    /// Makes a savepoint.
+    #[doc(hidden)]
+    fn save(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Undoes what was written since the last savepoint, which stays.
+    #[doc(hidden)]
+    fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Gives the last savepoint up, and keeps what was written since. From `begun` on it will be done, whoever is dropped.
+    #[doc(hidden)]
+    fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Undoes what was written since the last savepoint, and gives that up.
+    #[doc(hidden)]
+    fn undo(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// The same where nobody can wait for it.
+    #[doc(hidden)]
+    fn undo_at_once(&self);
 
     #[doc(hidden)]
     fn reserve(&self, request: &Reserve) -> impl Future<Output = Result<Reservation, StoreError>>;
@@ -187,9 +293,9 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Write, StoreError>>;
 
-    /// Waits until no other transaction holds `key`, and at most `at_most`.
+    /// Waits until no other transaction holds `key`, and at most `at_most`; says whether what it has done is to be kept.
     #[doc(hidden)]
-    fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<(), StoreError>>;
+    fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
 
     #[doc(hidden)]
     fn inspect(&self, key: &Key) -> impl Future<Output = Result<Option<Inspection>, StoreError>>;
@@ -203,22 +309,474 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-async fn answer<C: Transaction>(transaction: C, ask: Ask) {
-    // Whoever asked may be gone; the answer is then nobody's.
-    match ask {
-        Ask::Reserve(request, answer) => drop(answer.send(transaction.reserve(&request).await)),
-        Ask::Finish(lease, finish, answer) => drop(answer.send(transaction.finish(&lease, &finish).await)),
-        Ask::Release(lease, release, answer) => drop(answer.send(transaction.release(&lease, release).await)),
-        Ask::Wait(key, at_most, answer) => drop(answer.send(transaction.wait(&key, at_most).await)),
-        Ask::Inspect(key, answer) => drop(answer.send(transaction.inspect(&key).await)),
-        Ask::Reopen(key, attempt, answer) => drop(answer.send(transaction.reopen(&key, attempt).await)),
+/// A call and its savepoint.
+struct Scene<C> {
+    transaction: C,
+    /// Whether a body that does not complete is undone.
+    undoes: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    turn: Option<Turn>,
+    /// Savepoints that are open: of the call, and of a write in it.
+    saved: usize,
+    /// What the call has reserved.
+    reserved: Option<Reserve>,
+}
+
+impl State {
+    const fn new() -> Self {
+        Self { turn: None, saved: 0, reserved: None }
     }
+}
+
+impl<C: Transaction> Scene<C> {
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    async fn save(&self) -> Result<(), StoreError> {
+        self.transaction.save().await?;
+        self.state().saved += 1;
+        Ok(())
+    }
+
+    async fn keep(&self) -> Result<(), StoreError> {
+        self.transaction.keep(|| self.state().saved -= 1).await
+    }
+
+    async fn undo(&self) -> Result<(), StoreError> {
+        self.transaction.undo().await?;
+        self.state().saved -= 1;
+        Ok(())
+    }
+
+    /// Does `work` between a savepoint and its end, so that it takes effect in full or not at all.
+    async fn saved<T>(&self, work: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        self.save().await?;
+        match work.await {
+            Ok(done) => {
+                self.keep().await?;
+                Ok(done)
+            }
+            Err(error) => {
+                self.undo().await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until no other call in this transaction is under way, but those that this one is made in.
+    async fn take_turn(&self, node: &Arc<Node>) -> Result<(), StoreError> {
+        if self.state().turn.is_none() {
+            let turn = Turn::take(self.transaction.identity(), node).await?;
+            self.state().turn = Some(turn);
+        }
+        Ok(())
+    }
+
+    async fn reserve(&self, request: Reserve) -> Result<Reservation, StoreError> {
+        self.save().await?;
+        let reserved = match self.transaction.reserve(&request).await {
+            Ok(reserved) => reserved,
+            Err(error) => {
+                self.undo().await?;
+                return Err(error);
+            }
+        };
+        match &reserved {
+            Reservation::Reserved { .. } if self.undoes => {
+                if request.on_crash == OnCrash::Fail {
+                    // What says that a body has started is not undone with it.
+                    self.keep().await?;
+                    self.save().await?;
+                }
+                self.state().reserved = Some(request);
+            }
+            _ => self.keep().await?,
+        }
+        Ok(reserved)
+    }
+
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+        match finish {
+            Finish::Completed(_) if !self.undoes => self.saved(self.transaction.finish(lease, finish)).await,
+            Finish::Completed(payload) => {
+                let written = match is_large(payload) {
+                    true => self.saved(self.transaction.finish(lease, finish)).await?,
+                    false => self.transaction.finish(lease, finish).await?,
+                };
+                if written == Write::Done {
+                    self.over().await?;
+                }
+                Ok(written)
+            }
+            Finish::Failed(_) => {
+                let written = self.end_undone(lease, Ending::Finish(finish)).await?;
+                if written == Write::Done
+                    && let Some(request) = self.state().reserved.take()
+                {
+                    journal(|journal| {
+                        let place = self.transaction.place().to_owned();
+                        journal.failed.push(FailedRecord { place, request, finish: finish.clone() });
+                    });
+                }
+                Ok(written)
+            }
+        }
+    }
+
+    async fn release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+        self.end_undone(lease, Ending::Release(release)).await
+    }
+
+    /// Undoes what the body wrote, and ends its attempt.
+    async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Write, StoreError> {
+        let Some(request) = self.state().reserved.clone() else {
+            return self.saved(ending.write(&self.transaction, lease)).await;
+        };
+        self.transaction.rewind().await?;
+        let written = match request.on_crash {
+            OnCrash::Fail => ending.write(&self.transaction, lease).await?,
+            // The reservation was undone, too. It gets the number that it had.
+            _ => match self.transaction.reserve(&request).await? {
+                Reservation::Reserved { lease, .. } => ending.write(&self.transaction, &lease).await?,
+                // Another transaction came in between, and has the key now. Of this attempt nothing is left.
+                _ => Write::Done,
+            },
+        };
+        self.over().await?;
+        Ok(written)
+    }
+
+    /// Keeps what the call has written.
+    async fn over(&self) -> Result<(), StoreError> {
+        if self.state().saved > 0 {
+            self.keep().await?;
+        }
+        Ok(())
+    }
+
+    /// What is left when the call is over: it was not ended, as its lease was lost or its result could not be recorded.
+    async fn end(&self) {
+        while self.state().saved > 0 {
+            if let Err(error) = self.undo().await {
+                tracing::debug!(%error, "a call could not be undone; its transaction can't be committed either");
+                return;
+            }
+        }
+        self.state().turn = None;
+    }
+
+    async fn answer(&self, ask: Ask) {
+        // Whoever asked may be gone; the answer is then nobody's.
+        let at = &self.transaction;
+        match ask {
+            Ask::Reserve(request, answer) => drop(answer.send(self.reserve(request).await)),
+            Ask::Finish(lease, finish, answer) => drop(answer.send(self.finish(&lease, &finish).await.map_err(ended))),
+            Ask::Release(lease, release, answer) => {
+                drop(answer.send(self.release(&lease, release).await.map_err(ended)));
+            }
+            Ask::Wait(key, at_most, answer) => drop(answer.send(self.wait(&key, at_most).await)),
+            Ask::Inspect(key, answer) => drop(answer.send(self.saved(at.inspect(&key)).await)),
+            Ask::Reopen(key, attempt, answer) => drop(answer.send(self.saved(at.reopen(&key, attempt)).await)),
+        }
+    }
+
+    async fn wait(&self, key: &Key, at_most: Duration) -> Result<(), StoreError> {
+        self.save().await?;
+        match self.transaction.wait(key, at_most).await {
+            Ok(true) => self.keep().await,
+            Ok(false) => self.undo().await,
+            Err(error) => {
+                self.undo().await?;
+                Err(error)
+            }
+        }
+    }
+}
+
+/// How an attempt ends whose body is undone.
+#[derive(Clone, Copy)]
+enum Ending<'a> {
+    Finish(&'a Finish),
+    Release(Release),
+}
+
+impl Ending<'_> {
+    async fn write<C: Transaction>(self, transaction: &C, lease: &Lease) -> Result<Write, StoreError> {
+        match self {
+            Self::Finish(finish) => transaction.finish(lease, finish).await,
+            Self::Release(release) => transaction.release(lease, release).await,
+        }
+    }
+}
+
+/// What an error means for the end of an attempt: in this transaction nothing helps but a smaller result.
+fn ended(error: StoreError) -> StoreError {
+    match error.kind() {
+        StoreErrorKind::TooLarge | StoreErrorKind::Corrupt | StoreErrorKind::Aborted => error,
+        _ => StoreError::new(StoreErrorKind::Aborted, error.to_string()).with_source(error),
+    }
+}
+
+fn is_large(payload: &Payload) -> bool {
+    payload.stored_bytes() >= LARGE
+}
+
+async fn perform<C: Transaction>(scene: Arc<Scene<C>>, (act, node): (Act, Arc<Node>)) {
+    match act {
+        Act::Answer(ask) => match scene.take_turn(&node).await {
+            Ok(()) => scene.answer(ask).await,
+            Err(error) => ask.refuse(error),
+        },
+        Act::End => scene.end().await,
+    }
+}
+
+/// Undoes a call that is dropped in the middle.
+struct Undo<C: Transaction>(Arc<Scene<C>>);
+
+impl<C: Transaction> Drop for Undo<C> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        while state.saved > 0 {
+            self.0.transaction.undo_at_once();
+            state.saved -= 1;
+        }
+        state.turn = None;
+    }
+}
+
+// ---- Calls in one transaction ------------------------------------------------------------------------------------------
+
+/// A call, and the one in whose body it is made.
+struct Node {
+    id: u64,
+    parent: Option<Arc<Node>>,
+}
+
+thread_local! {
+    /// The call whose body is being polled on this thread.
+    static INSIDE: RefCell<Option<Arc<Node>>> = const { RefCell::new(None) };
+    /// What the transaction that is being polled on this thread has to remember if it is rolled back.
+    static JOURNAL: RefCell<Option<Arc<Mutex<Journal>>>> = const { RefCell::new(None) };
+}
+
+impl Node {
+    fn new() -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self { id, parent: INSIDE.with_borrow(Clone::clone) })
+    }
+
+    fn is_inside(&self, id: u64) -> bool {
+        let mut parent = self.parent.as_deref();
+        while let Some(node) = parent {
+            if node.id == id {
+                return true;
+            }
+            parent = node.parent.as_deref();
+        }
+        false
+    }
+}
+
+/// Makes a call the one that is being polled, until it is dropped.
+struct Inside(Option<Arc<Node>>);
+
+impl Inside {
+    fn enter(node: &Arc<Node>) -> Self {
+        Self(INSIDE.replace(Some(Arc::clone(node))))
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(self.0.take());
+    }
+}
+
+/// The calls that are under way in one transaction: each is made in the body of the one before it.
+#[derive(Default)]
+struct Calls {
+    stack: Mutex<Vec<u64>>,
+    changed: Notify,
+}
+
+/// Those of all transactions, and how many know them.
+static CALLS: LazyLock<Mutex<KnownCalls>> = LazyLock::new(Mutex::default);
+
+type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;
+
+/// Somebody who knows the calls of a transaction. The last one makes them be forgotten: another transaction may be at the
+/// same place later.
+struct Known {
+    transaction: usize,
+    calls: Arc<Calls>,
+}
+
+impl Known {
+    fn new(transaction: usize) -> Self {
+        let mut all = lock(&CALLS);
+        let (calls, known) = all.entry(transaction).or_default();
+        *known += 1;
+        Self { transaction, calls: Arc::clone(calls) }
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        let mut all = lock(&CALLS);
+        if let Some((_, known)) = all.get_mut(&self.transaction) {
+            *known -= 1;
+            if *known == 0 {
+                all.remove(&self.transaction);
+            }
+        }
+    }
+}
+
+/// The right of a call to use its transaction.
+struct Turn {
+    known: Known,
+    id: u64,
+}
+
+impl Turn {
+    async fn take(transaction: usize, node: &Node) -> Result<Self, StoreError> {
+        let known = Known::new(transaction);
+        let calls = Arc::clone(&known.calls);
+        let free = async {
+            loop {
+                let mut changed = pin!(calls.changed.notified());
+                changed.as_mut().enable();
+                {
+                    let mut stack = lock(&calls.stack);
+                    if stack.last().is_none_or(|last| node.is_inside(*last)) {
+                        stack.push(node.id);
+                        return;
+                    }
+                }
+                changed.await;
+            }
+        };
+        // Most of the time nobody has to wait, and no timer is needed.
+        let mut free = pin!(free);
+        let at_once = poll_fn(|cx| Poll::Ready(free.as_mut().poll(cx).is_ready())).await;
+        if !at_once && race(free, SystemClock::default().sleep(TURN_LIMIT)).await.is_none() {
+            let message = format!(
+                "another call in the same transaction has not ended for {TURN_LIMIT:?}; it may wait for this one"
+            );
+            return Err(StoreError::new(StoreErrorKind::Aborted, message));
+        }
+        Ok(Self { known, id: node.id })
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        lock(&self.known.calls.stack).retain(|id| *id != self.id);
+        self.known.calls.changed.notify_waiters();
+    }
+}
+
+// ---- Transactions that the library begins and commits ------------------------------------------------------------------
+
+/// What has to be known of a transaction once it was rolled back.
+#[derive(Default)]
+pub(crate) struct Journal {
+    /// The errors that were recorded in it.
+    pub(crate) failed: Vec<FailedRecord>,
+    /// Whether a statement of the library's met another transaction, so that all of it is best tried again.
+    #[cfg_attr(not(feature = "postgres"), allow(dead_code, reason = "SQLite has no conflicts of transactions"))]
+    pub(crate) conflict: bool,
+}
+
+/// A recorded error, of which the record went with its transaction.
+pub(crate) struct FailedRecord {
+    pub(crate) place: String,
+    request: Reserve,
+    finish: Finish,
+}
+
+impl FailedRecord {
+    /// Writes the record, and nothing else; says whether it was written.
+    pub(crate) async fn write<C: Transaction>(&self, transaction: &C) -> Result<bool, StoreError> {
+        match transaction.reserve(&self.request).await? {
+            Reservation::Reserved { lease, .. } => Ok(transaction.finish(&lease, &self.finish).await? == Write::Done),
+            _ => Ok(false),
+        }
+    }
+}
+
+/// Notes something in the journal of the transaction that is being polled, if it has one.
+pub(crate) fn journal(note: impl FnOnce(&mut Journal)) {
+    JOURNAL.with_borrow(|journal| {
+        if let Some(journal) = journal {
+            note(&mut lock(journal));
+        }
+    });
+}
+
+pin_project! {
+    struct Journaled<F> {
+        #[pin]
+        work: F,
+        journal: Arc<Mutex<Journal>>,
+    }
+}
+
+impl<F: Future> Future for Journaled<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        struct Entered(Option<Arc<Mutex<Journal>>>);
+        impl Drop for Entered {
+            fn drop(&mut self) {
+                JOURNAL.set(self.0.take());
+            }
+        }
+        let this = self.project();
+        let _entered = Entered(JOURNAL.replace(Some(Arc::clone(this.journal))));
+        this.work.poll(cx)
+    }
+}
+
+/// What is done in a transaction, how the calls in it ended, and what has to be known of it.
+pub(crate) async fn observe_journaled<T, E>(
+    work: impl Future<Output = Result<T, E>>,
+) -> (Result<T, E>, Outcome, Journal) {
+    let journal = Arc::new(Mutex::new(Journal::default()));
+    let (result, outcome) = observe(Journaled { work, journal: Arc::clone(&journal) }).await;
+    let journal = std::mem::take(&mut *lock(&journal));
+    (result, outcome, journal)
+}
+
+/// What a transaction that was not committed leaves of an outcome.
+pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
+    let disposition = match outcome.disposition() {
+        Disposition::Retry { after } => Disposition::Retry { after },
+        _ => Disposition::Retry { after: HELD_BY_ANOTHER },
+    };
+    Outcome { recorded: false, result_stored: false, disposition, ..outcome }
+}
+
+/// How often a transaction is tried that another one has got in the way of.
+#[cfg(feature = "postgres")]
+pub(crate) const TRIES: u32 = 5;
+
+/// The pause before try number `next`.
+pub(crate) async fn pause_before(next: u32) {
+    SystemClock::default().sleep(Duration::from_millis(10 << next.min(6))).await;
 }
 
 /// The store of one call: hands everything to the future of the call, which has the transaction.
 struct Mailbox {
     this: Weak<Mailbox>,
     name: &'static str,
+    namespace: Box<str>,
     heartbeats: Heartbeats,
     asks: mpsc::UnboundedSender<Ask>,
 }
@@ -252,6 +810,18 @@ impl Store for Mailbox {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
@@ -261,9 +831,10 @@ impl Store for Mailbox {
     }
 
     /// The transaction holds its keys for as long as it is open.
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let held = if self.asks.is_closed() { Write::Refused } else { Write::Done };
-        StoreFuture::ready(Ok(vec![held; leases.len()]))
+        (0..leases.len()).for_each(|at| answer(at, held));
+        StoreFuture::ready(Ok(()))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

@@ -3,17 +3,18 @@
 //! It shares no decision with the library (not even `Record::meet`), so that it checks the suite as much as the suite
 //! checks it. Most mistakes were found in the field; see `pitfalls.md` of the project's brief.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
+use futures::future::{Either, join_all, select};
 use idem_runtime::conformance::Subject;
 use idem_runtime::{
-    Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, Owner, Payload,
-    Record, Release, Reservation, Reserve, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture, SystemClock,
-    Write,
+    Answers, Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, Owner,
+    Payload, Record, Release, Reservation, Reserve, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture,
+    SystemClock, Task, Write,
 };
 use tokio::sync::Notify;
 
@@ -33,7 +34,7 @@ mistakes! {
     // Reserving.
     LeaseCutShort, RepeatIsADuplicate, RepeatIsATakeover, ReadThenWrite, NobodyWaits, TakeoverKeepsNumber,
     TakeoverUnannounced, ReleaseDeletes, ReleaseRefunds, LapseDoesNotCount, NotStartedCounts, NotStartedTakesNumberBack,
-    LimitBeforeResult, LimitBeforeLease, LiveLeaseHasNoTimeLeft, OneTimeForLeaseAndRetention,
+    LimitBeforeResult, LimitBeforeLease, LiveLeaseHasNoTimeLeft, OneTimeForLeaseAndRetention, LateReservationPasses,
     // Crashes.
     HolderFailIgnored, NewcomerFailIgnored, InterruptedIsReleased, FailIsInterruptedAtOnce, NoLateFinish,
     // Fingerprints.
@@ -41,7 +42,7 @@ mistakes! {
     AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
     // Writing.
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
-    RenewAllOrNothing, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOverwrites,
+    RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
     FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
     ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber,
     // Results.
@@ -56,7 +57,7 @@ mistakes! {
     LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenSparesResults,
     ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts,
     // Robustness.
-    HandleIsACopy, OwnersRepeat, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
+    HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
 }
 
 use Mistake as M;
@@ -80,6 +81,19 @@ type Values = HashMap<String, Value>;
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
+    /// Keys that somebody else has locked.
+    locked: Mutex<HashSet<String>>,
+    unlocked: Notify,
+}
+
+/// Unlocks a key when it is dropped.
+struct Lock(Arc<Shared>, String);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        self.0.locked.lock().unwrap().remove(&self.1);
+        self.0.unlocked.notify_waiters();
+    }
 }
 
 /// The store.
@@ -113,7 +127,41 @@ impl Plain {
             spoiled.shared.values.lock().unwrap().insert(name, Value::Foreign);
             async {}
         };
-        Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
+        let locked = store.clone();
+        let block = move |key: Key| {
+            let name = locked.key(&key);
+            let shared = Arc::clone(&locked.shared);
+            async move {
+                shared.locked.lock().unwrap().insert(name.clone());
+                Lock(shared, name)
+            }
+        };
+        Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil).block(block)
+    }
+
+    /// Waits while somebody else has locked the record, for a time.
+    async fn unlocked(&self, name: &str) -> Result<(), StoreError> {
+        let for_ever = self.is(M::RenewWaitsForEach) || self.is(M::RenewAnswersTogether);
+        let unlocked = async {
+            loop {
+                let mut unlocked = std::pin::pin!(self.shared.unlocked.notified());
+                unlocked.as_mut().enable();
+                if !self.shared.locked.lock().unwrap().contains(name) {
+                    return;
+                }
+                unlocked.await;
+            }
+        };
+        let limit = async {
+            if for_ever {
+                std::future::pending::<()>().await;
+            }
+            self.heartbeats.clock().sleep(Duration::from_millis(200)).await;
+        };
+        match select(std::pin::pin!(unlocked), std::pin::pin!(limit)).await {
+            Either::Left(_) => Ok(()),
+            Either::Right(_) => Err(StoreError::new(StoreErrorKind::Unknown, "somebody else has locked the record")),
+        }
     }
 
     fn is(&self, mistake: Mistake) -> bool {
@@ -149,6 +197,7 @@ impl Plain {
                 return Ok(step(&mut None));
             }
             let name = self.key(key);
+            self.unlocked(&name).await?;
             let take = |values: &mut Values| match values.remove(&name) {
                 Some(Value::Slot(slot)) => {
                     Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
@@ -267,6 +316,9 @@ impl Plain {
             State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
             State::Completed(_) | State::Failed(_) => return Reservation::Finished(record.clone()),
             State::Interrupted => return Reservation::Interrupted { attempt },
+            State::Released if record.owner == request.owner && !self.is(M::LateReservationPasses) => {
+                return Reservation::Released { attempt };
+            }
             State::Released => {}
             State::Pending { on_crash, .. } => {
                 let own = record.owner == request.owner && !self.is(M::RepeatIsADuplicate);
@@ -351,7 +403,8 @@ impl Plain {
             }
             State::Pending { .. } => {}
             _ if ended && release.is_none() => {
-                if self.is(M::FinishNotRepeatable) {
+                if self.is(M::FinishNotRepeatable) || (self.is(M::FinishOnlyRepeatable) && found.record.state != state)
+                {
                     return Write::Refused;
                 }
                 if self.is(M::FinishRepeatedExtends) {
@@ -471,6 +524,10 @@ fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
         fn entropy(&self) -> u128 {
             ManualClock::seeded(7).entropy()
         }
+
+        fn spawn(&self, task: Task) {
+            self.0.spawn(task);
+        }
     }
 
     // Two handles share their records' times, so they share the clock that these are on.
@@ -492,6 +549,27 @@ async fn pause(mut times: u32) {
     .await;
 }
 
+/// A reservation on its way, which lands whether or not anybody still waits for it.
+struct Flight<'a>(&'a Plain, Option<Reserve>);
+
+impl Flight<'_> {
+    async fn lands(mut self) -> Result<Reservation, StoreError> {
+        let request = self.1.take().expect("lands once");
+        self.0.one(&request.key, true, |slot| self.0.admit(slot, &request)).await
+    }
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        let Some(request) = self.1.take() else { return };
+        let store = self.0.clone();
+        tokio::spawn(async move {
+            store.heartbeats.clock().sleep(Duration::from_millis(30)).await;
+            store.one(&request.key, true, |slot| store.admit(slot, &request)).await
+        });
+    }
+}
+
 impl Store for Plain {
     fn name(&self) -> &'static str {
         "plain"
@@ -500,11 +578,23 @@ impl Store for Plain {
     fn handle(&self) -> Arc<dyn Store> {
         let shared = if self.is(M::HandleIsACopy) {
             let values = self.shared.values.lock().unwrap().clone();
-            Arc::new(Shared { values: Mutex::new(values), written: Notify::new() })
+            Arc::new(Shared { values: Mutex::new(values), ..Shared::default() })
         } else {
             Arc::clone(&self.shared)
         };
         Arc::new(Self { shared, ..self.clone() })
+    }
+
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &'static str {
+        ""
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
     }
 
     fn heartbeats(&self) -> &Heartbeats {
@@ -512,27 +602,63 @@ impl Store for Plain {
     }
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
-        self.one(&request.key, true, |slot| self.admit(slot, request))
+        if !self.is(M::DroppedReservationLands) {
+            return self.one(&request.key, true, |slot| self.admit(slot, request));
+        }
+        StoreFuture::new(async move {
+            let flight = Flight(self, Some(request.clone()));
+            pause(2).await;
+            flight.lands().await
+        })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             if leases.is_empty() && self.is(M::EmptyBatchFails) {
                 return Err(StoreError::new(StoreErrorKind::Unknown, "syntax error near IN ()"));
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
-            let mut answers = Vec::new();
-            for lease in leases.iter().take(limit) {
-                answers.push(self.one(&lease.key, true, |slot| self.keep_alive(slot, lease)).await?);
-            }
-            answers.resize(leases.len(), Write::Refused);
+            let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
+            let one = |at: usize, lease: &'a Lease| async move {
+                let renewed = match at {
+                    at if at >= limit => Ok(Write::Refused),
+                    _ => self.one(&lease.key, true, |slot| self.keep_alive(slot, lease)).await,
+                };
+                let blocked = renewed.is_err() && self.is(M::BlockedIsRefused);
+                let renewed = if blocked { Ok(Write::Refused) } else { renewed };
+                if let Ok(write) = renewed
+                    && !together.contains(&self.mistake)
+                {
+                    answer(at, write);
+                    if at > 0 && self.is(M::RenewAnswersTwice) {
+                        answer(at - 1, write);
+                    }
+                }
+                renewed
+            };
+            let renewals = leases.iter().enumerate().map(|(at, lease)| one(at, lease));
+            let renewed = if self.is(M::RenewWaitsForEach) {
+                let mut renewed = Vec::new();
+                for (at, renewal) in renewals.enumerate() {
+                    let write = renewal.await?;
+                    answer(at, write);
+                    renewed.push(Ok(write));
+                }
+                renewed
+            } else {
+                join_all(renewals).await
+            };
+            let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
                 answers.sort_by_key(|answer| *answer == Write::Refused);
             }
             if self.is(M::RenewAllOrNothing) && answers.contains(&Write::Refused) {
                 answers.fill(Write::Refused);
             }
-            Ok(answers)
+            if together.contains(&self.mistake) && !self.is(M::RenewWaitsForEach) {
+                answers.into_iter().enumerate().for_each(|(at, write)| answer(at, write));
+            }
+            Ok(())
         })
     }
 

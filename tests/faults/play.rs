@@ -9,7 +9,7 @@ use idem_tests::server::until;
 
 use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
-use crate::{Fault, Seen};
+use crate::{Fault, Seen, leases};
 
 /// How many keys have to get done before a store counts as working.
 const PROGRESS: usize = 5;
@@ -19,6 +19,9 @@ const DELAY: Duration = Duration::from_millis(100);
 
 /// Brings `fault` about in `rig` while racers work, and shows that they see what is promised: `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
+    if matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded) {
+        return leases::play(rig, fault).await;
+    }
     let clock = WallClock::new();
     let mut scene = Scene::open(rig, fault, &clock).await;
     let rules = match seen {
@@ -31,6 +34,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
         Seen::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
         Seen::GoesOn => scene.clock_is_stepped(&clock, false).await,
         Seen::LeasesMove => scene.clock_is_stepped(&clock, true).await,
+        Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded => unreachable!("about leases"),
     };
     scene.close(&rules).await;
 }
@@ -44,9 +48,9 @@ struct Scene<R> {
 }
 
 /// The lines of the table, by what they say of calls.
-struct Seens(Vec<race::Line>);
+struct Seens<'a>(&'a [race::Line]);
 
-impl Seens {
+impl Seens<'_> {
     /// What calls were told that had asked after `since`, with who they were.
     fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
         let asked: HashMap<_, _> = self
@@ -80,6 +84,10 @@ impl<R: Rig> Scene<R> {
         let stepped = if steps { clock.env() } else { rig.env() };
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
         crew.set_env(right);
+        if fault == Fault::connections_delayed {
+            // To connect takes several exchanges.
+            crew.orders().lease = 30 * DELAY;
+        }
         let holder = crew.start(0, Keys::Open, Work::Held);
         let one = crew.start(1, Keys::Open, Work::Some);
         crew.set_env(stepped);
@@ -97,11 +105,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn until(&self, what: &str, mut condition: impl FnMut(&Seens) -> bool) {
-        self.crew.until(what, |lines| condition(&Seens(lines.to_vec()))).await;
-    }
-
-    fn seen(&self) -> Seens {
-        Seens(self.crew.lines())
+        self.crew.until(what, |lines| condition(&Seens(lines))).await;
     }
 
     /// Waits until keys get done that are begun from now on.
@@ -180,7 +184,7 @@ impl<R: Rig> Scene<R> {
             seen.0.iter().find(told).map(|line| line.event.clone())
         };
         self.until("who wakes is told something", |seen| told(seen).is_some()).await;
-        assert_eq!(told(&self.seen()), Some(Event::LeaseLost), "it was taken over");
+        assert_eq!(told(&Seens(&self.crew.lines())), Some(Event::LeaseLost), "it was taken over");
         self.crew.open_gate(successor);
         for (worker, ran) in [(successor, true), (holder, false)] {
             self.until("both have the result of the one that was not stopped", |seen| {
@@ -211,9 +215,9 @@ impl<R: Rig> Scene<R> {
         let begun = |seen: &Seens| seen.0.iter().filter(|line| matches!(line.event, Event::Began(_))).count();
         let mut ends = false;
         for _ in 0..if fault == Fault::disk_full && self.rig.fills_up_slowly() { 20 } else { 1 } {
-            let before = begun(&self.seen());
+            let before = begun(&Seens(&self.crew.lines()));
             self.told().await;
-            ends = begun(&self.seen()) == before;
+            ends = begun(&Seens(&self.crew.lines())) == before;
             if ends {
                 break;
             }
@@ -258,7 +262,8 @@ impl<R: Rig> Scene<R> {
         set_all(self.rig.lines(), Line::Delay(DELAY));
         let now = race::now();
         self.progress("all goes on meanwhile").await;
-        let seen = self.seen();
+        let lines = self.crew.lines();
+        let seen = Seens(&lines);
         let there_and_back = 2 * u64::try_from(DELAY.as_millis()).expect("short");
         for line in seen.told_since(now).filter(|line| matches!(line.event, Event::Ran(_))) {
             let asked = |it: &&race::Line| (it.worker, it.call) == (line.worker, line.call);

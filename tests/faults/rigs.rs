@@ -1,12 +1,14 @@
 //! Each store, and how every fault is brought about in it.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use idem_runtime::PostgresStore;
 use idem_tests::cluster::{Cluster, Watched, ask, until};
 use idem_tests::dynamo::{self, Emulator, TABLE};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::proxy::{Line, Proxy};
+use idem_tests::race;
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
 use redis::Value;
@@ -45,6 +47,34 @@ pub trait Rig {
         false
     }
 
+    /// How large the results are that are exchanged over slow lines, and how many bytes those carry per second.
+    fn slow_line(&self) -> (usize, u32) {
+        (1024 * 1024, 2_000_000)
+    }
+
+    /// How long leases are while records are locked.
+    fn lease_of_locked(&self) -> Duration {
+        race::LEASE
+    }
+
+    /// How often, and how long, the record of the key 0 is locked.
+    fn locked_for(&self, lease: Duration) -> (usize, Duration) {
+        (1, 3 * lease)
+    }
+
+    /// Whether other keys can be served while one is locked.
+    fn goes_on_beside_a_lock(&self) -> bool {
+        true
+    }
+
+    /// Whether a node serves this key that is not stopped.
+    fn is_of_a_healthy_node(&self, _key: usize) -> bool {
+        true
+    }
+
+    /// How it can be full, or refuse writes.
+    fn moments(&self) -> &'static [Fault];
+
     /// Brings the fault about.
     async fn break_down(&mut self, fault: Fault);
 
@@ -56,7 +86,10 @@ pub trait Rig {
 const NEVER: u32 = 600_000;
 
 fn is_of_lines(fault: Fault) -> bool {
-    matches!(fault, Fault::connections_cut | Fault::connections_delayed | Fault::connections_half_closed)
+    matches!(
+        fault,
+        Fault::connections_cut | Fault::connections_delayed | Fault::connections_half_closed | Fault::lines_slow
+    )
 }
 
 /// Every line does this from now on.
@@ -72,13 +105,15 @@ pub fn set_all(lines: &[Proxy], line: Line) {
 pub struct Sqlite {
     folder: Folder,
     disk: Disk,
+    /// A transaction of the user's.
+    lock: Option<rusqlite::Connection>,
 }
 
 impl Sqlite {
     #[expect(clippy::unused_async, reason = "as for every other store")]
     pub async fn start(_: Fault) -> Self {
         let folder = Folder::new();
-        Self { disk: Disk::of(folder.path()), folder }
+        Self { disk: Disk::of(folder.path()), folder, lock: None }
     }
 
     /// The files that belong to it, here and elsewhere.
@@ -92,7 +127,7 @@ impl Sqlite {
 
 impl Rig for Sqlite {
     fn spec(&self) -> String {
-        format!("hurried sqlite {}", self.folder.file().display())
+        format!("sqlite {}", self.folder.file().display())
     }
 
     fn env(&self) -> Env {
@@ -101,6 +136,22 @@ impl Rig for Sqlite {
 
     fn clock_of_the_host(&self) -> bool {
         true
+    }
+
+    fn lease_of_locked(&self) -> Duration {
+        Duration::from_secs(4)
+    }
+
+    fn locked_for(&self, lease: Duration) -> (usize, Duration) {
+        (3, lease / 2)
+    }
+
+    fn goes_on_beside_a_lock(&self) -> bool {
+        false
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        &[Fault::disk_full, Fault::read_only]
     }
 
     async fn is_held_up(&self) -> bool {
@@ -121,6 +172,11 @@ impl Rig for Sqlite {
             Fault::table_removed => {
                 self.files().for_each(|(here, away)| std::fs::rename(here, away).expect("can be moved"));
             }
+            Fault::record_locked => {
+                let lock = sqlite::raw(&self.folder.file());
+                lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
+                self.lock = Some(lock);
+            }
             _ => unreachable!("{fault:?}"),
         }
     }
@@ -130,6 +186,7 @@ impl Rig for Sqlite {
             Fault::table_removed => {
                 self.files().for_each(|(here, away)| std::fs::rename(away, here).expect("can be moved"));
             }
+            Fault::record_locked => self.lock = None,
             _ => self.disk.heal(),
         }
     }
@@ -151,11 +208,14 @@ enum Servers {
     Watched(Watched),
 }
 
+/// The primary that is stopped alone.
+const STOPPED: usize = 1;
+
 /// What a server is given on its way.
 fn settings(fault: Fault) -> Vec<String> {
     let settings: &[&str] = match fault {
         Fault::server_killed_and_restarted => &["--appendonly", "yes", "--appendfsync", "always"],
-        Fault::disk_full => &["--appendonly", "yes"],
+        Fault::disk_full | Fault::full_for_a_moment => &["--appendonly", "yes"],
         _ => &["--appendonly", "no"],
     };
     settings.iter().map(ToString::to_string).collect()
@@ -175,7 +235,7 @@ async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
 
 /// The environment of a server whose disk may fail; the others need none.
 fn disk_env(fault: Fault, disk: &Disk) -> Env {
-    if fault == Fault::disk_full { disk.env() } else { Env::new() }
+    if matches!(fault, Fault::disk_full | Fault::full_for_a_moment) { disk.env() } else { Env::new() }
 }
 
 impl Redis {
@@ -272,15 +332,30 @@ impl Rig for Redis {
             // They name the proxy as the primary.
             Servers::Watched(watched) => watched.url(),
         };
-        format!("hurried {} {url} race:", if self.replicated { "replicated" } else { "redis" })
+        format!("{} {url} race:", if self.replicated { "replicated" } else { "redis" })
     }
 
     fn lines(&self) -> &[Proxy] {
         &self.lines
     }
 
+    fn is_of_a_healthy_node(&self, key: usize) -> bool {
+        match &self.servers {
+            Servers::Cluster(cluster) => {
+                let name = format!("race:{}", race::key(key).as_str());
+                cluster.serves(&name).expect("all of them are served") != STOPPED
+            }
+            Servers::One(_) | Servers::Watched(_) => true,
+        }
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        &[Fault::out_of_memory, Fault::disk_full, Fault::read_only]
+    }
+
     async fn break_down(&mut self, fault: Fault) {
         match fault {
+            Fault::node_stopped => self.primaries()[STOPPED].signal("-STOP"),
             Fault::server_killed_and_restarted => self.primaries().iter_mut().for_each(RedisServer::kill),
             Fault::server_stopped_and_continued => self.primaries().iter().for_each(|server| server.signal("-STOP")),
             Fault::failover => self.fail_over().await,
@@ -301,6 +376,7 @@ impl Rig for Redis {
         match fault {
             Fault::server_killed_and_restarted => self.primaries().iter_mut().for_each(RedisServer::run),
             Fault::server_stopped_and_continued => self.primaries().iter().for_each(|server| server.signal("-CONT")),
+            Fault::node_stopped => self.primaries()[STOPPED].signal("-CONT"),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::out_of_memory => self.say("CONFIG SET maxmemory 0"),
             Fault::disk_full => self.disk.heal(),
@@ -374,11 +450,15 @@ impl Postgres {
 impl Rig for Postgres {
     fn spec(&self) -> String {
         let port = self.lines.first().map_or(self.server.port(), Proxy::port);
-        format!("hurried postgres postgres://postgres@127.0.0.1:{port}/postgres idem")
+        format!("postgres postgres://postgres@127.0.0.1:{port}/postgres idem")
     }
 
     fn fills_up_slowly(&self) -> bool {
         true
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        &[Fault::disk_full, Fault::read_only]
     }
 
     fn lines(&self) -> &[Proxy] {
@@ -391,6 +471,14 @@ impl Rig for Postgres {
             Fault::server_stopped_and_continued => self.server.stop(),
             Fault::connections_cut => set_all(&self.lines, Line::Refuse),
             Fault::out_of_memory => self.hoard().await,
+            Fault::record_locked => {
+                let raw = self.server.raw().await;
+                raw.batch_execute("BEGIN").await.expect("begins");
+                let key = race::key(0);
+                let lock = raw.query("SELECT 1 FROM idem.records WHERE key = $1 FOR UPDATE", &[&key.as_str()]).await;
+                assert_eq!(lock.expect("locks").len(), 1, "the record is there");
+                self.hoarder = Some(raw);
+            }
             Fault::disk_full => {
                 // There is log ahead: without that a server ends itself, and that is another fault.
                 self.say("SELECT pg_switch_wal();CHECKPOINT").await;
@@ -410,7 +498,7 @@ impl Rig for Postgres {
             Fault::server_killed_and_restarted => self.server.run(),
             Fault::server_stopped_and_continued => self.server.go_on(),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
-            Fault::out_of_memory => self.hoarder = None,
+            Fault::out_of_memory | Fault::record_locked => self.hoarder = None,
             Fault::disk_full => self.disk.heal(),
             Fault::read_only => {
                 self.say("ALTER SYSTEM RESET default_transaction_read_only;SELECT pg_reload_conf()").await;
@@ -459,11 +547,20 @@ impl Rig for Dynamo {
     fn spec(&self) -> String {
         let port = self.lines.first().map_or(self.emulator.port(), Proxy::port);
         let skew = self.skew.map(|skew| format!(" {skew}")).unwrap_or_default();
-        format!("hurried dynamo http://127.0.0.1:{port} {TABLE}{skew}")
+        format!("dynamo http://127.0.0.1:{port} {TABLE}{skew}")
     }
 
     fn lines(&self) -> &[Proxy] {
         &self.lines
+    }
+
+    fn slow_line(&self) -> (usize, u32) {
+        // An item has at most 400 KB, and a call takes at most as long as it is told to.
+        (100 * 1024, 2_000_000)
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        &[Fault::disk_full]
     }
 
     async fn break_down(&mut self, fault: Fault) {

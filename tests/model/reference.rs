@@ -44,6 +44,7 @@ pub(crate) enum Answer {
     Mismatch { attempt: u32 },
     Interrupted { attempt: u32 },
     Exhausted { attempts: u32 },
+    Released { attempt: u32 },
 }
 
 #[derive(Clone, Default, Debug)]
@@ -83,6 +84,8 @@ impl Reference {
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
+            // Its owner has given the key up, and this request is late.
+            Phase::Released if owner == ask.owner => return Answer::Released { attempt },
             Phase::Released => {}
             Phase::Pending { .. } if owner == ask.owner => {
                 return Answer::Reserved { attempt, starts, fingerprint, takeover: false };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice, twice_here};
 
 #[derive(Clone)]
 struct Event {
@@ -73,41 +73,35 @@ async fn not_send(app: &App, id: Rc<str>) -> Result<String, Error> {
     Ok(format!("{id} {}", app.run()))
 }
 
-#[tokio::test]
-async fn every_argument() {
-    let app = App::default();
-    let call = || patterns(&app, Pair(1, 2), event(), [3, 4, 5], "");
-    assert_eq!(twice(call(), call()).await, (49, 1));
-    assert_eq!(twice(mutable(&app, 1, vec![5]), mutable(&app, 1, vec![])).await, 9);
-    let call = || unused(&app, 1, String::new());
-    assert_eq!(twice(call(), call()).await, 3);
-    let app = Arc::new(app);
-    let call = || moved(app.clone(), event());
-    assert_eq!(twice(call(), call()).await, (4, vec!["a".to_owned()]));
-    let store = MemoryStore::new();
-    // A clone of a handle is the same store.
-    let call = || moved_store(store.clone(), "acme".to_owned(), event());
-    assert_eq!(twice(call(), call()).await, "acme");
+#[test]
+fn every_argument() {
+    spawned(async {
+        let app = App::default();
+        let call = || patterns(&app, Pair(1, 2), event(), [3, 4, 5], "");
+        assert_eq!(twice(call(), call()).await, (49, 1));
+        assert_eq!(twice(mutable(&app, 1, vec![5]), mutable(&app, 1, vec![])).await, 9);
+        let call = || unused(&app, 1, String::new());
+        assert_eq!(twice(call(), call()).await, 3);
+        let app = Arc::new(app);
+        let call = || moved(app.clone(), event());
+        assert_eq!(twice(call(), call()).await, (4, vec!["a".to_owned()]));
+        let store = MemoryStore::new();
+        // A clone of a handle is the same store.
+        let call = || moved_store(store.clone(), "acme".to_owned(), event());
+        assert_eq!(twice(call(), call()).await, "acme");
+    });
+}
+
+#[test]
+fn send_where_the_body_is() {
+    spawned(async {
+        let app = App::default();
+        assert_eq!(twice(not_send_while_evaluated(&app, 7), not_send_while_evaluated(&app, 7)).await, 8);
+    });
 }
 
 #[tokio::test]
-async fn send_where_the_body_is() {
-    fn send<F: Send>(future: F) -> F {
-        future
-    }
+async fn not_send_where_the_body_is_not() {
     let app = App::default();
-    let call = || send(not_send_while_evaluated(&app, 7));
-    assert_eq!(twice(call(), call()).await, 8);
-
-    let local = tokio::task::LocalSet::new();
-    let task = local.run_until(async {
-        let app = Rc::new(App::default());
-        let call = || {
-            let app = Rc::clone(&app);
-            tokio::task::spawn_local(async move { not_send(&app, Rc::from("rc")).await })
-        };
-        assert_eq!(call().await.unwrap().unwrap(), "rc 1");
-        assert_eq!(call().await.unwrap().unwrap(), "rc 1");
-    });
-    task.await;
+    assert_eq!(twice_here(not_send(&app, Rc::from("rc")), not_send(&app, Rc::from("rc"))).await, "rc 1");
 }

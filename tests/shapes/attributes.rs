@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use idem_runtime::{Error, idempotent};
 use tracing::instrument;
 
-use crate::{App, twice};
+use crate::{App, spawned, twice, twice_here};
 
 /// Documented.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
@@ -50,7 +50,7 @@ trait Handle {
 
     fn app(&self) -> &App;
 
-    #[idempotent(key = "{id}", ttl = "1h", store = self.app().store)]
+    #[idempotent(key = "{id}", ttl = "1h", store = self.app().store, scope = "attributes::provided")]
     async fn provided(&self, id: u32) -> Result<u32, Error>
     where
         Self: Sync,
@@ -67,35 +67,35 @@ struct Service {
 
 #[async_trait]
 impl Handle for Service {
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::by_ref")]
     async fn by_ref(&self, id: u32) -> Result<u32, Error> {
         let run = || self.app.run();
         Ok(run() + id)
     }
 
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::by_mut")]
     async fn by_mut(&mut self, id: u32) -> Result<u32, Error> {
         self.tenant.push('!');
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::by_arc")]
     async fn by_arc(self: Arc<Self>, id: u32) -> Result<u32, Error> {
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::by_box")]
     async fn by_box(self: Box<Self>, id: u32) -> Result<u32, Error> {
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = format!("{}:{}", self.tenant, id), ttl = "1h", store = self.app.store)]
+    #[idempotent(key = format!("{}:{}", self.tenant, id), ttl = "1h", store = self.app.store, scope = "attributes::by_value")]
     async fn by_value(mut self, id: u32) -> Result<u32, Error> {
         self.tenant.clear();
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = "{a}:{b}:{text}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{a}:{b}:{text}", ttl = "1h", store = self.app.store, scope = "attributes::patterns")]
     async fn patterns(&self, (a, b): (u32, u32), mut text: String, _: u32) -> anyhow::Result<String> {
         if text.is_empty() {
             return Err(anyhow::anyhow!("empty"));
@@ -105,24 +105,24 @@ impl Handle for Service {
         Ok(text)
     }
 
-    #[idempotent(key = "{id.to_string()}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{id.to_string()}", ttl = "1h", store = self.app.store, scope = "attributes::generic")]
     async fn generic<T: ToString + Send>(&self, id: T) -> Result<String, Error> {
         Ok(id.to_string() + &self.app.run().to_string())
     }
 
     #[instrument(skip(self))]
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::method_above")]
     async fn method_above(&self, id: u32) -> Result<u32, Error> {
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{self.tenant}:{id}", ttl = "1h", store = self.app.store, scope = "attributes::method_below")]
     #[instrument(skip(self))]
     async fn method_below(&self, id: u32) -> Result<u32, Error> {
         Ok(self.app.run() + id)
     }
 
-    #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+    #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "attributes::associated")]
     async fn associated(app: &App, id: u32) -> Result<u32, Error> {
         Ok(app.run() + id)
     }
@@ -139,36 +139,45 @@ trait Local {
 
 #[async_trait(?Send)]
 impl Local for Service {
-    #[idempotent(key = "{id}", ttl = "1h", store = self.app.store)]
+    #[idempotent(key = "{id}", ttl = "1h", store = self.app.store, scope = "attributes::local")]
     async fn local(&self, id: std::rc::Rc<u32>) -> Result<u32, Error> {
         Ok(self.app.run() + *id)
     }
 }
 
-#[tokio::test]
-async fn every_attribute() {
-    let app = App::default();
-    assert_eq!(twice(documented(&app, 1), documented(&app, 1)).await, 1);
-    assert_eq!(twice(instrumented_above(&app, 1), instrumented_above(&app, 1)).await, 3);
-    assert_eq!(twice(instrumented_below(&app, 1), instrumented_below(&app, 1)).await, 4);
+#[test]
+fn every_attribute() {
+    spawned(async {
+        let app = App::default();
+        assert_eq!(twice(documented(&app, 1), documented(&app, 1)).await, 1);
+        assert_eq!(twice(instrumented_above(&app, 1), instrumented_above(&app, 1)).await, 3);
+        assert_eq!(twice(instrumented_below(&app, 1), instrumented_below(&app, 1)).await, 4);
+    });
+}
+
+#[test]
+fn methods_of_async_trait() {
+    spawned(async {
+        let service = || Service { app: Arc::default(), tenant: "acme".to_owned() };
+        let it = service();
+        assert_eq!(twice(it.by_ref(7), it.by_ref(7)).await, 8);
+        assert_eq!(twice(it.clone().by_mut(7), it.clone().by_mut(7)).await, 9);
+        let arc = Arc::new(it.clone());
+        assert_eq!(twice(arc.clone().by_arc(7), arc.by_arc(7)).await, 10);
+        assert_eq!(twice(Box::new(it.clone()).by_box(7), Box::new(it.clone()).by_box(7)).await, 11);
+        assert_eq!(twice(it.clone().by_value(7), it.clone().by_value(7)).await, 12);
+        let call = || it.patterns((1, 2), "text".to_owned(), 3);
+        assert_eq!(twice(call(), call()).await, "text10");
+        assert_eq!(twice(it.generic('g'), it.generic('g')).await, "g7");
+        assert_eq!(twice(it.method_above(7), it.method_above(7)).await, 15);
+        assert_eq!(twice(it.method_below(7), it.method_below(7)).await, 16);
+        assert_eq!(twice(Service::associated(&it.app, 7), Service::associated(&it.app, 7)).await, 17);
+        assert_eq!(twice(it.provided(7), it.provided(7)).await, 18);
+    });
 }
 
 #[tokio::test]
-async fn methods_of_async_trait() {
-    let service = || Service { app: Arc::default(), tenant: "acme".to_owned() };
-    let it = service();
-    assert_eq!(twice(it.by_ref(7), it.by_ref(7)).await, 8);
-    assert_eq!(twice(it.clone().by_mut(7), it.clone().by_mut(7)).await, 9);
-    let arc = Arc::new(it.clone());
-    assert_eq!(twice(arc.clone().by_arc(7), arc.by_arc(7)).await, 10);
-    assert_eq!(twice(Box::new(it.clone()).by_box(7), Box::new(it.clone()).by_box(7)).await, 11);
-    assert_eq!(twice(it.clone().by_value(7), it.clone().by_value(7)).await, 12);
-    let call = || it.patterns((1, 2), "text".to_owned(), 3);
-    assert_eq!(twice(call(), call()).await, "text10");
-    assert_eq!(twice(it.generic('g'), it.generic('g')).await, "g7");
-    assert_eq!(twice(it.method_above(7), it.method_above(7)).await, 15);
-    assert_eq!(twice(it.method_below(7), it.method_below(7)).await, 16);
-    assert_eq!(twice(Service::associated(&it.app, 7), Service::associated(&it.app, 7)).await, 17);
-    assert_eq!(twice(it.provided(7), it.provided(7)).await, 18);
-    assert_eq!(twice(it.local(7.into()), it.local(7.into())).await, 19);
+async fn a_local_method_of_async_trait() {
+    let it = Service { app: Arc::default(), tenant: "acme".to_owned() };
+    assert_eq!(twice_here(it.local(7.into()), it.local(7.into())).await, 8);
 }

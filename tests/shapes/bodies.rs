@@ -4,8 +4,9 @@ use std::io;
 use std::num::ParseIntError;
 
 use idem_runtime::{Error, current, idempotent};
+use serde::{Deserialize, Serialize};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 #[derive(Debug, PartialEq)]
 enum Failure {
@@ -87,6 +88,37 @@ async fn items(app: &App, id: u32) -> Result<u32, Error> {
     Ok(double(local.0).add(SCOPE + id))
 }
 
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Kind {
+    Shipment(u32),
+    Result,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Shipment(Kind);
+
+// The body gives another meaning to the names in the signature.
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+async fn names_of_variants(app: &App, id: u32) -> Result<Shipment, Failure> {
+    #[allow(clippy::enum_glob_use)]
+    use Kind::*;
+    let run = app.run();
+    let kind = if id == 0 { Result } else { Shipment(run + id) };
+    Ok(self::Shipment(kind))
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+async fn items_of_its_own(app: &App, id: u32) -> Result<Shipment, Failure> {
+    struct Shipment;
+    #[derive(Debug)]
+    struct Failure;
+    #[allow(dead_code)]
+    type Result = u32;
+    let run = app.run();
+    let local = |id: u32| if id == 0 { Err(Failure) } else { Ok(Shipment) };
+    local(id).map(|Shipment| self::Shipment(Kind::Shipment(run + id))).map_err(|Failure| self::Failure::Idempotency)
+}
+
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
 async fn unit(app: &App, id: u32) -> Result<(), Error> {
     app.run();
@@ -129,37 +161,47 @@ fn outer(app: &App) -> impl Future<Output = Result<u32, Error>> {
     inner(app, 7)
 }
 
-#[tokio::test]
-async fn every_body() {
-    let app = App::default();
-    assert_eq!(twice(question_mark(&app, "7"), question_mark(&app, "7")).await, 8);
-    let failed = question_mark(&app, "x").await.unwrap_err();
-    assert_eq!(question_mark(&app, "x").await, Err(failed));
-    assert_eq!(twice(early_return(&app, 0), early_return(&app, 0)).await, None);
-    assert_eq!(twice(early_return(&app, 3), early_return(&app, 3)).await, Some(7));
-    assert_eq!(twice(closures_and_blocks(&app, 7), closures_and_blocks(&app, 7)).await, 13);
-    assert_eq!(twice(recursive(&app, 3), recursive(&app, 3)).await, 9);
-    assert_eq!(app.runs(), 6);
-    assert_eq!(twice(items(&app, 1), items(&app, 1)).await, 115);
-    twice(unit(&app, 1), unit(&app, 1)).await;
-    let (run, key) = twice(r#match(&app, 1, 2), r#match(&app, 1, 2)).await;
-    assert_eq!((run, key.as_str()), (10, "shapes::shapes::bodies::match/2"));
-    assert_eq!(twice(raw_argument(&app, 1), raw_argument(&app, 1)).await, 11);
-    assert_eq!(never_returns_a_value(&app, 1).await.unwrap_err().to_string(), "1");
-    assert_eq!(twice(macro_body(&app, 1), macro_body(&app, 1)).await, 12);
-    assert_eq!(twice(outer(&app), outer(&app)).await, 20);
+#[test]
+fn every_body() {
+    spawned(async {
+        let app = App::default();
+        assert_eq!(twice(question_mark(&app, "7"), question_mark(&app, "7")).await, 8);
+        let failed = question_mark(&app, "x").await.unwrap_err();
+        assert_eq!(question_mark(&app, "x").await, Err(failed));
+        assert_eq!(twice(early_return(&app, 0), early_return(&app, 0)).await, None);
+        assert_eq!(twice(early_return(&app, 3), early_return(&app, 3)).await, Some(7));
+        assert_eq!(twice(closures_and_blocks(&app, 7), closures_and_blocks(&app, 7)).await, 13);
+        assert_eq!(twice(recursive(&app, 3), recursive(&app, 3)).await, 9);
+        assert_eq!(app.runs(), 6);
+        assert_eq!(twice(items(&app, 1), items(&app, 1)).await, 115);
+        twice(unit(&app, 1), unit(&app, 1)).await;
+        let (run, key) = twice(r#match(&app, 1, 2), r#match(&app, 1, 2)).await;
+        assert_eq!((run, key.as_str()), (10, "shapes::shapes::bodies::match/2"));
+        assert_eq!(twice(raw_argument(&app, 1), raw_argument(&app, 1)).await, 11);
+        assert_eq!(never_returns_a_value(&app, 1).await.unwrap_err().to_string(), "1");
+        assert_eq!(twice(macro_body(&app, 1), macro_body(&app, 1)).await, 12);
+        assert_eq!(twice(outer(&app), outer(&app)).await, 20);
+        let call = || names_of_variants(&app, 1);
+        assert_eq!(twice(call(), call()).await, Shipment(Kind::Shipment(15)));
+        let call = || names_of_variants(&app, 0);
+        assert_eq!(twice(call(), call()).await, Shipment(Kind::Result));
+        let call = || items_of_its_own(&app, 1);
+        assert_eq!(twice(call(), call()).await, Shipment(Kind::Shipment(17)));
+    });
 }
 
-#[tokio::test]
-async fn a_panic_is_the_body_s_own() {
-    let app = std::sync::Arc::new(App::default());
-    for runs in 1..=2 {
-        let task = tokio::spawn({
-            let app = app.clone();
-            async move { panics(&app, 7).await }
-        });
-        let panic = task.await.unwrap_err().into_panic();
-        assert_eq!(panic.downcast_ref::<String>().unwrap(), "7");
-        assert_eq!(app.runs(), runs);
-    }
+#[test]
+fn a_panic_is_the_body_s_own() {
+    spawned(async {
+        let app = std::sync::Arc::new(App::default());
+        for runs in 1..=2 {
+            let task = tokio::spawn({
+                let app = app.clone();
+                async move { panics(&app, 7).await }
+            });
+            let panic = task.await.unwrap_err().into_panic();
+            assert_eq!(panic.downcast_ref::<String>().unwrap(), "7");
+            assert_eq!(app.runs(), runs);
+        }
+    });
 }

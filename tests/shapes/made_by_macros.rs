@@ -1,8 +1,8 @@
 //! Functions that a `macro_rules!` writes, and other paths to the runtime.
 
-use idem_runtime::{Error, idempotent};
+use idem_runtime::{Error, KeyProblem, idempotent};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 /// What a company's own crate may do: `pub use idem_runtime`.
 pub(super) mod company {
@@ -124,8 +124,18 @@ struct Refunds<'a>(&'a App);
 macro_rules! handlers {
     ($($name:ident)*) => {$(
         impl $name<'_> {
-            #[idempotent(key = "{id}", ttl = "1h", store = self.0.store)]
+            #[idempotent(key = "{id}", ttl = "1h", store = self.0.store, scope = "made_by_macros::handle")]
             async fn handle(&self, id: u32) -> Result<u32, Error> {
+                Ok(self.0.run() + id)
+            }
+
+            #[idempotent(key = "{id}", ttl = "1h", store = self.0.store, scope = concat!(stringify!($name), "::of its own"))]
+            async fn own(&self, id: u32) -> Result<u32, Error> {
+                Ok(self.0.run() + id)
+            }
+
+            #[idempotent(key = "{id}", ttl = "1h", store = self.0.store, scope = shared("made_by_macros::shared"))]
+            async fn shared(&self, id: u32) -> Result<u32, Error> {
                 Ok(self.0.run() + id)
             }
         }
@@ -134,24 +144,55 @@ macro_rules! handlers {
 
 handlers!(Orders Refunds);
 
-#[tokio::test]
-async fn one_default_scope_is_one_handler_s() {
-    let app = &App::default();
-    let (orders, refunds) = (Orders(app), Refunds(app));
-    assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
-    // Two methods of one name in one module; even their line is the same, that of the invocation.
-    assert!(matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })), "a refund is not the replay of an order");
+macro_rules! nested {
+    ($($name:ident)*) => {$(
+        async fn $name(app: &App) -> Result<u32, Error> {
+            #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+            async fn nested(app: &App, id: u32) -> Result<u32, Error> {
+                Ok(app.run() + id)
+            }
+            nested(app, 7).await
+        }
+    )*};
 }
 
-#[tokio::test]
-async fn every_macro_and_path() {
-    let app = &App::default();
-    assert_eq!(twice(made(app, 7), made(app, 7)).await, 9);
-    assert_eq!(twice(by_expr(app, 7), by_expr(app, 7)).await, 9);
-    assert_eq!(twice(by_tuple(app, 7), by_tuple(app, 7)).await, 10);
-    assert_eq!(twice(by_fragments(app, 1, 7), by_fragments(app, 1, 7)).await, 4);
-    assert_eq!(twice(by_item(app, 7), by_item(app, 7)).await, 5);
-    assert_eq!(twice(renamed::by_alias(app, 7), renamed::by_alias(app, 7)).await, 13);
-    assert_eq!(twice(renamed::by_super(app, 7), renamed::by_super(app, 7)).await, 14);
-    assert_eq!(twice(renamed::by_crate(app, 7), renamed::by_crate(app, 7)).await, 15);
+nested!(first second);
+
+#[test]
+fn one_scope_is_one_handler_s() {
+    spawned(async {
+        let app = &App::default();
+        let (orders, refunds) = (Orders(app), Refunds(app));
+        assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
+        // Two methods of one name in one module; even their line is the same, that of the invocation.
+        assert!(
+            matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })),
+            "a refund is not the replay of an order"
+        );
+        // Nor of functions in two others.
+        assert_eq!(twice(first(app), first(app)).await, 9);
+        let refused = second(app).await.unwrap_err();
+        assert!(matches!(&refused, Error::InvalidKey { reason: KeyProblem::SharedScope { .. }, .. }), "{refused:?}");
+        assert!(refused.to_string().contains("made_by_macros.rs"), "{refused}");
+
+        assert_eq!(twice(orders.own(7), orders.own(7)).await, 10);
+        assert_eq!(twice(refunds.own(7), refunds.own(7)).await, 11);
+        assert_eq!(orders.shared(7).await.unwrap(), 12);
+        assert_eq!(refunds.shared(7).await.unwrap(), 12, "they say that they share it");
+    });
+}
+
+#[test]
+fn every_macro_and_path() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(made(app, 7), made(app, 7)).await, 9);
+        assert_eq!(twice(by_expr(app, 7), by_expr(app, 7)).await, 9);
+        assert_eq!(twice(by_tuple(app, 7), by_tuple(app, 7)).await, 10);
+        assert_eq!(twice(by_fragments(app, 1, 7), by_fragments(app, 1, 7)).await, 4);
+        assert_eq!(twice(by_item(app, 7), by_item(app, 7)).await, 5);
+        assert_eq!(twice(renamed::by_alias(app, 7), renamed::by_alias(app, 7)).await, 13);
+        assert_eq!(twice(renamed::by_super(app, 7), renamed::by_super(app, 7)).await, 14);
+        assert_eq!(twice(renamed::by_crate(app, 7), renamed::by_crate(app, 7)).await, 15);
+    });
 }

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, unused_macros, unused_imports, unreachable_pub, nonstandard_style, clippy::upper_case_acronyms)]
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 mod shadowed {
     //! The whole prelude, and the crates below it, mean something else here.
@@ -109,15 +109,70 @@ async fn methods(app: &App, id: u32) -> Result<u32, Error> {
     Ok(App::run(app) + id)
 }
 
-#[tokio::test]
-async fn names_do_not_matter() {
-    let app = &App::default();
-    assert_eq!(twice(shadowed::handler(app, 7), shadowed::handler(app, 7)).await, 8);
-    let hour = std::time::Duration::from_secs(3600);
-    let policy = idem_runtime::Policy::new(hour);
-    let store = MemoryStore::new();
-    let call = || locals(app, (1, 2, 3), store.clone(), (policy, hour), "", (5, 6));
-    assert_eq!(twice(call(), call()).await, 20);
-    assert_eq!(twice(constants::constants(app), constants::constants(app)).await, 31);
-    assert_eq!(twice(methods(app, 7), methods(app, 7)).await, 11);
+// What a function's own name may mean in its body.
+#[idempotent(key = "{named}", ttl = "1h", store = app.store)]
+async fn named(app: &App, named: u32) -> Result<u32, Error> {
+    Ok(app.run() + named)
+}
+
+#[idempotent(key = "{r#type}", ttl = "1h", store = app.store)]
+async fn r#type(app: &App, r#type: u32) -> Result<u32, Error> {
+    Ok(app.run() + r#type)
+}
+
+#[deprecated = "call another one"]
+#[must_use = "says whether it ran"]
+#[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+#[inline]
+async fn deprecated(app: &App, id: u32) -> Result<u32, Error> {
+    Ok(app.run() + id)
+}
+
+struct Outside<'a>(&'a App);
+
+impl Outside<'_> {
+    async fn named(&self, id: u32) -> Result<u32, Error> {
+        // In a method, but not one.
+        #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+        async fn inside(app: &App, id: u32) -> Result<u32, Error> {
+            Ok(app.run() + id)
+        }
+        inside(self.0, id).await
+    }
+}
+
+#[test]
+fn a_function_may_mean_something_else_by_its_name() {
+    #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
+    async fn nested(app: &App, nested: (), id: u32) -> Result<u32, Error> {
+        let () = nested;
+        Ok(app.run() + id)
+    }
+
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(named(app, 7), named(app, 7)).await, 8);
+        assert_eq!(twice(r#type(app, 7), r#type(app, 7)).await, 9);
+        #[expect(deprecated)]
+        let calls = (deprecated(app, 7), deprecated(app, 7));
+        assert_eq!(twice(calls.0, calls.1).await, 10);
+        let outside = Outside(app);
+        assert_eq!(twice(outside.named(7), outside.named(7)).await, 11);
+        assert_eq!(twice(nested(app, (), 7), nested(app, (), 7)).await, 12);
+    });
+}
+
+#[test]
+fn names_do_not_matter() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(shadowed::handler(app, 7), shadowed::handler(app, 7)).await, 8);
+        let hour = std::time::Duration::from_secs(3600);
+        let policy = idem_runtime::Policy::new(hour);
+        let store = MemoryStore::new();
+        let call = || locals(app, (1, 2, 3), store.clone(), (policy, hour), "", (5, 6));
+        assert_eq!(twice(call(), call()).await, 20);
+        assert_eq!(twice(constants::constants(app), constants::constants(app)).await, 31);
+        assert_eq!(twice(methods(app, 7), methods(app, 7)).await, 11);
+    });
 }

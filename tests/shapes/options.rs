@@ -5,13 +5,13 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use idem_runtime::{
-    Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, OnUndecodable, Policy, Undecodable,
-    idempotent, observe,
+    Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, OnUndecodable, Policy, Refusal,
+    Undecodable, idempotent, observe,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const POLICY: Policy = Policy::new(HOUR);
@@ -63,6 +63,9 @@ impl Deref for Wrapper {
     on_store_error = run,
     codec = Json,
     on_undecodable = error,
+    timeout = "10m",
+    max_result_bytes = 64 * 1024,
+    mode = enforce,
     policy = POLICY,
     crate = ::idem_runtime,
 )]
@@ -168,13 +171,13 @@ async fn encoded(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
 
-#[idempotent(key = "{id}", ttl = "1h", store = app.store, codec = C)]
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, codec = C, scope = "options::encoded_by")]
 async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
 
 /// What the handlers below returned in an earlier release.
-#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated")]
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"))]
 async fn earlier(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
@@ -187,7 +190,7 @@ fn migrate_to<T: From<String> + Serialize>(recorded: Undecodable<'_>) -> Result<
     Json::encode(&T::from(format!("run {}", recorded.decode::<u32>()?)))
 }
 
-#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = migrate)]
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"), on_undecodable = migrate)]
 async fn migrated(app: &App, id: u32) -> Result<String, Failure> {
     Ok(format!("run {}", app.run() + id))
 }
@@ -198,7 +201,7 @@ mod migrations {
     }
 }
 
-#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = migrations::error)]
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"), on_undecodable = migrations::error)]
 async fn migrated_by_path(app: &App, id: u32) -> Result<String, Failure> {
     Ok(format!("run {}", app.run() + id))
 }
@@ -210,13 +213,13 @@ impl<T: From<String> + Serialize + serde::de::DeserializeOwned> Migration<T> {
         migrate_to::<T>(recorded)
     }
 
-    #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = "migrated", on_undecodable = Self::migrate)]
+    #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"), on_undecodable = Self::migrate)]
     async fn method(self, app: &App, id: u32) -> Result<T, Failure> {
         app.run();
         Ok(self.0)
     }
 
-    #[idempotent(key = "{id}", ttl = app.ttl(), store = app.store, scope = "migrated", on_undecodable = migrate_to::<T>)]
+    #[idempotent(key = "{id}", ttl = app.ttl(), store = app.store, scope = shared("migrated"), on_undecodable = migrate_to::<T>)]
     async fn with_computed_ttl(self, app: &App, id: u32) -> Result<T, Failure> {
         app.run();
         Ok(self.0)
@@ -231,81 +234,135 @@ impl App {
 
 const MIGRATING: Policy = POLICY.on_undecodable(OnUndecodable::Migrate(migrate));
 
-#[idempotent(key = "{id}", store = app.store, scope = "migrated", policy = MIGRATING)]
+#[idempotent(key = "{id}", store = app.store, scope = shared("migrated"), policy = MIGRATING)]
 async fn migrated_by_policy(app: &App, id: u32) -> Result<String, Failure> {
     Ok(format!("run {}", app.run() + id))
 }
 
-#[idempotent(key = "{id}", store = app.store, scope = "migrated", policy = MIGRATING, on_undecodable = error)]
+#[idempotent(key = "{id}", store = app.store, scope = shared("migrated"), policy = MIGRATING, on_undecodable = error)]
 async fn not_migrated(app: &App, id: u32) -> Result<String, Failure> {
     Ok(format!("run {}", app.run() + id))
 }
 
-#[tokio::test]
-async fn old_results_are_migrated() {
-    let app = &App::default();
-    assert_eq!(earlier(app, 7).await, Ok(8));
-    assert_eq!(migrated(app, 7).await.unwrap(), "run 8");
-    assert_eq!(migrated_by_path(app, 7).await.unwrap(), "run 8");
-    assert_eq!(Migration(String::new()).method(app, 7).await.unwrap(), "run 8");
-    assert_eq!(Migration(String::new()).with_computed_ttl(app, 7).await.unwrap(), "run 8");
-    assert_eq!(migrated_by_policy(app, 7).await.unwrap(), "run 8");
-    assert!(matches!(not_migrated(app, 7).await, Err(Failure::Idempotency(_))));
-    assert_eq!(app.runs(), 1);
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, timeout = "20ms")]
+async fn hanging(app: &App, id: u32) -> Result<u32, Error> {
+    let _ = (app.run(), id);
+    std::future::pending().await
 }
 
-#[tokio::test]
-async fn every_form_of_an_option() {
-    let app = &App::default();
-    assert_eq!(twice(all(app, 7), all(app, 7)).await, 8);
-    let settings = || Settings { policy: POLICY, ttl: HOUR };
-    assert_eq!(twice(computed(app, &settings(), 7), computed(app, &settings(), 7)).await, 9);
-    let call = || policy_field(app, Wrapper(Box::new(settings())), 7);
-    assert_eq!(twice(call(), call()).await, 10);
-    let call = || policy_pointer(app, Arc::new(POLICY), 7);
-    assert_eq!(twice(call(), call()).await, 11);
-    assert_eq!(twice(policy_static(app, 7), policy_static(app, 7)).await, 12);
-    assert_eq!(twice(encoded(app, 7), encoded(app, 7)).await, 13);
-    assert_eq!(twice(encoded_by::<Json>(app, 7), encoded_by::<Json>(app, 7)).await, 14);
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, timeout = limit / 2, max_result_bytes = usize::from(bytes))]
+async fn limited(app: &App, id: u32, limit: Duration, bytes: u8) -> Result<String, Error> {
+    app.run();
+    Ok(format!("{id}: a text of 22 bytes"))
 }
 
-#[tokio::test]
-async fn a_policy_can_be_switched_off() {
-    let app = &App::default();
-    assert_eq!(twice(switched(app, 7), switched(app, 7)).await, 8);
-    MODE.set(Mode::Off);
-    assert_eq!(switched(app, 7).await, Ok(9));
-    MODE.set(Mode::Enforce);
-    assert_eq!(switched(app, 7).await, Ok(8));
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, mode = off, policy = POLICY)]
+async fn unprotected(app: &App, id: u32) -> Result<u32, Error> {
+    Ok(app.run() + id)
 }
 
-#[tokio::test]
-async fn errors_are_released_or_recorded() {
-    let app = &App::default();
-    assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
-    assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
-    assert_eq!(released(app, 7).await, Err(Failure::Passing(2)));
-    assert_eq!(released(app, 7).await, Err(Failure::Passing(3)));
-    assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
-    assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
-    assert_eq!(decided(app, false).await, Err(Failure::Passing(5)));
-    assert_eq!(decided(app, false).await, Err(Failure::Passing(6)));
-    assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
-    assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
-    assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(8)));
-    assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(9)));
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, mode = shadow)]
+async fn watched(app: &App, id: u32) -> Result<u32, Error> {
+    Ok(app.run() + id)
 }
 
-#[tokio::test]
-async fn misuse_and_missing_keys_are_told() {
-    let app = &App::default();
-    let call = |text: &str| fingerprinted(app, 7, text.to_owned());
-    assert_eq!(twice(call("a"), call("a")).await, "a");
-    let (result, outcome) = observe(call("b")).await;
-    assert!(matches!(result, Err(Failure::Idempotency(_))), "{result:?}");
-    assert!(matches!(outcome.disposition(), Disposition::DeadLetter), "{outcome:?}");
-    for runs in 2..4 {
-        assert_eq!(unkeyed(app, None).await, Ok(None));
-        assert_eq!(app.runs(), runs);
-    }
+#[test]
+fn times_sizes_and_modes() {
+    spawned(async {
+        let app = &App::default();
+        for runs in 1..=2 {
+            assert!(matches!(hanging(app, 7).await, Err(Error::TimedOut { .. })));
+            assert_eq!(app.runs(), runs);
+        }
+        let call = |id, bytes| limited(app, id, HOUR, bytes);
+        assert_eq!(twice(call(7, 100), call(7, 0)).await, "7: a text of 22 bytes");
+        call(8, 10).await.unwrap();
+        assert!(matches!(call(8, 100).await, Err(Error::ResultUnavailable { .. })));
+        assert_eq!(app.runs(), 4);
+
+        assert_eq!((unprotected(app, 7).await.unwrap(), unprotected(app, 7).await.unwrap()), (12, 13));
+        let (first, _) = observe(watched(app, 7)).await;
+        let (second, outcome) = observe(watched(app, 7)).await;
+        assert_eq!((first.unwrap(), second.unwrap()), (14, 15));
+        assert_eq!(outcome.suppressed(), Some(Refusal::Replay));
+    });
+}
+
+#[test]
+fn old_results_are_migrated() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(earlier(app, 7).await, Ok(8));
+        assert_eq!(migrated(app, 7).await.unwrap(), "run 8");
+        assert_eq!(migrated_by_path(app, 7).await.unwrap(), "run 8");
+        assert_eq!(Migration(String::new()).method(app, 7).await.unwrap(), "run 8");
+        assert_eq!(Migration(String::new()).with_computed_ttl(app, 7).await.unwrap(), "run 8");
+        assert_eq!(migrated_by_policy(app, 7).await.unwrap(), "run 8");
+        assert!(matches!(not_migrated(app, 7).await, Err(Failure::Idempotency(_))));
+        assert_eq!(app.runs(), 1);
+    });
+}
+
+#[test]
+fn every_form_of_an_option() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(all(app, 7), all(app, 7)).await, 8);
+        let settings = || Settings { policy: POLICY, ttl: HOUR };
+        assert_eq!(twice(computed(app, &settings(), 7), computed(app, &settings(), 7)).await, 9);
+        let call = || policy_field(app, Wrapper(Box::new(settings())), 7);
+        assert_eq!(twice(call(), call()).await, 10);
+        let call = || policy_pointer(app, Arc::new(POLICY), 7);
+        assert_eq!(twice(call(), call()).await, 11);
+        assert_eq!(twice(policy_static(app, 7), policy_static(app, 7)).await, 12);
+        assert_eq!(twice(encoded(app, 7), encoded(app, 7)).await, 13);
+        assert_eq!(twice(encoded_by::<Json>(app, 7), encoded_by::<Json>(app, 7)).await, 14);
+    });
+}
+
+#[test]
+fn a_policy_can_be_switched_off() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(switched(app, 7), switched(app, 7)).await, 8);
+        MODE.set(Mode::Off);
+        assert_eq!(switched(app, 7).await, Ok(9));
+        MODE.set(Mode::Enforce);
+        assert_eq!(switched(app, 7).await, Ok(8));
+    });
+}
+
+#[test]
+fn errors_are_released_or_recorded() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
+        assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
+        assert_eq!(released(app, 7).await, Err(Failure::Passing(2)));
+        assert_eq!(released(app, 7).await, Err(Failure::Passing(3)));
+        assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
+        assert_eq!(decided(app, true).await, Err(Failure::Lasting(4)));
+        assert_eq!(decided(app, false).await, Err(Failure::Passing(5)));
+        assert_eq!(decided(app, false).await, Err(Failure::Passing(6)));
+        assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
+        assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
+        assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(8)));
+        assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(9)));
+    });
+}
+
+#[test]
+fn misuse_and_missing_keys_are_told() {
+    spawned(async {
+        let app = &App::default();
+        let call = |text: &str| fingerprinted(app, 7, text.to_owned());
+        assert_eq!(twice(call("a"), call("a")).await, "a");
+        let (result, outcome) = observe(call("b")).await;
+        assert!(matches!(result, Err(Failure::Idempotency(_))), "{result:?}");
+        assert!(matches!(outcome.disposition(), Disposition::DeadLetter), "{outcome:?}");
+        for runs in 2..4 {
+            assert_eq!(unkeyed(app, None).await, Ok(None));
+            assert_eq!(app.runs(), runs);
+        }
+    });
 }

@@ -6,7 +6,7 @@ use std::io;
 use idem_runtime::{Error, idempotent};
 use serde::{Deserialize, Serialize};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Shipment {
@@ -96,17 +96,19 @@ impl<T> From<Error> for Failure<T> {
     }
 }
 
-#[tokio::test]
-async fn every_output() {
-    let app = &App::default();
-    assert_eq!(twice(alias(app, 7), alias(app, 7)).await, Shipment { run: 1 });
-    assert_eq!(twice(alias_with_default(app, 7), alias_with_default(app, 7)).await, 9);
-    assert_eq!(twice(io_result(app, 7), io_result(app, 7)).await, 10);
-    assert_eq!(twice(anyhow_result(app, 7), anyhow_result(app, 7)).await, 11);
-    assert_eq!(twice(boxed_error(app, 7), boxed_error(app, 7)).await, 12);
-    assert_eq!(twice(projected(app, 7), projected(app, 7)).await, 13);
-    assert_eq!(twice(collected(app, 7), collected(app, 7)).await, [7, 7]);
-    assert_eq!(twice(inferred(app, 7), inferred(app, 7)).await, 7);
-    assert_eq!(twice(falsy(app, 7), falsy(app, 7)).await, None);
-    assert_eq!(twice(static_error(app, 7), static_error(app, 7)).await, 17);
+#[test]
+fn every_output() {
+    spawned(async {
+        let app = &App::default();
+        assert_eq!(twice(alias(app, 7), alias(app, 7)).await, Shipment { run: 1 });
+        assert_eq!(twice(alias_with_default(app, 7), alias_with_default(app, 7)).await, 9);
+        assert_eq!(twice(io_result(app, 7), io_result(app, 7)).await, 10);
+        assert_eq!(twice(anyhow_result(app, 7), anyhow_result(app, 7)).await, 11);
+        assert_eq!(twice(boxed_error(app, 7), boxed_error(app, 7)).await, 12);
+        assert_eq!(twice(projected(app, 7), projected(app, 7)).await, 13);
+        assert_eq!(twice(collected(app, 7), collected(app, 7)).await, [7, 7]);
+        assert_eq!(twice(inferred(app, 7), inferred(app, 7)).await, 7);
+        assert_eq!(twice(falsy(app, 7), falsy(app, 7)).await, None);
+        assert_eq!(twice(static_error(app, 7), static_error(app, 7)).await, 17);
+    });
 }

@@ -18,7 +18,7 @@
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-use crate::{App, twice};
+use crate::{App, spawned, twice};
 
 /// An event.
 #[derive(Debug, Clone)]
@@ -41,7 +41,8 @@ impl Service {
         lease = "10s",
         in_progress = wait("1s"),
         fingerprint = (event.id, event.amount),
-        max_attempts = 3
+        max_attempts = 3,
+        scope = "strict::charge"
     )]
     async fn charge(&self, app: &App, event: Event<'_>) -> Result<u64, Error> {
         if app.runs() > 10 {
@@ -66,12 +67,14 @@ async fn todo(app: &App, id: u32) -> Result<u32, Error> {
     panic!("not yet")
 }
 
-#[tokio::test]
-async fn lints_are_quiet() {
-    let (app, service) = (App::default(), Service::default());
-    let event = Event { id: "a", amount: Some(1) };
-    let call = || service.charge(&app, event.clone());
-    assert_eq!(twice(call(), call()).await, 2);
-    twice(free(&app, &event), free(&app, &event)).await;
-    drop(todo(&app, 1));
+#[test]
+fn lints_are_quiet() {
+    spawned(async {
+        let (app, service) = (App::default(), Service::default());
+        let event = Event { id: "a", amount: Some(1) };
+        let call = || service.charge(&app, event.clone());
+        assert_eq!(twice(call(), call()).await, 2);
+        twice(free(&app, &event), free(&app, &event)).await;
+        drop(todo(&app, 1));
+    });
 }

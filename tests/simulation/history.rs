@@ -53,6 +53,8 @@ pub(crate) struct Op {
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
+    /// When the store did it, if it did: as an event, and by its clock.
+    pub(crate) landed: Option<(u64, u64)>,
     pub(crate) end: End,
 }
 
@@ -152,7 +154,16 @@ impl History {
     pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: Asked) -> usize {
         let key = self.key(key);
         let (invoked, invoked_at) = (self.event(), self.now());
-        self.ops.push(Op { process, key, asked, invoked, responded: None, invoked_at, end: End::Unanswered });
+        self.ops.push(Op {
+            process,
+            key,
+            asked,
+            invoked,
+            responded: None,
+            invoked_at,
+            landed: None,
+            end: End::Unanswered,
+        });
         self.ops.len() - 1
     }
 
@@ -170,6 +181,15 @@ impl History {
         now
     }
 
+    /// Notes that the store does these operations now.
+    pub(crate) fn land(&mut self, ops: &[usize]) -> u64 {
+        let (event, at) = (self.event(), self.tick());
+        for op in ops {
+            self.ops[*op].landed = Some((event, at));
+        }
+        at
+    }
+
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {
         Said::Reservation(match reservation {
             Reservation::Reserved { lease, takeover } => Answer::Reserved {
@@ -185,6 +205,7 @@ impl History {
             Reservation::Mismatch { attempt } => Answer::Mismatch { attempt: *attempt },
             Reservation::Interrupted { attempt } => Answer::Interrupted { attempt: *attempt },
             Reservation::Exhausted { attempts } => Answer::Exhausted { attempts: *attempts },
+            Reservation::Released { attempt } => Answer::Released { attempt: *attempt },
             other => panic!("an answer that nobody knows: {other:?}"),
         })
     }
@@ -243,10 +264,13 @@ impl History {
                 writeln!(text, "  {:>8} ms        -- {note}", millis(*at)).unwrap();
             }
             let Some(op) = self.ops.get(n).filter(|op| key.is_none_or(|key| op.key == key)) else { continue };
-            let Op { process, key, asked, invoked, responded, invoked_at, end } = op;
+            let Op { process, key, asked, invoked, responded, invoked_at, landed, end } = op;
             let heard = responded.map_or_else(String::new, |event| format!("..{event}"));
             let end = match end {
-                End::Unanswered => "?".to_owned(),
+                End::Unanswered => match landed {
+                    Some((event, at)) => format!("? (done #{event} at {} ms)", millis(*at)),
+                    None => "?".to_owned(),
+                },
                 End::NothingDone => "nothing done".to_owned(),
                 End::Answered { said, at } => format!("{said:?} at {} ms", millis(*at)),
             };

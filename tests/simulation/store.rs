@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
-    Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write,
+    Answers, Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
+    StoreError, StoreErrorKind, StoreFuture, Write, renew_all,
 };
 
 use crate::dice::Dice;
@@ -193,7 +193,7 @@ impl Request {
         let write = |write| Reply::Writes(vec![write]);
         match self {
             Self::Reserve(request) => store.reserve(request).await.map(Reply::Reservation),
-            Self::Renew(leases) => store.renew(leases).await.map(Reply::Writes),
+            Self::Renew(leases) => renew_all(store, leases).await.map(Reply::Writes),
             Self::Finish(lease, finish) => store.finish(lease, finish).await.map(write),
             Self::Release(lease, release) => store.release(lease, *release).await.map(write),
             Self::Reopen(key, attempt) => store.reopen(key, *attempt).await.map(write),
@@ -280,6 +280,10 @@ impl Clock for SlowClock {
     fn entropy(&self) -> u128 {
         self.0.entropy()
     }
+
+    fn spawn(&self, task: idem_runtime::Task) {
+        self.0.spawn(task);
+    }
 }
 
 /// A clock that gives everybody the same chance.
@@ -297,6 +301,10 @@ impl Clock for SameChance {
 
     fn entropy(&self) -> u128 {
         7
+    }
+
+    fn spawn(&self, task: idem_runtime::Task) {
+        self.0.spawn(task);
     }
 }
 
@@ -432,12 +440,17 @@ impl Flight<'_> {
     /// Has its effect at the store now; and says what it was answered, and when.
     async fn land(&mut self) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
         let request = self.request.take().expect("lands once");
-        land(&self.line.0.net, &*self.line.0.inner, &request).await
+        land(&self.line.0.net, &*self.line.0.inner, &request, self.ops).await
     }
 }
 
-async fn land(net: &Net, store: &dyn Store, request: &Request) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
-    let at = net.history().tick();
+async fn land(
+    net: &Net,
+    store: &dyn Store,
+    request: &Request,
+    ops: &[usize],
+) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
+    let at = net.history().land(ops);
     let pretended = match (net.prank, request) {
         (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
             Some(Reply::Writes(vec![Write::Done]))
@@ -487,11 +500,11 @@ impl Drop for Flight<'_> {
         let keys = self.ops.iter().map(|op| net.history().ops[*op].key).collect();
         let met = Met { process: self.line.number(), keys, from, to: from + nanos(longest) };
         net.met.lock().unwrap().push(met);
-        let store = Arc::clone(&self.line.0.inner);
+        let (store, ops) = (Arc::clone(&self.line.0.inner), self.ops.to_vec());
         runtime.spawn(async move {
             net.delay(longest).await;
             // Whoever asked is told nothing.
-            let _ = land(&net, &*store, &request).await;
+            let _ = land(&net, &*store, &request, &ops).await;
         });
     }
 }
@@ -503,6 +516,18 @@ impl Store for Line {
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())
+    }
+
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &'static str {
+        ""
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
     }
 
     fn heartbeats(&self) -> &Heartbeats {
@@ -518,8 +543,8 @@ impl Store for Line {
         })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        StoreFuture::new(async move { self.exchange(Request::Renew(leases.to_vec())).await.map(writes) })
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        StoreFuture::renewed(answer, async move { self.exchange(Request::Renew(leases.to_vec())).await.map(writes) })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

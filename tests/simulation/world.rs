@@ -78,6 +78,13 @@ impl Report {
         let history = self.world.net.history().transcript(key);
         format!("{history}{}", self.world.ledger.borrow().transcript(key))
     }
+
+    /// Whether each key's history is linearizable, for the checker and for one who does not know when the store did what.
+    pub(crate) fn verdicts(&self) -> Vec<[Verdict; 2]> {
+        let history = self.world.net.history();
+        let both = |key| [linearize::check(&history, key), linearize::check_from_outside(&history, key)];
+        (0..self.world.operations.len()).map(both).collect()
+    }
 }
 
 /// The payload of a message that has no fingerprint.
@@ -198,7 +205,7 @@ impl Drop for Delivery {
 }
 
 #[idempotent(
-    key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy,
+    key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload, on_error = decide
 )]
 async fn recording(delivery: &Delivery) -> Result<String, Failure> {
@@ -206,7 +213,7 @@ async fn recording(delivery: &Delivery) -> Result<String, Failure> {
 }
 
 #[idempotent(
-    key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy,
+    key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload
 )]
 async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
@@ -214,7 +221,7 @@ async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
 }
 
 /// As before the handler was given a fingerprint.
-#[idempotent(key = "{delivery.key()}", scope = "simulation", store = delivery.line, policy = delivery.policy)]
+#[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
 async fn unmarked(delivery: &Delivery) -> Result<String, Failure> {
     body(delivery).await
 }
@@ -447,7 +454,8 @@ impl World {
                 match disposition {
                     Disposition::Ack | Disposition::DeadLetter => self.settle(message),
                     Disposition::Retry { after } => {
-                        self.retry(message, after.unwrap_or_else(|| self.dice.up_to(lease)));
+                        // A broker keeps to the time, or not.
+                        self.retry(message, after.min(self.dice.up_to(lease)));
                     }
                 }
             }

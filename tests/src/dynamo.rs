@@ -259,13 +259,32 @@ impl Reply {
     }
 }
 
+/// Connections that nobody uses at the moment, and the process that made them.
+#[derive(Default)]
+struct Idle {
+    process: u32,
+    connections: Vec<BufReader<TcpStream>>,
+}
+
+impl Idle {
+    /// Those of this process. What was inherited from a parent is left alone: even to close it would touch the parent's.
+    fn of_this_process(&mut self) -> &mut Vec<BufReader<TcpStream>> {
+        let this = std::process::id();
+        if self.process != this {
+            std::mem::forget(std::mem::take(&mut self.connections));
+            self.process = this;
+        }
+        &mut self.connections
+    }
+}
+
 /// Plain HTTP to one endpoint. It counts the requests, and does with them what a script says.
 #[derive(Clone)]
 pub struct Wire(Arc<Shared>);
 
 struct Shared {
     endpoint: String,
-    idle: Mutex<Vec<BufReader<TcpStream>>>,
+    idle: Mutex<Idle>,
     script: Mutex<VecDeque<Reply>>,
     seen: Mutex<Vec<String>>,
 }
@@ -348,7 +367,7 @@ impl Shared {
     /// One exchange with the emulator, on a connection of its own while it lasts.
     async fn exchange(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
         let address = self.endpoint.strip_prefix("http://").expect("plain HTTP");
-        let idle = self.idle.lock().unwrap().pop();
+        let idle = self.idle.lock().unwrap().of_this_process().pop();
         let mut stream = match idle {
             Some(stream) => stream,
             None => {
@@ -365,7 +384,7 @@ impl Shared {
         bytes.push_str("\r\n");
         stream.write_all(&[bytes.as_bytes(), body].concat()).await?;
         let (status, headers, body) = read_answer(&mut stream).await?;
-        self.idle.lock().unwrap().push(stream);
+        self.idle.lock().unwrap().of_this_process().push(stream);
         let mut response = HttpResponse::new(status.try_into()?, body.into());
         for (name, value) in headers {
             response.headers_mut().append(name, value);

@@ -3,6 +3,7 @@
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
 pub mod calls;
+pub mod chance;
 #[cfg(feature = "cluster")]
 pub mod cluster;
 #[cfg(feature = "dynamodb")]
@@ -23,8 +24,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::{
-    Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind,
-    StoreFuture, Write,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Write, renew_all,
 };
 
 /// What a [`FaultyStore`] does with one call.
@@ -34,6 +35,8 @@ pub enum Fault {
     None,
     /// Fails before anything is written.
     Before(StoreErrorKind),
+    /// Fails before anything is written if there is a result to write, and hands on what has none.
+    BeforeResult(StoreErrorKind),
     /// Does it, and loses the answer.
     After,
     /// Does it after this many polls, and answers after as many more.
@@ -59,6 +62,7 @@ pub enum Call {
 #[derive(Clone, Debug)]
 pub struct FaultyStore {
     inner: Arc<dyn Store>,
+    response_timeout: Duration,
     plan: Arc<Mutex<Plan>>,
 }
 
@@ -73,7 +77,13 @@ struct Plan {
 impl FaultyStore {
     /// Hands everything on until told otherwise.
     pub fn new(inner: &(impl Store + ?Sized)) -> Self {
-        Self { inner: inner.handle(), plan: Arc::default() }
+        Self { inner: inner.handle(), response_timeout: inner.response_timeout(), plan: Arc::default() }
+    }
+
+    /// Says that a call may take so long.
+    #[must_use]
+    pub fn answers_within(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
     }
 
     /// The next call of this kind meets `fault`.
@@ -114,12 +124,19 @@ impl FaultyStore {
         call: Call,
         inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
     ) -> StoreFuture<'a, T> {
-        match self.meet(call) {
+        Self::meeting(self.meet(call), inner)
+    }
+
+    fn meeting<'a, T: Send + 'a>(
+        fault: Fault,
+        inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        match fault {
             Fault::None => inner(),
             fault => StoreFuture::new(async move {
                 match fault {
                     Fault::None => inner().await,
-                    Fault::Before(kind) => Err(StoreError::new(kind, "failed on command")),
+                    Fault::Before(kind) | Fault::BeforeResult(kind) => Err(StoreError::new(kind, "failed on command")),
                     Fault::After => {
                         inner().await?;
                         Err(StoreError::new(StoreErrorKind::Unknown, "the answer got lost on command"))
@@ -158,6 +175,18 @@ impl Store for FaultyStore {
         Arc::new(self.clone())
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &str {
+        self.inner.namespace()
+    }
+
+    fn response_timeout(&self) -> Duration {
+        self.response_timeout
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         self.inner.heartbeats()
     }
@@ -167,12 +196,19 @@ impl Store for FaultyStore {
         self.through(Call::Reserve, move || self.inner.reserve(request))
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        self.through(Call::Renew, move || self.inner.renew(leases))
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        // An answer that gets lost is lost for every lease.
+        let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
+        StoreFuture::renewed(answer, self.through(Call::Renew, inner))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
-        self.through(Call::Finish, move || self.inner.finish(lease, finish))
+        let call = move || self.inner.finish(lease, finish);
+        let has_result = matches!(finish.payload(), Payload::Stored { .. });
+        match self.meet(Call::Finish) {
+            Fault::BeforeResult(_) if !has_result => call(),
+            fault => Self::meeting(fault, call),
+        }
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {

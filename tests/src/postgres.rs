@@ -305,6 +305,11 @@ impl PgBouncer {
         }
     }
 
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Where it listens.
     pub fn url(&self) -> String {
         url(self.port)

@@ -1,14 +1,19 @@
 //! A TCP proxy that breaks connections on command.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+
+use crate::chance::Chance;
+
+/// How much is carried at once.
+const PIECE: usize = 16 * 1024;
 
 /// What the proxy does with bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,6 +22,10 @@ pub enum Line {
     Pass,
     /// Carries them after this time, in both directions.
     Delay(Duration),
+    /// Carries each piece after some time of its own, up to this one: what goes by another connection may overtake it.
+    Uneven(Duration),
+    /// Carries this many bytes per second, of all connections together, in each direction.
+    Slow(u32),
     /// Swallows what the client sends: the server does nothing.
     LoseRequests,
     /// Swallows what the server answers: it was done.
@@ -43,7 +52,7 @@ impl Line {
 
     /// Whether a connection on which this was so can go on. In TCP nothing is lost from the middle.
     fn loses_nothing(self) -> bool {
-        matches!(self, Self::Pass | Self::Delay(_))
+        matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }
 }
 
@@ -53,6 +62,39 @@ pub struct Proxy {
     address: SocketAddr,
     line: Arc<watch::Sender<Line>>,
     halved: Arc<AtomicUsize>,
+    sent: Sent,
+}
+
+/// How many bytes came from the client on each connection, in the order in which they were made.
+type Sent = Arc<Mutex<Vec<Arc<AtomicUsize>>>>;
+
+/// One direction of all connections.
+#[derive(Debug, Default)]
+struct Direction {
+    /// When a slow line will have carried what it was given.
+    free_at: Mutex<Option<Instant>>,
+}
+
+impl Direction {
+    /// Waits as long as `line` takes to carry `bytes`.
+    async fn takes(&self, line: Line, bytes: usize, chance: &mut Chance) {
+        match line {
+            Line::Delay(delay) => tokio::time::sleep(delay).await,
+            Line::Uneven(longest) => tokio::time::sleep(chance.up_to(longest)).await,
+            Line::Slow(rate) => {
+                let takes = Duration::from_secs(bytes as u64) / rate;
+                let carried_at = {
+                    let mut free_at = self.free_at.lock().unwrap();
+                    let now = Instant::now();
+                    let carried_at = free_at.map_or(now, |at| at.max(now)) + takes;
+                    *free_at = Some(carried_at);
+                    carried_at
+                };
+                tokio::time::sleep_until(carried_at.into()).await;
+            }
+            _ => {}
+        }
+    }
 }
 
 impl Proxy {
@@ -66,12 +108,20 @@ impl Proxy {
         let line = Arc::new(watch::channel(Line::Pass).0);
         let halved = Arc::default();
         let (lines, count) = (Arc::clone(&line), Arc::clone(&halved));
+        let sent = Sent::default();
+        let sent_by_each = Arc::clone(&sent);
         tokio::spawn(async move {
+            let directions: [Arc<Direction>; 2] = Default::default();
+            let (chance, mut connections) = (Chance::seeded(u64::from(port)), 0);
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, port, lines.subscribe(), Arc::clone(&count)));
+                connections += 1;
+                let chance = chance.of(connections);
+                let (sent, count) = (Arc::default(), Arc::clone(&count));
+                sent_by_each.lock().unwrap().push(Arc::clone(&sent));
+                tokio::spawn(carry(client, port, lines.subscribe(), count, sent, directions.clone(), chance));
             }
         });
-        Self { address, line, halved }
+        Self { address, line, halved, sent }
     }
 
     /// Where it listens.
@@ -89,13 +139,26 @@ impl Proxy {
         self.halved.load(Ordering::Relaxed)
     }
 
+    /// How many bytes came from the client on each connection, in the order in which they were made.
+    pub fn sent(&self) -> Vec<usize> {
+        self.sent.lock().unwrap().iter().map(|sent| sent.load(Ordering::SeqCst)).collect()
+    }
+
     /// What it does from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }
 }
 
-async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>, halved: Arc<AtomicUsize>) {
+async fn carry(
+    client: TcpStream,
+    port: u16,
+    line: watch::Receiver<Line>,
+    halved: Arc<AtomicUsize>,
+    sent: Arc<AtomicUsize>,
+    [up, down]: [Arc<Direction>; 2],
+    chance: Chance,
+) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
     let spared = line.borrow().spares_new_ones();
     client.set_nodelay(true).ok();
@@ -117,8 +180,8 @@ async fn carry(client: TcpStream, port: u16, line: watch::Receiver<Line>, halved
         return;
     }
     tokio::select! {
-        () = upstream(&mut from_client, &mut to_server, lines.clone(), spared, &halved) => {}
-        () = downstream(&mut from_server, to_client, lines, spared, &halved) => {}
+        () = upstream(&mut from_client, &mut to_server, lines.clone(), spared, [&halved, &sent], (&up, chance.of(1))) => {}
+        () = downstream(&mut from_server, to_client, lines, spared, &halved, (&down, chance.of(2))) => {}
         () = healed => {}
     }
 }
@@ -142,19 +205,20 @@ async fn upstream(
     to: &mut OwnedWriteHalf,
     mut line: watch::Receiver<Line>,
     spared: bool,
-    halved: &AtomicUsize,
+    [halved, sent]: [&AtomicUsize; 2],
+    (direction, mut chance): (&Direction, Chance),
 ) {
-    let mut buffer = vec![0; 64 * 1024];
+    let mut buffer = vec![0; PIECE];
     loop {
         if done_to(spared, &mut line) == Line::EndToServer && to.shutdown().await.is_ok() {
             halved.fetch_add(1, Ordering::Relaxed);
         }
         let Some(read) = next(from, &mut buffer, &mut line).await else { return };
+        sent.fetch_add(read, Ordering::SeqCst);
         match done_to(spared, &mut line) {
             _ if read == 0 => continue,
             Line::LoseRequests | Line::Stale | Line::EndToServer => continue,
-            Line::Delay(delay) => tokio::time::sleep(delay).await,
-            _ => {}
+            line => direction.takes(line, read, &mut chance).await,
         }
         if to.write_all(&buffer[..read]).await.is_err() {
             return;
@@ -168,8 +232,9 @@ async fn downstream(
     mut line: watch::Receiver<Line>,
     spared: bool,
     halved: &AtomicUsize,
+    (direction, mut chance): (&Direction, Chance),
 ) {
-    let mut buffer = vec![0; 64 * 1024];
+    let mut buffer = vec![0; PIECE];
     loop {
         if done_to(spared, &mut line) == Line::EndToClient && to.shutdown().await.is_ok() {
             halved.fetch_add(1, Ordering::Relaxed);
@@ -182,8 +247,7 @@ async fn downstream(
             (Some(0), _) | (Some(_), Line::LoseReplies | Line::Stale | Line::EndToClient | Line::EndToServer) => {
                 continue;
             }
-            (Some(_), Line::Delay(delay)) => tokio::time::sleep(delay).await,
-            _ => {}
+            (Some(read), line) => direction.takes(line, read, &mut chance).await,
         }
         if to.write_all(&buffer[..read.unwrap_or_default()]).await.is_err() {
             break;

@@ -4,9 +4,10 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
-use std::io::Write as _;
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use idem_runtime::{Key, Payload, State, Store};
@@ -14,8 +15,10 @@ use idem_runtime::{Key, Payload, State, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
-/// How long the leases of racers are.
-pub const LEASE: Duration = Duration::from_millis(500);
+/// How long the leases of racers are, unless they are told otherwise. Longer than their stores may take to answer.
+pub const LEASE: Duration = Duration::from_secs(1);
+/// The store that is audited may take its time.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// What two readings of the clock of the table may be off by, together.
 const CLOCK_SLACK: u64 = 20;
 
@@ -47,6 +50,8 @@ pub enum Event {
     Began(u32),
     /// The lease was confirmed; the time is that of the question.
     Held,
+    /// The body was polled.
+    Polled,
     /// The body has done its work.
     Ended,
     /// The call has ended: it ran the body, and this is the result.
@@ -66,7 +71,7 @@ pub enum Event {
 impl Event {
     /// Whether the caller was told something.
     pub fn ends_a_call(&self) -> bool {
-        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Ended)
+        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
     }
 }
 
@@ -78,6 +83,7 @@ impl fmt::Display for Line {
             Event::Asked => write!(f, "asked"),
             Event::Began(attempt) => write!(f, "began {attempt}"),
             Event::Held => write!(f, "held"),
+            Event::Polled => write!(f, "polled"),
             Event::Ended => write!(f, "ended"),
             Event::Ran(result) => write!(f, "ran {result}"),
             Event::Replayed(result) => write!(f, "replayed {result}"),
@@ -99,6 +105,7 @@ impl Line {
             ["asked"] => Event::Asked,
             ["began", attempt] => Event::Began(small(attempt)),
             ["held"] => Event::Held,
+            ["polled"] => Event::Polled,
             ["ended"] => Event::Ended,
             ["ran", result] => Event::Ran((*result).to_owned()),
             ["replayed", result] => Event::Replayed((*result).to_owned()),
@@ -124,6 +131,16 @@ pub fn now() -> u64 {
 /// The result that a run records: which attempt it was, and whose.
 pub fn result(attempt: u32, worker: u32, call: u32) -> String {
     format!("{attempt}/{worker}/{call}")
+}
+
+/// The same, made larger.
+pub fn padded(result: &str, bytes: usize) -> String {
+    result.to_owned() + &".".repeat(bytes.saturating_sub(result.len()))
+}
+
+/// The result that was made larger.
+pub fn told(padded: &str) -> &str {
+    padded.trim_end_matches('.')
 }
 
 fn attempt_of(result: &str) -> u32 {
@@ -165,13 +182,19 @@ pub fn key(n: usize) -> Key {
 
 // Those who write it.
 
-/// How many keys there are.
+/// Which keys a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
-    /// This many.
+    /// One after the other, this many.
     Fixed(usize),
-    /// As many as [`Crew::finish`] tells in the end; until then there is always one more.
+    /// One after the other, as many as [`Crew::finish`] tells in the end; until then there is always one more.
     Open,
+    /// Side by side, this many from the first one on. The body of each does the [`Work`], which belongs to the first body for
+    /// all other racers.
+    Together(usize),
+    /// As before the first number of keys, while the second number after those is served again and again, with [`Work::Some`],
+    /// until [`Crew::open_gate`].
+    Beside(usize, usize),
 }
 
 /// What the body of a racer does.
@@ -181,20 +204,140 @@ pub enum Work {
     Nothing,
     /// Takes some milliseconds.
     Some,
+    /// Takes two leases.
+    Long,
     /// Takes some milliseconds, but the first body goes on, confirming its lease, until [`Crew::open_gate`].
     Held,
+    /// The same, and nobody but the heartbeat confirms the lease.
+    Quiet,
+    /// The same, and each poll is entered. The runtime has many other things to do after a pause.
+    Polled,
+    /// As quiet, and the body blocks its thread, which is the only one of its runtime.
+    Blocks,
+    /// As quiet, and the body blocks its thread by `block_in_place`.
+    BlocksInPlace,
+}
+
+/// On which runtimes a racer works.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// On one, of one thread.
+    One,
+    /// On one, and the store was opened on another one, of one thread, that stands still.
+    OpenedElsewhere,
+    /// On one, and the first body, a [long](Work::Long) one for a key of its own, ran on another one, of one thread, that stands
+    /// still.
+    BegunElsewhere,
+    /// The process opens the store, runs a [long](Work::Long) body for a key of its own, and forks off two children. All three
+    /// serve the next keys, and then as many of their own each.
+    Forked,
+}
+
+/// What a racer is told.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Orders {
+    /// What [`stores::open`] opens.
+    pub spec: String,
+    /// Where the table of effects is.
+    pub path: PathBuf,
+    /// The first key.
+    pub begin: usize,
+    /// Which keys.
+    pub keys: Keys,
+    /// What bodies do.
+    pub work: Work,
+    /// On which runtimes.
+    pub place: Place,
+    /// How long leases are.
+    pub lease: Duration,
+    /// How many bytes results have at least.
+    pub bytes: usize,
+}
+
+impl Orders {
+    /// To run a body for each of so many keys.
+    #[must_use]
+    pub fn plain(spec: impl Into<String>, path: impl Into<PathBuf>, keys: usize) -> Self {
+        Self {
+            spec: spec.into(),
+            path: path.into(),
+            begin: 0,
+            keys: Keys::Fixed(keys),
+            work: Work::Nothing,
+            place: Place::One,
+            lease: LEASE,
+            bytes: 0,
+        }
+    }
+
+    /// The arguments that say so.
+    #[must_use]
+    pub fn words(&self) -> [String; 8] {
+        let Self { spec, path, begin, keys, work, place, lease, bytes } = self;
+        let path = path.to_str().expect("a path of ours").to_owned();
+        let keys = match keys {
+            Keys::Fixed(keys) => format!("fixed {keys}"),
+            Keys::Open => "open".to_owned(),
+            Keys::Together(keys) => format!("together {keys}"),
+            Keys::Beside(keys, beside) => format!("beside {keys} {beside}"),
+        };
+        let lease = lease.as_millis().to_string();
+        let (work, place) = (format!("{work:?}"), format!("{place:?}"));
+        [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string()]
+    }
+
+    /// What the arguments of this process say.
+    ///
+    /// # Panics
+    /// If nobody has given these orders.
+    pub fn read() -> Self {
+        let words: Vec<String> = std::env::args().skip(1).collect();
+        let [spec, path, begin, keys, work, place, lease, bytes] = &words[..] else { panic!("no orders: {words:?}") };
+        let number = |text: &str| text.parse::<usize>().expect("a number");
+        let keys = match keys.split_once(' ') {
+            None => Keys::Open,
+            Some(("fixed", keys)) => Keys::Fixed(number(keys)),
+            Some(("together", keys)) => Keys::Together(number(keys)),
+            Some((_, keys)) => {
+                let (keys, beside) = keys.split_once(' ').expect("two numbers");
+                Keys::Beside(number(keys), number(beside))
+            }
+        };
+        let kinds = [
+            Work::Nothing,
+            Work::Some,
+            Work::Long,
+            Work::Held,
+            Work::Quiet,
+            Work::Polled,
+            Work::Blocks,
+            Work::BlocksInPlace,
+        ];
+        let places = [Place::One, Place::OpenedElsewhere, Place::BegunElsewhere, Place::Forked];
+        Self {
+            spec: spec.clone(),
+            path: path.into(),
+            begin: number(begin),
+            keys,
+            work: kinds.into_iter().find(|it| format!("{it:?}") == *work).expect("a kind of work"),
+            place: places.into_iter().find(|it| format!("{it:?}") == *place).expect("a place"),
+            lease: Duration::from_millis(number(lease) as u64),
+            bytes: number(bytes),
+        }
+    }
 }
 
 /// Racers at work on one store and one table.
 #[derive(Debug)]
 pub struct Crew {
     program: String,
-    spec: String,
     env: Env,
-    path: PathBuf,
+    orders: Orders,
     racers: Vec<Child>,
-    /// Who is held in a body, or was.
+    /// Who may be held in a body, or was.
     gates: Vec<u32>,
+    /// The table as far as it was read, and how many bytes that are.
+    read: Mutex<(usize, Vec<Line>)>,
 }
 
 impl Crew {
@@ -203,14 +346,29 @@ impl Crew {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
         File::create(&path).expect("a file for the effects");
+        let orders = Orders {
+            spec: spec.to_owned(),
+            path,
+            begin: 0,
+            keys: Keys::Open,
+            work: Work::Nothing,
+            place: Place::One,
+            lease: LEASE,
+            bytes: 0,
+        };
         Self {
             program: program.to_owned(),
-            spec: spec.to_owned(),
             env: Vec::new(),
-            path,
+            orders,
             racers: Vec::new(),
             gates: Vec::new(),
+            read: Mutex::default(),
         }
+    }
+
+    /// The orders of racers to come, but for what [`start`](Self::start) names.
+    pub fn orders(&mut self) -> &mut Orders {
+        &mut self.orders
     }
 
     /// Racers to come find this in their environment.
@@ -220,24 +378,13 @@ impl Crew {
 
     /// Starts a racer at the key `begin`, and says who it is.
     pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
-        let keys = match keys {
-            Keys::Fixed(keys) => keys.to_string(),
-            Keys::Open => "open".to_owned(),
-        };
-        let work = match work {
-            Work::Nothing => "nothing",
-            Work::Some => "some",
-            Work::Held => "held",
-        };
+        let orders = Orders { begin, keys, work, ..self.orders.clone() };
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", &self.program, &self.spec]).arg(&self.path);
-        command.args([&keys, &begin.to_string(), work]).envs(self.env.iter().cloned());
+        command.args(["--pdeathsig", "KILL", &self.program]).args(orders.words()).envs(self.env.iter().cloned());
         let racer = command.spawn().expect("a racer starts");
         let worker = racer.id();
         self.racers.push(racer);
-        if work == "held" {
-            self.gates.push(worker);
-        }
+        self.gates.push(worker);
         worker
     }
 
@@ -257,24 +404,37 @@ impl Crew {
 
     /// Lets the body end that `worker` is held in.
     pub fn open_gate(&self, worker: u32) {
-        File::create(gate(&self.path, worker)).expect("can be written");
+        File::create(gate(&self.orders.path, worker)).expect("can be written");
     }
 
     /// Tells how many keys there are in the end: all that were begun, and some more.
     pub fn finish(&self) -> usize {
         let keys = self.lines().iter().map(|line| line.key).max().unwrap_or_default() + 10;
         // Whole or not at all.
-        let draft = beside(&self.path, "draft");
+        let draft = beside(&self.orders.path, "draft");
         std::fs::write(&draft, keys.to_string()).expect("can be written");
-        std::fs::rename(draft, beside(&self.path, "keys")).expect("can be written");
+        std::fs::rename(draft, beside(&self.orders.path, "keys")).expect("can be written");
         keys
     }
 
     /// What is in the table.
     pub fn lines(&self) -> Vec<Line> {
-        let text = std::fs::read_to_string(&self.path).expect("the table can be read");
+        self.read(<[Line]>::to_vec)
+    }
+
+    fn read<T>(&self, look: impl FnOnce(&[Line]) -> T) -> T {
+        let mut read = self.read.lock().unwrap();
+        let (bytes, lines) = &mut *read;
+        let mut file = File::open(&self.orders.path).expect("the table can be read");
+        file.seek(SeekFrom::Start(*bytes as u64)).expect("it only grows");
+        let mut text = String::new();
+        file.read_to_string(&mut text).expect("the table can be read");
         // The last line may be being written.
-        text.rsplit_once('\n').map_or_else(Vec::new, |(whole, _)| whole.lines().map(Line::read).collect())
+        if let Some((whole, _)) = text.rsplit_once('\n') {
+            lines.extend(whole.lines().map(Line::read));
+            *bytes += whole.len() + 1;
+        }
+        look(lines)
     }
 
     /// Waits until `condition` holds for what is in the table.
@@ -282,8 +442,15 @@ impl Crew {
     /// # Panics
     /// If it never does.
     pub async fn until(&self, what: &str, mut condition: impl FnMut(&[Line]) -> bool) {
-        let what = format!("{what} ({})", self.spec);
-        until(&what, async || condition(&self.lines())).await;
+        let what = format!("{what} ({})", self.orders.spec);
+        let failed = beside(&self.orders.path, "failed");
+        until(&what, async || {
+            if let Ok(why) = std::fs::read_to_string(&failed) {
+                panic!("{what}: a racer failed: {why}");
+            }
+            self.read(&mut condition)
+        })
+        .await;
     }
 
     /// Waits until every racer has ended.
@@ -295,7 +462,7 @@ impl Crew {
         while !self.racers.is_empty() {
             // However long they take, they get on.
             let before = got_on;
-            until(&format!("the racers get on ({})", self.spec), async || {
+            until(&format!("the racers get on ({})", self.orders.spec), async || {
                 self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
                     Some(status) => {
                         assert!(status.success(), "a racer failed: {status}");
@@ -303,8 +470,8 @@ impl Crew {
                     }
                     None => true,
                 });
-                let done = |line: &Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
-                got_on = self.lines().iter().filter(|line| done(line)).count();
+                let done = |line: &&Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
+                got_on = self.read(|lines| lines.iter().filter(done).count());
                 self.racers.is_empty() || got_on > before
             })
             .await;
@@ -314,7 +481,8 @@ impl Crew {
 
     /// Audits what is in the table and in the store; see [`Rules`].
     pub async fn audit(&self, keys: usize, rules: &Rules) -> Effects {
-        rules.audit(&self.lines(), keys, &*stores::open(&self.spec).await).await
+        let store = stores::open(&self.orders.spec, PATIENCE).await;
+        rules.audit(&self.lines(), keys, &*store, self.orders.lease).await
     }
 }
 
@@ -324,11 +492,11 @@ impl Drop for Crew {
             racer.kill().ok();
             racer.wait().ok();
         }
-        for path in [self.path.clone(), beside(&self.path, "keys")] {
+        for path in [self.orders.path.clone(), beside(&self.orders.path, "keys"), beside(&self.orders.path, "failed")] {
             std::fs::remove_file(path).ok();
         }
         for worker in &self.gates {
-            std::fs::remove_file(gate(&self.path, *worker)).ok();
+            std::fs::remove_file(gate(&self.orders.path, *worker)).ok();
         }
     }
 }
@@ -406,7 +574,7 @@ fn calls(lines: &[Line]) -> Vec<Call> {
             told: None,
         });
         match event {
-            Event::Asked => {}
+            Event::Asked | Event::Polled => {}
             Event::Began(attempt) => it.began = Some((*attempt, *at)),
             Event::Held => it.held = it.held.max(*at),
             Event::Ended => it.ended = true,
@@ -420,7 +588,7 @@ impl Rules {
     /// Of a store that kept its records, and whose clock nobody set.
     pub const STRICT: Self = Self { leases: true, forgotten: None };
 
-    async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store) -> Effects {
+    async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, lease: Duration) -> Effects {
         let mut of_keys = vec![Vec::new(); keys];
         for call in calls(lines) {
             of_keys[call.key].push(call);
@@ -430,7 +598,8 @@ impl Rules {
             let recorded = store.inspect(&key(n)).await.expect("answers").expect("recorded").record;
             let State::Completed(Payload::Stored { bytes, .. }) = &recorded.state else { panic!("{n}: {recorded:?}") };
             let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
-            effects.push(self.audit_key(&calls, &recorded).unwrap_or_else(|problem| {
+            let recorded = told(&recorded);
+            effects.push(self.audit_key(&calls, recorded, lease).unwrap_or_else(|problem| {
                 let lines: Vec<_> = lines.iter().filter(|line| line.key == n).map(ToString::to_string).collect();
                 panic!("key {n}, recorded {recorded}: {problem}\n{}", lines.join("\n"))
             }));
@@ -439,7 +608,7 @@ impl Rules {
     }
 
     /// The attempts that took effect, or what is wrong.
-    fn audit_key(&self, calls: &[Call], recorded: &str) -> Result<Vec<u32>, String> {
+    fn audit_key(&self, calls: &[Call], recorded: &str, lease: Duration) -> Result<Vec<u32>, String> {
         let ran = |call: &&Call| call.result().is_some_and(|result| result == recorded);
         let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
         if !run.ended {
@@ -456,8 +625,8 @@ impl Rules {
                 calls.iter().filter(|call| call.asked > to).collect(),
             ),
         };
-        self.audit_memory(&before, None)?;
-        self.audit_memory(&after, Some(recorded))?;
+        self.audit_memory(&before, None, lease)?;
+        self.audit_memory(&after, Some(recorded), lease)?;
         let last = attempt_of(recorded);
         if let Some((later, _)) = after.iter().filter_map(|call| call.began).find(|(attempt, _)| *attempt > last) {
             return Err(format!("attempt {later} ran after the one that is recorded"));
@@ -468,7 +637,7 @@ impl Rules {
     }
 
     /// What was so as long as nothing was forgotten.
-    fn audit_memory(&self, calls: &[&Call], recorded: Option<&str>) -> Result<(), String> {
+    fn audit_memory(&self, calls: &[&Call], recorded: Option<&str>, lease: Duration) -> Result<(), String> {
         let mut outcome = recorded;
         for call in calls {
             if let Some((_, Event::Ran(result) | Event::Replayed(result))) = &call.told
@@ -484,7 +653,7 @@ impl Rules {
             if first == second {
                 return Err(format!("attempt {first} ran twice"));
             }
-            let lapses = before.held + u64::try_from(LEASE.as_millis()).expect("short");
+            let lapses = before.held + u64::try_from(lease.as_millis()).expect("short");
             if self.leases && began + CLOCK_SLACK < lapses {
                 return Err(format!("attempt {second} began {} ms before the lease lapsed", lapses - began));
             }

@@ -12,6 +12,7 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, RedisStore};
 use redis::AsyncCommands;
 
+use crate::chance::Chance;
 use crate::proxy::{Line, Proxy};
 
 /// A kind of server, and the environment variable that names its program; `scripts/test` sets them.
@@ -196,13 +197,16 @@ pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
 
 /// A port that nobody listens on now.
 ///
-/// No port is given out twice: tests run side by side, and each lets go of its port before its server takes it.
+/// No port is given out twice: tests run side by side, and each lets go of its port before its server takes it. Nor does the
+/// system give one of these to a client or to whoever asks for any port.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    let mut given = GIVEN.lock().unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("in this age");
+    let mut chance = Chance::seeded(u64::from(now.subsec_nanos()) << 32 | u64::from(std::process::id()));
     loop {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let port = listener.local_addr().expect("bound").port();
-        if GIVEN.lock().unwrap().insert(port) {
+        let port = 10_000 + u16::try_from(chance.below(20_000)).expect("small");
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() && given.insert(port) {
             return port;
         }
     }

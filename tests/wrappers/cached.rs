@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use idem_runtime::{
-    Cached, CachedOptions, Error, Fingerprint, Finish, Heartbeats, InProgress, Inspection, Key, Lease, MemoryStore,
-    OnCrash, OnStoreError, Payload, Record, Release, Reservation, Reserve, State, Store, StoreErrorKind, StoreFuture,
-    Write,
+    Answers, Cached, CachedOptions, Error, Fingerprint, Finish, Heartbeats, InProgress, Inspection, Key, Lease,
+    MemoryStore, OnCrash, OnStoreError, Payload, Record, Release, Reservation, Reserve, State, Store, StoreErrorKind,
+    StoreFuture, Write,
 };
 use idem_tests::{Call, Fault};
 
@@ -126,7 +126,7 @@ async fn a_refused_or_failed_finish_is_not_kept() {
 async fn the_fingerprint_is_checked_on_a_hit() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
-    let marked = |byte| Reserve { fingerprint: Some(Fingerprint::from_bytes([byte; 32])), ..world.request("k") };
+    let marked = |payload| Reserve { fingerprint: Some(Fingerprint::of(&payload).unwrap()), ..world.request("k") };
     let Reservation::Reserved { lease, .. } = store.reserve(&marked(1)).await.unwrap() else { panic!() };
     assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
     let before = calls(&world);
@@ -478,6 +478,18 @@ impl Store for Peculiar {
         Arc::new(self.clone())
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &'static str {
+        ""
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         self.none.as_deref().unwrap_or(self.memory.heartbeats())
     }
@@ -491,8 +503,8 @@ impl Store for Peculiar {
         })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        self.memory.renew(leases)
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        self.memory.renew(leases, answer)
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

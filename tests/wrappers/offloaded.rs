@@ -627,3 +627,22 @@ fn walk(folder: &std::path::Path) -> std::path::PathBuf {
     let entry = std::fs::read_dir(folder).unwrap().next().expect("an entry").unwrap().path();
     if entry.is_dir() { walk(&entry) } else { entry }
 }
+
+/// The connections of an object store may belong to a runtime that a handler blocks.
+#[tokio::test]
+async fn results_that_are_recorded_late_can_have_an_object_store_of_their_own() {
+    let world = World::new();
+    let (calls, late) = (Objects::default(), Objects::default());
+    let late = Objects { inner: Arc::clone(&calls.inner), ..late };
+    let options = Offloaded::options().above(10).upkeep_objects(Arc::new(late.clone()));
+    assert!(!format!("{options:?}").contains("Objects"), "{options:?}");
+    let store = options.around(world.store.clone(), Arc::new(calls.clone()));
+    calls.always(Verb::Put, Trouble::Denies);
+    let result = [b'x'; 1000];
+    let lease = world.reserved(&store, "k").await;
+    assert_eq!(store.upkeep().finish(&lease, &completed(&result)).await.unwrap(), Write::Done);
+    assert_eq!((calls.count(Verb::Put), late.count(Verb::Put)), (0, 1));
+    assert_eq!(codec_of(&kept(&world.store, "k").await), "idem:object");
+    assert_eq!(payload(&world.replay(&store, "k").await), &stored(&result));
+    assert!(Arc::ptr_eq(&store.upkeep(), &store.upkeep()));
+}

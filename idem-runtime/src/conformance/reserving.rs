@@ -170,6 +170,37 @@ pub(super) async fn released_key_is_free(case: &Case) {
     }
 }
 
+pub(super) async fn released_owner_never_reserves_again(case: &Case) {
+    for release in [Release::Returned, Release::NotStarted] {
+        let key = case.key(&format!("{release:?}"));
+        let request = limited(case.request(&key), 1);
+        let lease = case.reserved(&request, 1, "a key that was never used").await;
+        assert_eq!(case.release(&lease, release).await, Write::Done);
+        let before = case.recorded(&key).await;
+        case.sleep(PAUSE).await;
+        for _ in 0..2 {
+            let released = Reservation::Released { attempt: 1 };
+            case.is_told(&request, released, "a reservation that arrives after its own release").await;
+        }
+        let after = case.recorded(&key).await;
+        assert_eq!(after.record, before.record, "a late reservation changes nothing");
+        let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
+        assert!(!put_off, "a late reservation put the retention off: {before:?}, then {after:?}");
+        assert_eq!(case.release(&lease, release).await, Write::Done, "the release is recognised all the same");
+        case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
+    }
+    // What an operator opens again is not the dead attempt's either.
+    let key = case.key("reopened");
+    let request = case.request(&key);
+    let lease = case.reserved(&request, 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done);
+    let interrupted = Reservation::Interrupted { attempt: 1 };
+    case.is_told(&request, interrupted, "a reservation that arrives after its attempt was marked").await;
+    assert_eq!(case.reopen(&key, 1).await, Write::Done);
+    case.is_told(&request, Reservation::Released { attempt: 1 }, "a reservation that arrives after a `reopen`").await;
+    case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
+}
+
 pub(super) async fn attempts_never_repeat(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;

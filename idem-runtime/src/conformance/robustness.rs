@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
-use super::{Case, LONG, abandon, completed, stored};
-use crate::{Finish, OnCrash, Record, Release, Reservation, Reserve, State, StoreError, StoreErrorKind, Write};
+use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
+use crate::{Finish, OnCrash, Record, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write};
 
 /// How often a call is polled before it is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
@@ -55,12 +55,63 @@ pub(super) async fn dropped_reserve(case: &Case) {
     }
 }
 
+pub(super) async fn dropped_reserve_stays_away(case: &Case) {
+    const EACH: usize = 40;
+    // As the engine cleans up after a call that is dropped: reserve again, release what is then surely held, until done.
+    async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &Reserve) {
+        loop {
+            let answer = case.ask(upkeep.reserve(dropped), "reserve again to clean up").await;
+            let Reservation::Reserved { lease, .. } = answer else { return };
+            if case.ask(upkeep.release(&lease, Release::NotStarted), "release to clean up").await == Write::Done {
+                return;
+            }
+        }
+    }
+    let upkeep = case.subject.store.upkeep();
+    for polls in POLLS {
+        // Together, as a busy store does not what an idle one does.
+        let rounds: Vec<_> = (0..EACH).map(|n| case.key(&format!("{polls}:{n}"))).collect();
+        let mut dropping: Vec<_> = rounds
+            .iter()
+            .enumerate()
+            .map(|(n, key)| {
+                let upkeep = &upkeep;
+                Box::pin(async move {
+                    let dropped = case.request(key);
+                    // The same, over a record that is there already.
+                    if n % 2 == 1 {
+                        let lease = case.reserved(&case.request(key), 1, "a key that was never used").await;
+                        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+                    }
+                    abandon(case, case.subject.store.reserve(&dropped), polls).await;
+                    clean_up(case, &**upkeep, &dropped).await;
+                    let what = format!("a key whose reservation was dropped after {polls} polls");
+                    let (lease, takeover) = case.wins(&case.request(key), &what).await;
+                    assert!(!takeover, "{what}: nobody held it");
+                    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done, "{what}");
+                    (lease, what)
+                })
+            })
+            .collect();
+        let others = crate::clock::all(&mut dropping).await;
+        case.sleep(PAUSE).await;
+        for (lease, what) in others {
+            let expected = Record::after(&lease, State::Released);
+            assert_eq!(
+                case.recorded(&lease.key).await.record,
+                expected,
+                "{what}, cleaned up and used by another attempt"
+            );
+        }
+    }
+}
+
 pub(super) async fn dropped_renew(case: &Case) {
     for polls in POLLS {
         let key = case.key(&polls.to_string());
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         let before = case.recorded(&key).await.record;
-        abandon(case, case.store().renew(std::slice::from_ref(&lease)), polls).await;
+        abandon(case, StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), polls).await;
         assert_eq!(case.recorded(&key).await.record, before, "dropped after {polls} polls");
         assert_eq!(case.renew(&lease).await, Write::Done, "dropped after {polls} polls, then repeated");
         assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "dropped after {polls} polls");
@@ -129,7 +180,7 @@ pub(super) async fn unreachable_store(case: &Case) {
     for _ in 0..2 {
         let answer = case.soon(store.reserve(&request), "reserve").await;
         assert!(answer.is_err(), "a store that is not there reserved a key: {answer:?}");
-        let answer = case.soon(store.renew(std::slice::from_ref(&lease)), "renew").await;
+        let answer = case.soon(StoreFuture::new(renew_all(store, std::slice::from_ref(&lease))), "renew").await;
         assert!(answer.is_err(), "a store that is not there answered to a renewal: {answer:?}");
         let answer = case.soon(store.finish(&lease, &completed("1")), "finish").await;
         assert!(answer.is_err(), "a store that is not there answered to a finish: {answer:?}");
@@ -159,7 +210,7 @@ pub(super) async fn foreign_value(case: &Case) {
         let kind = answer.as_ref().err().map(StoreError::kind);
         assert_eq!(kind, Some(StoreErrorKind::Corrupt), "an inspection met a foreign value: {answer:?}");
         // The writes may be errors or refused; what they must not do is write.
-        let answer = case.soon(case.store().renew(std::slice::from_ref(&lease)), "renew").await;
+        let answer = case.soon(StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), "renew").await;
         assert!(answer.as_ref().map_or(true, |answers| *answers == [Write::Refused]), "a renewal: {answer:?}");
         let answer = case.soon(case.store().finish(&lease, &completed("1")), "finish").await;
         assert!(!matches!(answer, Ok(Write::Done)), "a finish overwrote a foreign value");

@@ -1,9 +1,13 @@
 //! Only the owner writes, and may repeat itself.
 
-use std::sync::Arc;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
 
-use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
+use super::{Case, LONG, PAUSE, SHORT, StoreFuture, TOLERANCE, completed, forged, limited, renew_all, stored};
 use crate::clock::all;
+use crate::sync::lock;
 use crate::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 pub(super) async fn renewal_extends(case: &Case) {
@@ -92,14 +96,88 @@ pub(super) async fn renewals_answer_in_order(case: &Case) {
         let (mut batch, mut expected) = (batch.clone(), expected);
         batch.rotate_left(turn);
         expected.rotate_left(turn);
-        let answers = case.ask(case.store().renew(&batch), "renew a batch").await;
+        let answers = case.ask(StoreFuture::new(renew_all(case.store(), &batch)), "renew a batch").await;
         assert_eq!(answers, expected, "the answers for {batch:?}");
+    }
+}
+
+pub(super) async fn each_renewal_has_one_answer(case: &Case) {
+    for leases in [1, 2, 5, 150] {
+        let mut batch = Vec::new();
+        for n in 0..leases {
+            let request = case.request(&case.key(&format!("{leases}:{n}")));
+            let lease = case.reserved(&request, 1, "a key that was never used").await;
+            // Every third is somebody else's.
+            batch.push(if n % 3 == 2 { forged(&lease, &case.request(&lease.key)) } else { lease });
+        }
+        let answers: Vec<_> = batch.iter().map(|_| Mutex::new(Vec::new())).collect();
+        let answer = |at: usize, write| {
+            let of = answers.get(at).unwrap_or_else(|| panic!("there is no lease {at} of {leases}"));
+            lock(of).push(write);
+        };
+        case.ask(case.store().renew(&batch, &answer), "renew a batch").await;
+        for (n, answers) in answers.iter().enumerate() {
+            let expected = if n % 3 == 2 { Write::Refused } else { Write::Done };
+            assert_eq!(*lock(answers), [expected], "the answers for lease {n} of {leases}");
+        }
+    }
+}
+
+pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
+    let Some(block) = &case.subject.block else { return };
+    let mut batch = Vec::new();
+    for n in 0..5 {
+        let request = case.request(&case.key(&n.to_string()));
+        batch.push(case.reserved(&request, 1, "a key that was never used").await);
+    }
+    for (turn, blocked) in [0, 2, 4].into_iter().enumerate() {
+        let holding = block(batch[blocked].key.clone()).await;
+        let answers: Mutex<Vec<Option<Write>>> = Mutex::new(vec![None; batch.len()]);
+        let told = tokio::sync::Notify::new();
+        let answer = |at: usize, write| {
+            lock(&answers)[at] = Some(write);
+            told.notify_one();
+        };
+        let all_others = || {
+            let answers = lock(&answers);
+            answers.iter().enumerate().all(|(at, answer)| at == blocked || *answer == Some(Write::Done))
+        };
+        let store = case.store();
+        let renew = store.renew(&batch, &answer);
+        // The others don't wait for the one that is held back, whether or not the call does.
+        let mut others = pin!(async {
+            while !all_others() {
+                told.notified().await;
+            }
+        });
+        let mut renew = pin!(renew);
+        let either = poll_fn(|cx| match renew.as_mut().poll(cx) {
+            Poll::Ready(renewed) => Poll::Ready(Some(renewed)),
+            Poll::Pending => others.as_mut().poll(cx).map(|()| None),
+        });
+        let what = format!("the answers of the others while record {blocked} is held back, turn {turn}");
+        match case.soon(either, &what).await {
+            Some(renewed) => {
+                assert!(all_others(), "the call ended ({renewed:?}) without answers for the others: {answers:?}");
+            }
+            // Every call ends.
+            None => drop(case.soon(renew, "a renewal of a record that is held back").await),
+        }
+        assert_eq!(lock(&answers)[blocked], None, "nothing is known of a record that is held back");
+        drop(holding);
+        let freed = async {
+            while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok() != Some(vec![Write::Done]) {
+                case.sleep(SHORT).await;
+            }
+        };
+        case.soon(freed, "a renewal once nothing holds the record back").await;
     }
 }
 
 pub(super) async fn no_renewals(case: &Case) {
     for _ in 0..2 {
-        assert_eq!(case.ask(case.store().renew(&[]), "renew nothing").await, [], "no leases, no answers");
+        let answer = |at, write| panic!("no leases, and lease {at} is answered {write:?}");
+        case.ask(case.store().renew(&[], &answer), "renew nothing").await;
     }
 }
 
@@ -130,7 +208,7 @@ pub(super) async fn many_renewals(case: &Case) {
     }
     case.sleep(PAUSE).await;
     let earliest = case.now();
-    let answers = case.ask(case.store().renew(&leases), "renew 2 000 leases").await;
+    let answers = case.ask(StoreFuture::new(renew_all(case.store(), &leases)), "renew 2 000 leases").await;
     let expected = |at| if is_lost(at) { Write::Refused } else { Write::Done };
     assert_eq!(answers, (0..LEASES).map(expected).collect::<Vec<_>>(), "an answer for each lease, in order");
     for at in [0, LEASES / 2, LEASES - 2] {
@@ -177,6 +255,27 @@ pub(super) async fn finish_is_final(case: &Case) {
         assert!(!put_off, "a repeated finish put the retention off: {before:?}, then {after:?}");
     }
     case.is_told(&case.request(&key), Reservation::Finished(record), "the result that was recorded first").await;
+}
+
+pub(super) async fn landed_finish_is_recognised(case: &Case) {
+    for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
+        let key = case.key(name);
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        assert_eq!(case.finish(&lease, &finish).await, Write::Done);
+        let record = Record::after(&lease, finish.state());
+        // Its answer got lost: the heartbeat still renews, and the finish is repeated, in the end without its result.
+        let without = |payload: Payload| match &finish {
+            Finish::Completed(_) => Finish::Completed(payload),
+            Finish::Failed(_) => Finish::Failed(payload),
+        };
+        let others = [without(Payload::TooLarge { bytes: 1 }), without(Payload::Unencodable)];
+        for repeated in [&finish, &others[0], &others[1], &finish] {
+            assert_eq!(case.renew(&lease).await, Write::Refused, "{name}: an attempt that has ended has no lease");
+            let answer = case.finish(&lease, repeated).await;
+            assert_eq!(answer, Write::Done, "{name}: {repeated:?} by the attempt whose finish has landed");
+            assert_eq!(case.recorded(&key).await.record, record, "{name}: what has landed first stays");
+        }
+    }
 }
 
 pub(super) async fn finish_after_lapse(case: &Case) {
@@ -235,7 +334,7 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     }
     case.changes_nothing(&key, case.renew(&old), "a renewal of the owner's first attempt").await;
     let both = [old.clone(), lease.clone()];
-    let answers = case.ask(case.store().renew(&both), "renew two attempts of one owner").await;
+    let answers = case.ask(StoreFuture::new(renew_all(case.store(), &both)), "renew two attempts of one owner").await;
     assert_eq!(answers, [Write::Refused, Write::Done], "the answers for {both:?}");
     case.waits_for(&case.request(&key), 3, "the owner's latest attempt").await;
     assert_eq!(case.finish(&lease, &completed("3")).await, Write::Done, "the latest attempt can finish");

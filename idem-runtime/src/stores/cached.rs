@@ -13,7 +13,7 @@ use tokio::sync::futures::OwnedNotified;
 use crate::clock::{self, Clock, Instant, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
-use crate::stores::wrapper::hand_on;
+use crate::stores::wrapper::{self, hand_on};
 use crate::sync::lock;
 use crate::{
     Finish, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Reservation, Reserve, State, Store, StoreError,
@@ -105,7 +105,7 @@ impl Cached {
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
         let keeps = inner.heartbeats().renews();
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps }))
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: OnceLock::new() }))
     }
 
     fn shared(&self) -> &Shared {
@@ -171,6 +171,7 @@ struct Shared {
     cache: Arc<Cache>,
     /// Whether what the store says is there to stay: what it says inside a transaction may be rolled back.
     keeps: bool,
+    upkeep: OnceLock<Arc<Shared>>,
 }
 
 impl fmt::Debug for Shared {
@@ -544,6 +545,10 @@ impl Shared {
 }
 
 impl Store for Shared {
+    fn upkeep(&self) -> Arc<dyn Store> {
+        wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
+    }
+
     hand_on!();
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {

@@ -1,7 +1,7 @@
 //! Large results, compressed.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use bytes::Bytes;
 use zstd::bulk::{Compressor, Decompressor};
@@ -10,7 +10,7 @@ use zstd::zstd_safe::get_frame_content_size;
 use crate::codec::CodecName;
 use crate::store::forward;
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
-use crate::stores::wrapper::hand_on;
+use crate::stores::wrapper::{self, hand_on};
 use crate::{Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreFuture, Write};
 
 /// The codec that a record with a compressed result names.
@@ -90,7 +90,11 @@ impl CompressedOptions {
     /// Compresses what goes into `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn around(self, store: impl Store) -> Compressed {
-        Compressed(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner: store.handle(), options: self }))
+        Compressed(self.open(store.handle()))
+    }
+
+    fn open(self, inner: Arc<dyn Store>) -> Arc<Shared> {
+        Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, options: self, upkeep: OnceLock::new() })
     }
 }
 
@@ -99,6 +103,7 @@ struct Shared {
     this: Weak<Shared>,
     inner: Arc<dyn Store>,
     options: CompressedOptions,
+    upkeep: OnceLock<Arc<Shared>>,
 }
 
 thread_local! {
@@ -188,6 +193,10 @@ impl Shared {
 }
 
 impl Store for Shared {
+    fn upkeep(&self) -> Arc<dyn Store> {
+        wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
+    }
+
     hand_on!();
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {

@@ -17,7 +17,7 @@ use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::sync::lock;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
     StoreError, StoreErrorKind, StoreFuture, Write,
 };
 
@@ -62,18 +62,28 @@ impl MemoryStore {
     /// An empty store that holds at most `capacity` records and measures time by `clock`.
     pub fn with_capacity_and_clock(capacity: usize, clock: impl Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        Self::open(Arc::new(Records { shards, capacity, len: AtomicUsize::new(0) }), Arc::new(clock))
+        let records = Arc::new(Records { shards, capacity, len: AtomicUsize::new(0) });
+        Self::open(records, Arc::new(Heartbeats::in_process(Arc::new(clock))), Arc::default())
     }
 
-    fn open(records: Arc<Records>, clock: Arc<dyn Clock>) -> Self {
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats: Heartbeats::new(clock), records }))
+    fn open(records: Arc<Records>, heartbeats: Arc<Heartbeats>, namespace: Arc<str>) -> Self {
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
+    }
+
+    /// The same store, with what tells this application's operations from those of others, for the keys that handlers hand
+    /// on (default: empty). See [`Attempt::child_key`](crate::Attempt::child_key), which it enters; the records don't
+    /// depend on it.
+    #[must_use]
+    pub fn with_namespace(self, namespace: impl Into<Arc<str>>) -> Self {
+        Self::open(Arc::clone(&self.0.records), Arc::clone(&self.0.heartbeats), namespace.into())
     }
 
     /// Another handle to the same records, with heartbeats of its own: what another process would have. For tests of
     /// processes that die, and for one handle per runtime where a process has several.
     #[must_use]
     pub fn peer(&self) -> Self {
-        Self::open(Arc::clone(&self.0.records), self.0.heartbeats.clock_handle())
+        let heartbeats = Arc::new(Heartbeats::in_process(self.0.heartbeats.clock_handle()));
+        Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
     }
 
     /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
@@ -107,8 +117,9 @@ forward! { () MemoryStore => shared; }
 #[derive(Debug)]
 struct Shared {
     this: Weak<Shared>,
-    heartbeats: Heartbeats,
+    heartbeats: Arc<Heartbeats>,
     records: Arc<Records>,
+    namespace: Arc<str>,
 }
 
 #[derive(Debug)]
@@ -306,7 +317,7 @@ impl Shared {
     fn renew_one(&self, lease: &Lease, now: Nanos) -> Write {
         match lock(self.shard(&lease.key)).get(&lease.key, now) {
             Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
-                slot.date(span(lease.ttl), now);
+                slot.renew(now);
                 Write::Done
             }
             _ => Write::Refused,
@@ -323,6 +334,18 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
@@ -337,9 +360,10 @@ impl Store for Shared {
         StoreFuture::ready(answer)
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let now = self.now();
-        StoreFuture::ready(Ok(leases.iter().map(|lease| self.renew_one(lease, now)).collect()))
+        leases.iter().enumerate().for_each(|(at, lease)| answer(at, self.renew_one(lease, now)));
+        StoreFuture::ready(Ok(()))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

@@ -1,7 +1,7 @@
 //! Large results, in an object store.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,7 +13,7 @@ use crate::clock::race;
 use crate::codec::CodecName;
 use crate::store::forward;
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
-use crate::stores::wrapper::hand_on;
+use crate::stores::wrapper::{self, hand_on};
 use crate::{
     Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture,
     Write,
@@ -85,17 +85,27 @@ impl Offloaded {
 forward! { () Offloaded => shared; }
 
 /// Settings of an [`Offloaded`].
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[must_use]
 pub struct OffloadedOptions {
     prefix: Path,
     above: usize,
     timeout: Duration,
+    upkeep_objects: Option<Arc<dyn ObjectStore>>,
+}
+
+/// Without the object store, whose own form may hold credentials.
+impl fmt::Debug for OffloadedOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("OffloadedOptions");
+        shown.field("prefix", &self.prefix).field("above", &self.above).field("timeout", &self.timeout);
+        shown.finish_non_exhaustive()
+    }
 }
 
 impl Default for OffloadedOptions {
     fn default() -> Self {
-        Self { prefix: Path::from("idem"), above: 64 * 1024, timeout: Duration::from_secs(10) }
+        Self { prefix: Path::from("idem"), above: 64 * 1024, timeout: Duration::from_secs(10), upkeep_objects: None }
     }
 }
 
@@ -116,15 +126,30 @@ impl OffloadedOptions {
         Self { timeout, ..self }
     }
 
+    /// The object store for results that are recorded late, by a thread of the library, because their call was cancelled;
+    /// the one of all other calls unless set.
+    ///
+    /// Most object stores of the network keep connections that belong to the runtime on which they were opened: if a handler
+    /// blocks that, an upload over one of them waits. It is given up after a third of the lease, and the result goes into
+    /// the record itself, which a store with a limit records without it. A second client of the same bucket avoids that.
+    pub fn upkeep_objects(self, objects: Arc<dyn ObjectStore>) -> Self {
+        Self { upkeep_objects: Some(objects), ..self }
+    }
+
     /// Keeps large results in `objects` and everything else in `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn around(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
-        Offloaded(Arc::new_cyclic(|this| Shared {
+        Offloaded(self.open(store.handle(), objects))
+    }
+
+    fn open(self, inner: Arc<dyn Store>, objects: Arc<dyn ObjectStore>) -> Arc<Shared> {
+        Arc::new_cyclic(|this| Shared {
             this: Weak::clone(this),
-            inner: store.handle(),
+            inner,
             objects,
             options: self,
-        }))
+            upkeep: OnceLock::new(),
+        })
     }
 }
 
@@ -133,6 +158,7 @@ struct Shared {
     inner: Arc<dyn Store>,
     objects: Arc<dyn ObjectStore>,
     options: OffloadedOptions,
+    upkeep: OnceLock<Arc<Shared>>,
 }
 
 /// Without the object store, whose own form may hold credentials.
@@ -296,6 +322,15 @@ impl Shared {
 }
 
 impl Store for Shared {
+    fn upkeep(&self) -> Arc<dyn Store> {
+        let Some(objects) = &self.options.upkeep_objects else {
+            let around = |inner| self.options.clone().open(inner, Arc::clone(&self.objects));
+            return wrapper::upkeep(&self.this, &self.inner, &self.upkeep, around);
+        };
+        let options = OffloadedOptions { upkeep_objects: None, ..self.options.clone() };
+        Arc::clone(self.upkeep.get_or_init(|| options.open(self.inner.upkeep(), Arc::clone(objects)))) as _
+    }
+
     hand_on!();
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {

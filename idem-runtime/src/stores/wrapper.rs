@@ -1,5 +1,28 @@
 //! What wrappers have in common: they are stores around another one, and hand most calls on.
 
+use std::sync::{Arc, OnceLock, Weak};
+
+use crate::Store;
+
+/// The upkeep handle of a wrapper around a store: the same wrapper around that store's, made once. If the store makes no
+/// difference, neither does the wrapper.
+pub(crate) fn upkeep<W: Store>(
+    this: &Weak<W>,
+    inner: &Arc<dyn Store>,
+    made: &OnceLock<Arc<W>>,
+    around: impl FnOnce(Arc<dyn Store>) -> Arc<W>,
+) -> Arc<dyn Store> {
+    if let Some(made) = made.get() {
+        return Arc::clone(made) as _;
+    }
+    let its = inner.upkeep();
+    match Arc::ptr_eq(&its, inner) {
+        // Not kept: it would keep itself alive.
+        true => this.upgrade().expect("alive while it is borrowed"),
+        false => Arc::clone(made.get_or_init(|| around(its))) as _,
+    }
+}
+
 /// The methods of [`Store`](crate::Store) in which no wrapper differs from the store it is around, for a type with the
 /// fields `this` (its own `Weak`) and `inner` (that store).
 macro_rules! hand_on {
@@ -12,12 +35,24 @@ macro_rules! hand_on {
             self.this.upgrade().expect("alive while it is borrowed")
         }
 
+        fn namespace(&self) -> &str {
+            self.inner.namespace()
+        }
+
+        fn response_timeout(&self) -> ::std::time::Duration {
+            self.inner.response_timeout()
+        }
+
         fn heartbeats(&self) -> &$crate::Heartbeats {
             self.inner.heartbeats()
         }
 
-        fn renew<'a>(&'a self, leases: &'a [$crate::Lease]) -> $crate::StoreFuture<'a, Vec<$crate::Write>> {
-            self.inner.renew(leases)
+        fn renew<'a>(
+            &'a self,
+            leases: &'a [$crate::Lease],
+            answer: &'a $crate::Answers<'a>,
+        ) -> $crate::StoreFuture<'a, ()> {
+            self.inner.renew(leases, answer)
         }
 
         fn release<'a>(

@@ -18,7 +18,7 @@ use super::simulation::{Simulation, Task};
 use super::worker::{SLOWER, Worker, World};
 use crate::clock::Clock;
 use crate::sync::lock;
-use crate::{Disposition, Outcome, Refusal, observe};
+use crate::{Disposition, Observe, Outcome, Refusal};
 
 /// When a broker delivers a message again of which it has heard nothing, or that was returned without a time; twice as
 /// late each time, up to a lease.
@@ -52,6 +52,9 @@ mod sealed {
     pub trait Delivered {
         #[doc(hidden)]
         fn answer(self, outcome: Outcome) -> Answer;
+
+        #[doc(hidden)]
+        fn failed(&self) -> bool;
     }
 }
 
@@ -72,11 +75,20 @@ impl<T: Serialize, E: Debug> sealed::Delivered for Result<T, E> {
         let error = self.err().map(|error| format!("{error:?}"));
         Answer { outcome, disposition, value, error }
     }
+
+    fn failed(&self) -> bool {
+        self.is_err()
+    }
 }
 
 impl sealed::Delivered for Disposition {
     fn answer(self, outcome: Outcome) -> Answer {
         Answer { outcome, disposition: self, value: None, error: None }
+    }
+
+    /// What failed is in the disposition.
+    fn failed(&self) -> bool {
+        false
     }
 }
 
@@ -100,8 +112,7 @@ impl Answer {
         }
         match self.disposition {
             Disposition::Ack => format!("{told}; the message is acknowledged"),
-            Disposition::Retry { after: Some(after) } => format!("{told}; to be delivered again after {after:.3?}"),
-            Disposition::Retry { after: None } => format!("{told}; to be delivered again"),
+            Disposition::Retry { after } => format!("{told}; to be delivered again after {after:.3?}"),
             Disposition::DeadLetter => format!("{told}; the message is set aside"),
         }
     }
@@ -249,7 +260,7 @@ impl Explorer {
         let deliver: Deliver = Rc::new(move |worker| {
             let delivery = deliver(worker);
             Box::pin(async move {
-                let (delivered, outcome) = observe(delivery).await;
+                let (delivered, outcome) = Observe::new(delivery, sealed::Delivered::failed).await;
                 sealed::Delivered::answer(delivered, outcome)
             })
         });
@@ -473,7 +484,7 @@ impl Scene {
                         self.known.borrow_mut().values.extend(answer.value);
                     }
                     match answer.disposition {
-                        Disposition::Retry { after } => again_after = after,
+                        Disposition::Retry { after } => again_after = Some(after),
                         Disposition::Ack => {
                             if watched == Watched::First && self.scenario.point == Point::Ack {
                                 self.kill(&worker, "when the message has been acknowledged");

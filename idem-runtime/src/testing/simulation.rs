@@ -1,4 +1,5 @@
 //! Many tasks on one thread, in an order that a seed decides, on simulated time.
+#![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +13,8 @@ use std::time::Duration;
 
 use tokio::runtime::Runtime;
 
-use crate::clock::{Clock, SimulatedClock, SplitMix};
+use super::time::SimulatedClock;
+use crate::clock::{Clock, Instant, SplitMix};
 use crate::sync::lock;
 
 /// How much simulated time a run may take.
@@ -114,7 +116,13 @@ impl Simulation {
         let mut seeds = SplitMix(seed);
         let clock = SimulatedClock::new(runtime.handle(), seeds.next());
         let random = RefCell::new(Random(SplitMix(seeds.next())));
-        let tasks = Tasks { random, slots: RefCell::default(), next: Cell::new(0), woken: Arc::default() };
+        let tasks = Tasks {
+            random,
+            slots: RefCell::default(),
+            next: Cell::new(0),
+            left: Cell::new(POLL_LIMIT),
+            woken: Arc::default(),
+        };
         Self {
             tasks: Rc::new(tasks),
             runtime: Some(runtime),
@@ -169,37 +177,53 @@ impl Simulation {
     /// If a task panics, or inside of another runtime.
     pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, Stuck> {
         let runtime = self.runtime.as_ref().expect("present until it is dropped");
-        let mut left = self.poll_limit.get();
+        let Self { tasks, clock, .. } = self;
+        tasks.left.set(self.poll_limit.get());
+        let _running = SimulatedClock::running(tasks);
         let ran = runtime.block_on(async {
             let mut future = pin!(future);
-            let mut limit = self.clock.sleep(self.time_limit.get());
-            let main = self.tasks.new_waker();
+            let limit = clock.now().saturating_add(self.time_limit.get());
+            // Time jumps to when this is due.
+            let mut due: Option<(Instant, Pin<Box<tokio::time::Sleep>>)> = None;
+            let main = tasks.new_waker();
             main.wake_by_ref();
             poll_fn(|cx| {
-                self.tasks.polled_by(cx.waker());
-                if limit.as_mut().poll(cx).is_ready() || left == 0 {
-                    return Poll::Ready(Err(self.stuck(left == 0)));
+                tasks.polled_by(cx.waker());
+                clock.tells(Some(cx.waker()));
+                clock.wake_sleepers();
+                tasks.adopt(clock);
+                if clock.now() >= limit || tasks.is_exhausted() {
+                    return Poll::Ready(Err(self.stuck(tasks.is_exhausted())));
                 }
-                let Some(id) = self.tasks.draw() else {
-                    self.tasks.go_on(cx.waker());
+                let Some(id) = tasks.draw() else {
+                    let next = clock.next_wake().map_or(limit, |next| next.min(limit));
+                    if due.as_ref().is_none_or(|(at, _)| *at != next) {
+                        due = Some((next, Box::pin(tokio::time::sleep_until(clock.of_the_runtime(next)))));
+                    }
+                    if due.as_mut().is_some_and(|(_, due)| due.as_mut().poll(cx).is_ready()) {
+                        due = None;
+                        cx.waker().wake_by_ref();
+                    }
+                    tasks.go_on(cx.waker());
                     return Poll::Pending;
                 };
-                left -= 1;
+                tasks.left.set(tasks.left.get() - 1);
                 if id == main.id {
                     let waker = Waker::from(Arc::clone(&main));
                     if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
                         return Poll::Ready(Ok(output));
                     }
                 } else {
-                    self.tasks.poll(id);
+                    tasks.poll(id, false);
                 }
-                self.tasks.go_on(cx.waker());
+                // If there is nobody else, time goes on.
+                cx.waker().wake_by_ref();
                 Poll::Pending
             })
             .await
         });
         let _entered = runtime.enter();
-        self.tasks.clear();
+        tasks.clear(clock);
         ran
     }
 
@@ -242,7 +266,7 @@ impl Drop for Simulation {
     fn drop(&mut self) {
         let runtime = self.runtime.take();
         let _entered = runtime.as_ref().map(Runtime::enter);
-        self.tasks.clear();
+        self.tasks.clear(&self.clock);
     }
 }
 
@@ -364,10 +388,12 @@ struct Slot {
     killed: Rc<dyn Fn()>,
 }
 
-struct Tasks {
+pub(super) struct Tasks {
     random: RefCell<Random>,
     slots: RefCell<BTreeMap<u64, Slot>>,
     next: Cell<u64>,
+    /// How many polls are left.
+    left: Cell<u64>,
     woken: Arc<Mutex<Woken>>,
 }
 
@@ -406,6 +432,45 @@ impl Tasks {
         Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
     }
 
+    /// Whether there have been too many polls.
+    pub(super) fn is_exhausted(&self) -> bool {
+        self.left.get() == 0
+    }
+
+    /// Takes in what the clock was asked to run.
+    fn adopt(&self, clock: &SimulatedClock) {
+        for task in clock.take_spawned() {
+            let waker = self.new_waker();
+            let slot = Slot {
+                future: Some(task),
+                waker: Arc::clone(&waker),
+                polls: Rc::default(),
+                kill_at: Cell::new(u64::MAX),
+                killed: Rc::new(|| {}),
+            };
+            self.slots.borrow_mut().insert(waker.id, slot);
+            waker.wake_by_ref();
+        }
+    }
+
+    /// Polls one of those who can go on while another one blocks; false if there is none.
+    pub(super) fn poll_another(&self, clock: &SimulatedClock) -> bool {
+        self.adopt(clock);
+        let id = {
+            let (mut woken, slots) = (lock(&self.woken), self.slots.borrow());
+            let idle = |id: &&u64| slots.get(*id).is_some_and(|slot| slot.future.is_some());
+            let idle: Vec<u64> = woken.tasks.iter().filter(idle).copied().collect();
+            let count = u64::try_from(idle.len()).unwrap_or(u64::MAX);
+            let at = usize::try_from(self.random.borrow_mut().below(count)).unwrap_or_default();
+            let Some(id) = idle.get(at).copied().filter(|_| !self.is_exhausted()) else { return false };
+            woken.tasks.remove(&id);
+            id
+        };
+        self.left.set(self.left.get() - 1);
+        self.poll(id, true);
+        true
+    }
+
     fn polled_by(&self, scheduler: &Waker) {
         lock(&self.woken).scheduler = Some(scheduler.clone());
     }
@@ -430,7 +495,8 @@ impl Tasks {
         }
     }
 
-    fn poll(&self, id: u64) {
+    /// Polls a task; `inside` of the poll of another one, it does not share what tokio allows one poll to do.
+    fn poll(&self, id: u64, inside: bool) {
         let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
             let future = slot.future.take()?;
             Some((future, Waker::from(Arc::clone(&slot.waker))))
@@ -439,7 +505,12 @@ impl Tasks {
         };
         // Neither a poll nor a drop may find the slots borrowed: both may spawn, and kill.
         let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
-        let ready = !kill_before && future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+        let mut cx = Context::from_waker(&waker);
+        let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {
+            true => pin!(tokio::task::unconstrained(future)).poll(cx).is_ready(),
+            false => future.poll(cx).is_ready(),
+        };
+        let ready = !kill_before && poll(future.as_mut(), &mut cx);
         let killed = self.with(id, |slot| {
             if !kill_before {
                 slot.polls.set(slot.polls.get() + 1);
@@ -477,8 +548,11 @@ impl Tasks {
         }
     }
 
-    fn clear(&self) {
+    fn clear(&self, clock: &SimulatedClock) {
+        clock.tells(None);
         loop {
+            // What is dropped may still have something to write.
+            self.adopt(clock);
             let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
             drop(slot);
         }

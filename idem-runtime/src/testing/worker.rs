@@ -13,12 +13,13 @@ use tokio::sync::Notify;
 
 use super::report::Problem;
 use super::scenario::{Cut, Point, Scenario};
-use crate::clock::{Clock, Instant, SimulatedClock};
+use super::time::SimulatedClock;
+use crate::clock::{Clock, Instant};
 use crate::store::forward;
 use crate::sync::lock;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, MemoryStore, Release, Reservation, Reserve, Store, StoreError,
-    StoreErrorKind, StoreFuture, Write, current,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, MemoryStore, Release, Reservation, Reserve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Write, current, renew_all,
 };
 
 /// How long a store that went down stays down, in leases: long enough for somebody else to take over.
@@ -327,6 +328,18 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &'static str {
+        ""
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         self.worker.0.memory.heartbeats()
     }
@@ -344,8 +357,8 @@ impl Store for Shared {
         })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        self.ask("renew", move |memory| memory.renew(leases))
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        StoreFuture::renewed(answer, self.ask("renew", move |memory| StoreFuture::new(renew_all(memory, leases))))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {

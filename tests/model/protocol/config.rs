@@ -4,7 +4,7 @@ use idem_runtime::{OnCrash, Reserve};
 
 use super::mutants::Mutant;
 use super::properties::Scene;
-use super::state::{Budget, CALLS, Who};
+use super::state::{Budget, CALLS, Token, Who, holder};
 use super::store;
 
 /// One call that will be made.
@@ -25,7 +25,9 @@ pub(crate) struct Plan {
     pub(crate) shadow: bool,
     /// Its result is larger than the store can hold.
     pub(crate) too_large: bool,
-    /// How its body may return.
+    /// How long its body may run, in ticks.
+    pub(crate) timeout: Option<u8>,
+    /// How its body may return; one that may not at all hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
     /// By how much its clock is ahead of true time, in steps of true time.
@@ -43,6 +45,7 @@ const CALL: Plan = Plan {
     open: false,
     shadow: false,
     too_large: false,
+    timeout: None,
     may_succeed: true,
     may_fail: true,
     ahead: 0,
@@ -51,6 +54,13 @@ const CALL: Plan = Plan {
 impl Default for Plan {
     fn default() -> Self {
         CALL
+    }
+}
+
+impl Plan {
+    /// Whether its body never returns.
+    pub(crate) fn hangs(&self) -> bool {
+        !self.may_succeed && !self.may_fail
     }
 }
 
@@ -77,6 +87,8 @@ pub(crate) struct Config {
     pub(crate) budget: Budget,
     /// Whether the store also answers that it can't do what is asked, now or ever.
     pub(crate) refusals: bool,
+    /// Whether a reservation that replaces a record does so in one step, whichever record it then meets.
+    pub(crate) one_step: bool,
     /// Whether the end of an attempt replaces the whole record, as where a record is one value.
     pub(crate) whole: bool,
     /// The store has no clock; those of its clients differ by up to so many ticks.
@@ -101,6 +113,7 @@ impl Config {
             tries: 2,
             budget,
             refusals: false,
+            one_step: false,
             whole: false,
             skew: None,
             scenes: &[],
@@ -113,14 +126,31 @@ impl Config {
     /// Calls for a trace, which says itself what goes wrong; reservations are tried as often as the engine does.
     pub(crate) fn of(plans: &[Plan]) -> Self {
         let plenty = 100;
-        let budget = Budget { faults: plenty, cancels: plenty, beats: plenty, ticks: plenty, ..Budget::default() };
-        Self { refusals: true, tries: 3, ..Self::new("trace", "", plans, plans.len(), budget) }
+        let budget = Budget {
+            faults: plenty,
+            cancels: plenty,
+            beats: plenty,
+            polls: plenty,
+            ticks: plenty,
+            reopens: plenty,
+            ..Budget::default()
+        };
+        Self { refusals: true, tries: 3, one_step: true, ..Self::new("trace", "", plans, plans.len(), budget) }
     }
 
     fn prepared(mut self) -> Self {
         let lease = self.lease;
         self.requests = (0..).zip(&self.plans).map(|(who, plan)| store::reserve(who, plan, lease)).collect();
         self
+    }
+
+    /// What the call of `token` asks for.
+    pub(crate) fn request(&self, token: Token) -> Reserve {
+        let who = holder(token);
+        match token == who {
+            true => self.requests[usize::from(who)].clone(),
+            false => store::reserve(token, &self.plans[usize::from(who)], self.lease),
+        }
     }
 
     fn scenes(self, scenes: &'static [Scene]) -> Self {
@@ -155,7 +185,7 @@ impl Config {
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
         BelievesAfterRenewal, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion, LeaseLost, Mismatch,
-        Replay, StoreFailed, Takeover, TooLarge, Unprotected, Unrecorded, Waits,
+        PolledAgain, Replay, Shortened, StoreFailed, Takeover, TimedOut, TooLarge, Unprotected, Unrecorded, Waits,
     };
     let nothing = Budget::default();
     let config = Config::new;
@@ -181,9 +211,41 @@ pub(crate) fn all() -> Vec<Config> {
             "heartbeats that are late, lost and refused, and bodies that learn that their lease is gone",
             &[SUCCEEDS, SUCCEEDS],
             2,
-            Budget { faults: 1, beats: 2, ticks: 3, ..nothing },
+            Budget { faults: 1, beats: 2, polls: 1, ticks: 3, ..nothing },
         )
         .scenes(&[LeaseLost, BelievesAfterRenewal, Unrecorded]),
+        config(
+            "polls",
+            "bodies that are polled again and again, that block in a poll, and whose lease lapses in between",
+            &[SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { polls: 2, beats: 1, ticks: 4, ..nothing },
+        )
+        .scenes(&[LeaseLost, PolledAgain]),
+        config(
+            "stuck_keys",
+            "renewals of two keys, of which one is not answered",
+            &[SUCCEEDS, Plan { key: 1, ..SUCCEEDS }],
+            2,
+            Budget { beats: 2, ticks: 3, ..nothing },
+        )
+        .scenes(&[BelievesAfterRenewal]),
+        config(
+            "hangs",
+            "a body that does not return, with and without polls that block, and who comes after it",
+            &[Plan { timeout: Some(1), may_succeed: false, may_fail: false, ..CALL }, SUCCEEDS],
+            2,
+            Budget { faults: 1, beats: 1, ticks: 4, ..nothing },
+        )
+        .scenes(&[TimedOut, Replay]),
+        config(
+            "endings",
+            "a store that takes no results for half a lease, a lease and longer",
+            &[Plan { record_errors: true, ..CALL }, SUCCEEDS],
+            1,
+            Budget { faults: 3, beats: 2, ticks: 3, ..nothing },
+        )
+        .scenes(&[Shortened, Unrecorded, ErrorRecorded, Replay]),
         config(
             "drops",
             "calls that are dropped at every step, and their late writes",
@@ -192,6 +254,22 @@ pub(crate) fn all() -> Vec<Config> {
             Budget { cancels: 2, faults: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Replay, InProgress]),
+        config(
+            "drops_in_one_step",
+            "one call, dropped at every step, and a store that reserves in one step whichever record it meets",
+            &[CALL],
+            1,
+            Budget { cancels: 1, faults: 2, ticks: 2, ..nothing },
+        )
+        .in_one_step(),
+        config(
+            "late_takeovers",
+            "takeovers that arrive when the attempt they were for has come back, and died after all",
+            &[CALL, CALL],
+            2,
+            Budget { cancels: 1, crashes: 1, beats: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1),
         config(
             "at_most_once",
             "`on_crash = fail` on both sides: crashes, drops, lost leases",
@@ -226,11 +304,12 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Waits, Replay, InProgress]),
         config(
             "waits_and_fails",
-            "a duplicate that waits although a request of its own got no answer",
+            "a duplicate that waits although a request of its own got no answer, and a store that reserves in one step",
             &[ERRS, WAITS],
             2,
             Budget { faults: 1, ticks: 3, ..nothing },
         )
+        .in_one_step()
         .scenes(&[Waits]),
         config(
             "max_attempts",
@@ -339,6 +418,7 @@ pub(crate) fn all() -> Vec<Config> {
             Budget { duplicates: 1, beats: 1, ticks: 2, ..nothing },
         )
         .whole()
+        .in_one_step()
         .scenes(&[Replay, LeaseLost]),
     ]
 }
@@ -350,6 +430,14 @@ impl Config {
 
     fn skewed(self, skew: u8) -> Self {
         Self { skew: Some(skew), lease: 1, ..self }.prepared()
+    }
+
+    fn lasting(self, lease: u8) -> Self {
+        Self { lease, ..self }.prepared()
+    }
+
+    fn in_one_step(self) -> Self {
+        Self { one_step: true, ..self }
     }
 
     fn whole(self) -> Self {

@@ -161,10 +161,36 @@ mutants! {
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
     /// A body that is dropped counts as not started.
     DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
+    /// A reservation that replaces a record replaces whichever it meets, although its sender has seen another one.
+    ReplacesUnseen => Rule::S12, "drops";
+    /// A takeover replaces a record whose lease was renewed since its sender has met it.
+    ReplacesRevived => Rule::S12, "late_takeovers";
+    /// A reservation that arrives after its own release reserves the key once more.
+    LateReservationPasses => Rule::S12, "drops_in_one_step";
+    /// What an unanswered reservation may hold is released, and a refusal is the end of it.
+    CleanUpOnlyReleases => Rule::S12, "drops";
     /// A call that is dropped frees nothing.
-    DropWritesNothing => Rule::L2, "drops";
+    DropWritesNothing => Rule::S12, "drops";
     /// A reservation whose answer is not awaited is not released.
-    UnansweredNotReleased => Rule::L2, "drops";
+    UnansweredNotReleased => Rule::S12, "drops";
+    /// A body that returns an error keeps its key.
+    ErrorKeepsKey => Rule::L2, "drops";
+    /// A body is registered for heartbeats when its first poll has ended.
+    RegisteredWhenPending => Rule::L6, "polls";
+    /// Renewals that are asked for together are heard when all of them are answered.
+    RenewedTogether => Rule::L6, "stuck_keys";
+    /// A body is polled although the clock of its process says that its lease is over.
+    PolledBeyondLease => Rule::S11, "polls";
+    /// A body may run for ever.
+    TimeoutIgnored => ENDS, "hangs";
+    /// The lease of a body that has run for too long is renewed.
+    RenewedBeyondTimeout => Rule::L7, "hangs";
+    /// An end that can't be written is given up when a heartbeat finds the lease lost.
+    BeatRefusalEndsEnding => Rule::S7Retry, "beats";
+    /// An end is tried for as long as the lease can be renewed.
+    EndsForEver => Rule::EndsInTime, "endings";
+    /// That a release in place of an error is refused is taken for the loss of the lease.
+    ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A heartbeat that finds the lease lost lets the body run on.
     LostLeaseRunsOn => Rule::L4, "beats";
     /// A duplicate waits until it is woken, however long that takes.
@@ -197,6 +223,9 @@ impl Mutant {
             }
             Self::FailOfCallerIgnored if lapsed => asked.on_crash = OnCrash::Retry,
             Self::OwnReservationIsForeign => record.owner = Owner::from_bytes([u8::MAX; Owner::BYTES]),
+            Self::LateReservationPasses if record.state == State::Released => {
+                record.owner = Owner::from_bytes([u8::MAX; Owner::BYTES]);
+            }
             Self::MaxAttemptsIgnored => asked.max_attempts = None,
             _ => {}
         }

@@ -6,10 +6,10 @@ use stateright::Property;
 
 use super::config::Config;
 use super::state::{
-    Answer, Ask, Beat, Body, Call, Class, Done, Ending, How, KEYS, Kept, Line, NOBODY, Phase, Request, Slot, Stand,
-    Who, World,
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, KEYS, Kept, NOBODY, Phase, Request, Slot, Stand, Who, World,
+    holder, token,
 };
-use super::steps::{Trouble, is_fail};
+use super::steps::{Trouble, is_fail, may_hear};
 
 /// The rules that are kept in every state.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -35,10 +35,16 @@ pub(crate) enum Rule {
     L2,
     L3,
     L4,
+    L6,
+    L7,
+    S11,
+    S12,
+    Told,
+    EndsInTime,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 20] = [
+    pub(crate) const ALL: [Self; 26] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -59,6 +65,12 @@ impl Rule {
         Self::L2,
         Self::L3,
         Self::L4,
+        Self::L6,
+        Self::L7,
+        Self::S11,
+        Self::S12,
+        Self::Told,
+        Self::EndsInTime,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -72,7 +84,7 @@ impl Rule {
             Self::S5 => "S5 under on_crash = fail a body that did not return is not followed by another",
             Self::S6 => "S6 no body starts under a reservation that the store never made",
             Self::S7 => "S7 Ok is told after the result is recorded",
-            Self::S7Retry => "S7 recording is not given up while the lease can be held",
+            Self::S7Retry => "S7 recording is not given up for a lease while that can be held",
             Self::S8 => "S8 a repeated request is recognised and changes nothing",
             Self::LateEnd => "a lapsed attempt may still end if nobody took over",
             Self::SuccessHeld => "a success that could not be recorded is never released",
@@ -82,6 +94,12 @@ impl Rule {
             Self::L1 => "L1 a lapsed lease blocks nobody",
             Self::L2 => "L2 once all is quiet, nothing that ended in order holds its key",
             Self::L3 => "L3 whoever waits for an attempt that has ended is woken",
+            Self::L6 => "L6 a lease does not lapse for want of a renewal, or of an answer that is there",
+            Self::L7 => "L7 no lease is renewed for a body that has run for too long",
+            Self::S11 => "S11 no body is polled beyond its lease",
+            Self::Told => "nobody is told that a lease was lost whose result is recorded",
+            Self::EndsInTime => "the end of an attempt is written within one lease, or given up",
+            Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
             Self::L4 => "L4 a body whose lease was found lost does not run on",
         }
     }
@@ -96,7 +114,7 @@ impl Rule {
             };
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
-            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4);
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4 L6 L7 S11 S12 Told EndsInTime);
         Property::always(self.name(), condition)
     }
 }
@@ -144,6 +162,9 @@ pub(crate) enum Scene {
     TooLarge,
     ErrorRecorded,
     BelievesAfterRenewal,
+    TimedOut,
+    PolledAgain,
+    Shortened,
 }
 
 impl Scene {
@@ -162,7 +183,7 @@ impl Scene {
                         let call = world.call(other);
                         call.phase == Phase::Dead && call.deed.body == Body::Gone
                     };
-                    world.call(who).phase == Phase::Body && (0..config.count()).any(crashed)
+                    matches!(world.call(who).phase, Phase::Body { .. }) && (0..config.count()).any(crashed)
                 })
             }),
             Self::LeaseLost => ("an attempt learns that it lost its lease", |_, world| told(world, Class::LeaseLost)),
@@ -189,6 +210,26 @@ impl Scene {
             }),
             Self::ErrorRecorded => {
                 ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, Stand::Failed(_))))
+            }
+            Self::TimedOut => ("a body runs for too long", |_, world| told(world, Class::TimedOut)),
+            Self::PolledAgain => {
+                ("a body is polled again after its lease has lapsed and was renewed", |config, world| {
+                    let renewed = |who| world.believed(config, who) > 0 && world.call(who).asked_at >= config.span();
+                    (0..config.count()).any(|who| {
+                        let call = world.call(who);
+                        call.phase == Phase::Body { polled: true }
+                            && renewed(who)
+                            && world.left.polls < config.budget.polls
+                    })
+                })
+            }
+            Self::Shortened => {
+                ("a completion is recorded without a result that the store could hold", |config, world| {
+                    any(world, |slot| match slot.stand {
+                        Stand::Completed(Kept::TooLarge(who)) => !config.plans[usize::from(who)].too_large,
+                        _ => false,
+                    })
+                })
             }
             Self::BelievesAfterRenewal => ("a renewal prolongs a lease", |config, world| {
                 let renewed = |who| world.believed(config, who) > 0 && world.call(who).asked_at > 0;
@@ -218,7 +259,7 @@ pub(crate) fn audit(
     request: Request,
     answer: Answer,
 ) {
-    let Request { who, ask } = request;
+    let Request { who, token, ask } = request;
     let plan = &config.plans[usize::from(who)];
     let key = usize::from(plan.key);
     let (old, new) = (before[key], world.slots[key]);
@@ -233,7 +274,7 @@ pub(crate) fn audit(
         Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
         Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
     };
-    let holds = past.holder == who && past.attempt == named;
+    let holds = past.holder == token && past.attempt == named;
     let broken = &mut world.broken;
     broken.note(Rule::KeysApart, others);
     broken.note(Rule::S3, was_finished && changed);
@@ -281,7 +322,7 @@ pub(crate) fn audit(
 fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
     let from = match (config.skew, ask) {
         // By nobody's clock in particular: the sender believes in it from when it asked.
-        (Some(_), Ask::Reserve { sent } | Ask::Renew { sent, .. }) => sent,
+        (Some(_), Ask::Reserve { sent, .. } | Ask::Renew { sent, .. }) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
     };
@@ -289,7 +330,7 @@ fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
 }
 
 fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, request: Request, answer: Answer) {
-    let Request { who, ask } = request;
+    let Request { who, token, ask } = request;
     let plan = &config.plans[usize::from(who)];
     let key = usize::from(plan.key);
     let new = world.slots[key];
@@ -297,7 +338,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     let now = world.now;
     let was = |is: fn(&Slot) -> bool| old.as_ref().is_some_and(is);
     let was_pending = was(Slot::is_pending);
-    let repeated = was_pending && past.holder == who;
+    let repeated = was_pending && past.holder == token;
+    let before = holder(past.holder);
     let mut broken = world.broken;
 
     let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
@@ -312,7 +354,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
                 other != who && same_key && world.call(other).deed.promised_until > now
             };
             broken.note(Rule::S1, (0..config.count()).any(promised));
-            let dead_under_fail = past.holder != NOBODY && is_fail(&config.plans[usize::from(past.holder)]);
+            let dead_under_fail = before != NOBODY && is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::S5, was_pending && (is_fail(plan) || dead_under_fail));
             broken.note(Rule::S5, was(|old| old.stand == Stand::Interrupted));
         }
@@ -320,17 +362,22 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             broken.note(Rule::S8, repeated);
             // By how much later than the lease a lapse may be noticed where clocks differ.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
-            let until = world.call(past.holder.min(who)).deed.promised_until;
-            let until = if past.holder == NOBODY { 0 } else { world.call(past.holder).deed.promised_until.max(until) };
+            let until = world.call(before.min(who)).deed.promised_until;
+            let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
             let sent = match ask {
-                Ask::Reserve { sent } if config.skew.is_some() => sent,
+                Ask::Reserve { sent, .. } if config.skew.is_some() => sent,
                 _ => now,
             };
             broken.note(Rule::L1, !was_pending || until + slack <= sent);
         }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
-            let fail = is_fail(plan) || past.holder == NOBODY || is_fail(&config.plans[usize::from(past.holder)]);
+            // Whoever was dropped before its body started, and has cleaned up, has interrupted nothing.
+            let it = world.call(before.min(CALLS as Who - 1));
+            let started = it.deed.body != Body::NotStarted || it.phase == Phase::Dead;
+            let open = it.is_active() || it.deed.abandoned;
+            broken.note(Rule::S12, before != NOBODY && !started && !open);
+            let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::L1, !fail && was(|old| old.stand != Stand::Interrupted));
         }
         _ => {}
@@ -338,20 +385,11 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     world.broken = broken;
     if let Answer::Reserved { attempt, .. } = answer {
         let promised = promise(config, world, who, ask);
-        let call = world.call_mut(who);
-        let stray = match call.phase {
-            // Its answer is the one that the call will hear, or the release that is under way is for it.
-            Phase::Reserving { line, .. } | Phase::Ending { ending: Ending::Release(How::NotStarted), line, .. } => {
-                line != Line::Sent
-            }
-            _ => true,
-        };
-        let deed = &mut call.deed;
+        let deed = &mut world.call_mut(who).deed;
         deed.granted = true;
-        deed.stray |= stray;
         deed.promised_until = if repeated { deed.promised_until } else { promised };
         let past = &mut world.history[key];
-        (past.holder, past.attempt) = (who, attempt);
+        (past.holder, past.attempt) = (token, attempt);
         past.mark = past.mark.or(plan.mark);
         if !repeated {
             world.call_mut(who).deed.released = false;
@@ -395,17 +433,46 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     }
 }
 
+/// Looks at a body that is polled again.
+pub(crate) fn polls(config: &Config, world: &mut World, who: Who) {
+    let enforced = !config.plans[usize::from(who)].shadow;
+    world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
+}
+
+/// Looks at time that passes.
+pub(crate) fn passes(config: &Config, world: &mut World) {
+    for who in 0..config.count() {
+        let call = world.call(who);
+        let plan = &config.plans[usize::from(who)];
+        let lapses = world.holds_in_body_or_end(who) && world.believed(config, who) == 1;
+        // Nobody may keep it for longer.
+        let is_over = call.stop_at > 0 && call.stop_at <= world.now;
+        let held_up = matches!(call.beat, Beat::Answered { .. }) && !may_hear(config, world);
+        let tried = !held_up && (call.beat != Beat::None || call.lost || call.registered);
+        world.broken.note(Rule::L6, lapses && !tried && !is_over && !plan.shadow);
+    }
+}
+
+/// Looks at an end that is tried once more, after its store has failed since `since`.
+pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
+    let limit = since + config.span();
+    world.broken.note(Rule::EndsInTime, world.now >= limit);
+}
+
 /// Looks at what the caller is told.
 pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: Class) {
     let deed = world.call(who).deed;
+    world.broken.note(Rule::Told, told == Class::LeaseLost && deed.recorded);
     let enforced = !config.plans[usize::from(who)].shadow;
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
 /// Looks at a call that stops trying to record its result.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
-    let held = world.believed(config, who) > 0;
-    world.broken.note(Rule::S7Retry, held && trouble != Trouble::Fatal);
+    let held = world.may_be_held(config, who) > 0;
+    let since = world.call(who).fails_since.unwrap_or(world.now);
+    let in_time = world.now < since + config.span();
+    world.broken.note(Rule::S7Retry, held && in_time && trouble != Trouble::Fatal);
 }
 
 /// Looks at the state that a step led to.
@@ -418,7 +485,9 @@ pub(crate) fn look(config: &Config, world: &mut World) {
         let slot = world.slots[key];
         quiet &= !call.is_active();
         let enforced = !config.plans[usize::from(who)].shadow;
-        broken.note(Rule::L4, enforced && call.phase == Phase::Body && call.lost);
+        broken.note(Rule::L4, enforced && call.phase == Phase::Body { polled: false } && call.lost);
+        let runs_over = call.stop_at > 0 && matches!(call.phase, Phase::Body { .. });
+        broken.note(Rule::L7, runs_over && call.asked_at >= call.stop_at);
         if let Phase::Waiting { attempt, woken: false, .. } = call.phase {
             let runs = slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt);
             broken.note(Rule::L3, !runs);
@@ -426,17 +495,21 @@ pub(crate) fn look(config: &Config, world: &mut World) {
         if world.holds_in_body_or_end(who) && world.believed(config, who) > 0 {
             let mine = slot.is_some_and(|slot| {
                 let live = config.skew.is_some() || slot.lapses_at > world.now;
-                slot.is_pending() && live && world.history[key].holder == who
+                slot.is_pending() && live && world.history[key].holder == token(who, call.generation)
             });
             let ended = call.deed.recorded || call.deed.released;
             broken.note(Rule::S1Belief, !mine && !ended);
         }
     }
-    // With a fault or a crash, a key may be held for a lease.
-    if quiet && world.left.faults == config.budget.faults && world.left.restarts == config.budget.restarts {
+    // Whatever was late, lost or out of order: only a crash, or a store that could not be reached for a lease, holds a key.
+    // Where a late reservation replaces what its sender has not seen, it may follow another attempt.
+    let follows = config.one_step && config.count() > 1;
+    if quiet && !follows {
         for slot in world.slots.iter().flatten().filter(|slot| slot.is_pending()) {
-            let call = world.call(slot.owner);
-            broken.note(Rule::L2, call.phase != Phase::Dead && !call.deed.stray);
+            let call = world.call(holder(slot.owner));
+            let holds = call.phase != Phase::Dead && !call.deed.abandoned;
+            let gone = call.phase == Phase::Over(Class::Dropped) || call.deed.body == Body::NotStarted;
+            broken.note(if gone { Rule::S12 } else { Rule::L2 }, holds);
         }
     }
     debug_assert!(world.calls.iter().all(|call| call.is_active() || call.beat == Beat::None));

@@ -12,6 +12,19 @@ use super::properties::Broken;
 pub(crate) type Who = u8;
 /// Nobody.
 pub(crate) const NOBODY: Who = u8::MAX;
+/// An owner token: that of the first attempts of a call is its place in the plan. A call that has released the key, or for which
+/// an operator has, needs another one.
+pub(crate) type Token = u8;
+
+/// The token of generation `generation` of `who`.
+pub(crate) fn token(who: Who, generation: u8) -> Token {
+    who + generation * CALLS as Who
+}
+
+/// Whose token it is.
+pub(crate) fn holder(token: Token) -> Who {
+    if token == NOBODY { NOBODY } else { token % CALLS as Who }
+}
 /// How many calls a configuration may plan.
 pub(crate) const CALLS: usize = 4;
 /// How many keys it may have.
@@ -36,13 +49,15 @@ pub(crate) struct World {
 /// A record, and when its lease lapses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Slot {
-    pub(crate) owner: Who,
+    pub(crate) owner: Token,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
     pub(crate) stand: Stand,
     /// By the clock of the store; where it has none, by the clock of whoever wrote the record.
     pub(crate) lapses_at: u8,
+    /// How often its lease was renewed after it had lapsed; where the times are the senders', how often it was renewed.
+    pub(crate) revived: u8,
 }
 
 impl Slot {
@@ -79,14 +94,17 @@ pub(crate) enum Kept {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Request {
     pub(crate) who: Who,
+    pub(crate) token: Token,
     pub(crate) ask: Ask,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Ask {
-    /// With the true time it was sent at, where the clocks of the senders count; 0 elsewhere.
+    /// With the true time it was sent at, where the clocks of the senders count; 0 elsewhere. It makes a record where there
+    /// is none, or replaces the one that its sender has met.
     Reserve {
         sent: u8,
+        over: Option<Met>,
     },
     /// As above, with the number of the attempt.
     Renew {
@@ -101,6 +119,15 @@ pub(crate) enum Ask {
         starts: u8,
     },
     Release(How),
+}
+
+/// A record as a reservation met it: what a store compares before it replaces one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Met {
+    pub(crate) owner: Token,
+    pub(crate) attempt: u8,
+    pub(crate) is_pending: bool,
+    pub(crate) revived: u8,
 }
 
 /// [`Release`], in order.
@@ -145,6 +172,10 @@ pub(crate) enum Answer {
     Mismatch,
     Interrupted,
     Exhausted,
+    /// The owner of the request has released the key already.
+    Released,
+    /// The key is free, and its record is to be replaced by a request of its own, or to be looked at again.
+    Free(Option<Met>),
     Write(Done),
     /// The result is larger than the store can hold.
     TooLarge,
@@ -170,6 +201,8 @@ impl From<Write> for Done {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Call {
     pub(crate) phase: Phase,
+    /// How many owner tokens it has had before this one.
+    pub(crate) generation: u8,
     /// When the last confirmed reservation or renewal was asked for.
     pub(crate) asked_at: u8,
     /// When the first reservation was asked for that got no answer: it may have landed, or may yet.
@@ -178,6 +211,12 @@ pub(crate) struct Call {
     pub(crate) give_up_at: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
+    /// Whether its lease is kept alive.
+    pub(crate) registered: bool,
+    /// When its body has run for too long; 0 if that is never.
+    pub(crate) stop_at: u8,
+    /// Since when its end could not be written.
+    pub(crate) fails_since: Option<u8>,
     pub(crate) beat: Beat,
     /// Whether the heartbeat has found the lease lost.
     pub(crate) lost: bool,
@@ -187,11 +226,15 @@ pub(crate) struct Call {
 impl Call {
     pub(crate) const IDLE: Self = Self {
         phase: Phase::Idle,
+        generation: 0,
         asked_at: 0,
         unanswered: None,
         give_up_at: 0,
         attempt: 0,
         starts: 0,
+        registered: false,
+        stop_at: 0,
+        fails_since: None,
         beat: Beat::None,
         lost: false,
         deed: Deed {
@@ -199,7 +242,7 @@ impl Call {
             granted: false,
             recorded: false,
             released: false,
-            stray: false,
+            abandoned: false,
             promised_until: 0,
         },
     };
@@ -218,13 +261,13 @@ pub(crate) enum Phase {
     /// Not delivered yet.
     Idle,
     /// Asking for the key. `landed` says whether an unanswered try may have taken effect.
-    Reserving { tries: u8, landed: bool, line: Line },
+    Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
     /// The reservation was answered after its lease: renewing it, since `at`, before the body may start.
     Confirming { at: u8, line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body runs.
-    Body,
+    /// The body is being polled, and may block in there; or it waits to be polled.
+    Body { polled: bool },
     /// The last write. `late` is what the caller was told already, if nobody waits for the write.
     Ending { ending: Ending, late: Option<Class>, line: Line },
     /// Nothing is left to do.
@@ -244,6 +287,15 @@ pub(crate) enum Line {
     Cut,
 }
 
+/// One message of a reservation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Reserving {
+    /// The record that it replaces.
+    pub(crate) over: Option<Met>,
+    /// When it was sent, where the clocks of the senders count; 0 elsewhere.
+    pub(crate) at: u8,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Beat {
     None,
@@ -261,6 +313,20 @@ pub(crate) enum Ending {
     Release(How),
     /// A release in place of an error that the store can't hold: tried again as the completion it stands for.
     Instead,
+    /// The completion without its result, or a release in place of an error, tried beside the whole one.
+    Shortened {
+        ok: bool,
+    },
+    /// The same for a result that the store can't hold, tried for the first time.
+    LeftOut {
+        ok: bool,
+    },
+    /// Of a reservation of which nobody knows whether it landed, or will: reserves again, to have what is then released.
+    CleanUp(Reserving),
+    /// Releases what the clean-up has reserved.
+    GiveBack,
+    /// Releases what a clean-up may have reserved that got no answer.
+    TryRelease,
 }
 
 /// What the caller gets.
@@ -279,6 +345,7 @@ pub(crate) enum Class {
     LeaseLost,
     Unrecorded,
     StoreFailed,
+    TimedOut,
     /// The body ran without a reservation (`on_store_error = run`).
     Unprotected,
     /// The caller is gone.
@@ -295,8 +362,8 @@ pub(crate) struct Deed {
     pub(crate) recorded: bool,
     /// Its reservation was released.
     pub(crate) released: bool,
-    /// A reservation of it took effect when nobody waited for one any more.
-    pub(crate) stray: bool,
+    /// What was left to write was given up: the store can't do it, or could not be reached for a lease.
+    pub(crate) abandoned: bool,
     /// Until when the store has promised to let nobody else in.
     pub(crate) promised_until: u8,
 }
@@ -317,8 +384,8 @@ pub(crate) enum Body {
 /// What has happened to a key since its record was last absent or reopened. Nothing in the protocol reads this.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct History {
-    /// The call that was granted the latest attempt.
-    pub(crate) holder: Who,
+    /// The owner token that was granted the latest attempt.
+    pub(crate) holder: Token,
     /// The latest attempt that was granted.
     pub(crate) attempt: u8,
     /// The payload the key stands for.
@@ -346,6 +413,8 @@ pub(crate) struct Budget {
     pub(crate) cancels: u8,
     /// Heartbeats.
     pub(crate) beats: u8,
+    /// Polls of a body that end before it does.
+    pub(crate) polls: u8,
     /// Steps of time.
     pub(crate) ticks: u8,
     /// Ends of retention.
@@ -358,13 +427,14 @@ pub(crate) struct Budget {
 
 impl std::fmt::Display for Budget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { faults, duplicates, crashes, cancels, beats, ticks, ends, reopens, restarts } = *self;
+        let Self { faults, duplicates, crashes, cancels, beats, polls, ticks, ends, reopens, restarts } = *self;
         let parts = [
             (faults, "failed calls"),
             (duplicates, "doubled requests"),
             (crashes, "crashes"),
             (cancels, "drops"),
             (beats, "beats"),
+            (polls, "polls"),
             (ticks, "ticks"),
             (ends, "ends of retention"),
             (reopens, "reopenings"),

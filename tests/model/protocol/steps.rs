@@ -10,8 +10,8 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Phase, Request, Slot, Who,
-    World,
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Met, Phase, Request,
+    Reserving, Slot, Who, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -46,6 +46,12 @@ pub(crate) enum Action {
     BeatFails(Who),
     /// The body returns.
     Returns(Who, bool),
+    /// A poll of the body ends, and the body has not.
+    Yields(Who),
+    /// The body is polled again.
+    IsPolled(Who),
+    /// The body has run for too long, and is cancelled.
+    TimesOut(Who),
     /// The call is dropped, or its body panics.
     IsDropped(Who),
     /// Its process dies.
@@ -191,7 +197,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                     actions.push(Action::StopsWaiting(who));
                 }
             }
-            Phase::Body => {
+            Phase::Body { polled: true } => {
                 let plan = config.plan(who);
                 if plan.may_succeed {
                     actions.push(Action::Returns(who, true));
@@ -199,11 +205,25 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                 if plan.may_fail {
                     actions.push(Action::Returns(who, false));
                 }
+                if left.polls > 0 || plan.hangs() {
+                    actions.push(Action::Yields(who));
+                }
+            }
+            Phase::Body { polled: false } => {
+                let plan = config.plan(who);
+                if is_over(config, world, call) && !plan.shadow {
+                    actions.push(Action::TimesOut(who));
+                } else if !plan.hangs() && may_be_polled(config, world, who) {
+                    actions.push(Action::IsPolled(who));
+                }
             }
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
         match call.beat {
-            Beat::None if left.beats > 0 && beats(call) => actions.push(Action::Beats(who)),
+            // A body that waits for its lease waits for as many beats as that takes.
+            Beat::None if beats(config, world, who) && (left.beats > 0 || waits_for_lease(config, world, who)) => {
+                actions.push(Action::Beats(who));
+            }
             Beat::None => {}
             Beat::Sent { .. } => {
                 actions.push(Action::StoreDoesBeat(who));
@@ -211,7 +231,8 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                     actions.push(Action::BeatFails(who));
                 }
             }
-            Beat::Answered { .. } => actions.push(Action::HearsBeat(who)),
+            Beat::Answered { .. } if may_hear(config, world) => actions.push(Action::HearsBeat(who)),
+            Beat::Answered { .. } => {}
         }
         let told = matches!(call.phase, Phase::Ending { late: Some(_), .. });
         if left.cancels > 0 && !told {
@@ -243,21 +264,47 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         actions.push(Action::Restarts);
     }
     // Time goes on beyond its budget where somebody waits for it and nothing else can happen.
-    let waits =
-        || world.calls.iter().any(|call| matches!(call.phase, Phase::Waiting { until, .. } if until > world.now));
+    let waits = || {
+        world.calls.iter().any(|call| match call.phase {
+            Phase::Waiting { until, .. } => until > world.now,
+            Phase::Body { .. } => call.stop_at > world.now,
+            _ => false,
+        })
+    };
     if left.ticks > 0 || (actions.is_empty() && waits()) {
         actions.push(Action::Tick);
     }
 }
 
 /// Whether the lease of the call is kept alive.
-fn beats(call: &Call) -> bool {
+fn beats(config: &Config, world: &World, who: Who) -> bool {
+    let call = world.call(who);
     let kept = match call.phase {
-        Phase::Body => true,
+        Phase::Body { .. } => !is_over(config, world, call) || config.is(Mutant::RenewedBeyondTimeout),
         Phase::Ending { late, .. } => late.is_none(),
         _ => false,
     };
-    kept && !call.lost && call.deed.granted
+    kept && !call.lost && call.registered
+}
+
+/// Whether the answer to a renewal can be heard.
+pub(crate) fn may_hear(config: &Config, world: &World) -> bool {
+    let stuck = |call: &Call| matches!(call.beat, Beat::Sent { .. });
+    !config.is(Mutant::RenewedTogether) || !world.calls.iter().any(stuck)
+}
+
+/// Whether the body has run for too long.
+fn is_over(config: &Config, world: &World, call: &Call) -> bool {
+    call.stop_at > 0 && call.stop_at <= world.now && !config.is(Mutant::TimeoutIgnored)
+}
+
+/// Whether the process believes in the lease of the body, which it may then poll.
+fn may_be_polled(config: &Config, world: &World, who: Who) -> bool {
+    world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
+}
+
+fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
+    world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
 /// Makes the step, and notes what it breaks.
@@ -298,7 +345,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::IsLost(request) => take_out(world, request),
         Action::Beats(who) => {
-            world.left.beats -= 1;
+            world.left.beats = world.left.beats.saturating_sub(1);
             let at = world.now;
             world.call_mut(who).beat = Beat::Sent { at };
         }
@@ -316,6 +363,15 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             orphan_beat(config, world, who);
         }
         Action::Returns(who, ok) => returns(config, world, who, ok),
+        Action::Yields(who) => yields(config, world, who),
+        Action::IsPolled(who) => {
+            properties::polls(config, world, who);
+            world.call_mut(who).phase = Phase::Body { polled: true };
+        }
+        Action::TimesOut(who) => {
+            body_is_gone(world, who);
+            late(config, world, who, Ending::Release(How::dropped(config.plan(who).on_crash)), Class::TimedOut);
+        }
         Action::IsDropped(who) => {
             world.left.cancels -= 1;
             is_dropped(config, world, who);
@@ -328,6 +384,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             rest(world, who, Phase::Dead);
         }
         Action::Tick => {
+            properties::passes(config, world);
             world.left.ticks = world.left.ticks.saturating_sub(1);
             world.now += 1;
             if config.is(Mutant::RetentionIsTheLease) {
@@ -401,13 +458,17 @@ impl World {
 
     /// How long the call believes to hold its lease.
     pub(crate) fn believed(&self, config: &Config, who: Who) -> u8 {
-        let call = self.call(who);
-        if call.lost { 0 } else { (call.asked_at + config.span()).saturating_sub(self.now) }
+        if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
+    }
+
+    /// How long its lease may be held, whatever a heartbeat was told: the record may be its own, ended.
+    pub(crate) fn may_be_held(&self, config: &Config, who: Who) -> u8 {
+        (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
 
     pub(crate) fn holds_in_body_or_end(&self, who: Who) -> bool {
         let call = self.call(who);
-        call.deed.granted && matches!(call.phase, Phase::Body | Phase::Ending { late: None, .. })
+        call.deed.granted && matches!(call.phase, Phase::Body { .. } | Phase::Ending { late: None, .. })
     }
 }
 
@@ -421,9 +482,8 @@ fn line(call: &mut Call) -> &mut Line {
 /// The request whose answer the call waits for, as it would be sent.
 pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Option<Request> {
     let call = world.call(who);
-    let sent = if config.skew.is_some() { call.asked_at } else { 0 };
     let ask = match call.phase {
-        Phase::Reserving { .. } => Ask::Reserve { sent },
+        Phase::Reserving { what, .. } => Ask::Reserve { sent: what.at, over: what.over },
         Phase::Confirming { at, .. } => return Some(renewal(config, world, who, at)),
         Phase::Ending { ending, .. } => match ending {
             Ending::Finish { kept, ok } => Ask::Finish {
@@ -435,16 +495,24 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
             },
             Ending::Release(how) => Ask::Release(how),
             Ending::Instead => Ask::Release(How::Returned),
+            Ending::Shortened { ok: true } | Ending::LeftOut { ok: true } => {
+                let starts = if config.whole { call.starts } else { 0 };
+                Ask::Finish { kept: Kept::TooLarge(who), ok: true, attempt: call.attempt, starts }
+            }
+            Ending::Shortened { ok: false } | Ending::LeftOut { ok: false } => Ask::Release(How::Returned),
+            Ending::CleanUp(what) => Ask::Reserve { sent: what.at, over: what.over },
+            Ending::GiveBack | Ending::TryRelease => Ask::Release(How::NotStarted),
         },
         _ => return None,
     };
-    Some(Request { who, ask })
+    Some(Request { who, token: token(who, call.generation), ask })
 }
 
 /// The renewal that was sent at `at`.
 fn renewal(config: &Config, world: &World, who: Who, at: u8) -> Request {
     let sent = if config.skew.is_some() { at } else { 0 };
-    Request { who, ask: Ask::Renew { sent, attempt: world.call(who).attempt } }
+    let call = world.call(who);
+    Request { who, token: token(who, call.generation), ask: Ask::Renew { sent, attempt: call.attempt } }
 }
 
 fn send(world: &mut World, request: Request) {
@@ -481,28 +549,28 @@ fn orphan_beat(config: &Config, world: &mut World, who: Who) {
 
 /// The store does what is asked, and the properties look at it.
 pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
-    let who = request.who;
+    let Request { who, token, ask } = request;
     let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
     let before = world.slots;
     let answer = {
         let reading = |world: &World, sent| config.reading(world, who, sent);
-        match request.ask {
-            Ask::Reserve { sent } => {
+        match ask {
+            Ask::Reserve { sent, over } => {
                 let reading = reading(world, sent);
-                store::reserves(config, &mut world.slots[usize::from(key)], who, reading)
+                store::reserves(config, &mut world.slots[usize::from(key)], token, over, reading)
             }
             Ask::Renew { sent, attempt } => {
                 let reading = reading(world, sent);
-                Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], who, attempt, reading))
+                Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], token, attempt, reading))
             }
             Ask::Finish { kept: Kept::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
             Ask::Finish { kept, ok, attempt, starts } => {
                 let end = End::finish(kept, ok, (attempt, starts), world.now);
-                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], who, end))
+                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
             }
             Ask::Release(how) => {
                 let end = End::release(how, world.now);
-                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], who, end))
+                Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
             }
         }
     };
@@ -511,7 +579,7 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     // Whoever waits for a pending record is woken when another attempt, or none, is pending.
     let attempt = |slot: Option<Slot>| slot.filter(Slot::is_pending).map(|slot| (slot.owner, slot.attempt));
     if attempt(old).is_some() && attempt(old) != attempt(new) {
-        let asleep = match request.ask {
+        let asleep = match ask {
             Ask::Reserve { .. } => config.is(Mutant::TakeoverWakesNobody),
             Ask::Release(_) => config.is(Mutant::ReleaseWakesNobody),
             _ => config.is(Mutant::FinishWakesNobody),
@@ -562,7 +630,14 @@ fn reserve_anew(config: &Config, world: &mut World, who: Who) {
     // The lease of a repeated reservation began at the earliest when the first one was sent.
     let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
     call.asked_at = since.unwrap_or(now);
-    call.phase = Phase::Reserving { tries: 1, landed: call.unanswered.is_some(), line: Line::Sent };
+    let landed = call.unanswered.is_some();
+    let what = message(config, world, None);
+    world.call_mut(who).phase = Phase::Reserving { tries: 1, landed, what, line: Line::Sent };
+}
+
+/// A reservation that replaces `over`, sent now.
+fn message(config: &Config, world: &World, over: Option<Met>) -> Reserving {
+    Reserving { over, at: if config.skew.is_some() { world.now } else { 0 } }
 }
 
 /// The call hears what the store answers.
@@ -605,10 +680,11 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             if left == 0 {
                 if config.is(Mutant::RejectedDuplicateReleases) {
                     let holder = world.slots[usize::from(plan.key)].map_or(who, |slot| slot.owner);
+                    let token = token(who, world.call(who).generation);
                     let before = world.slots;
                     let end = End::release(How::Returned, now);
                     let done = store::ends(config, &mut world.slots[usize::from(plan.key)], holder, end);
-                    let request = Request { who, ask: Ask::Release(How::Returned) };
+                    let request = Request { who, token, ask: Ask::Release(How::Returned) };
                     properties::audit(config, world, &before, request, Answer::Write(done));
                 }
                 return refused(config, world, who, Class::InProgress);
@@ -624,16 +700,52 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
         (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
-        (Phase::Ending { ending, late, .. }, Answer::TooLarge) => match without_result(ending) {
-            Some(ending) => world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent },
-            None => unrecorded(config, world, who, late, Class::Unrecorded),
-        },
+        (Phase::Reserving { .. }, Answer::Released) => {
+            let call = world.call_mut(who);
+            // Another attempt needs another token. What the old one has under way finds its own record.
+            (call.generation, call.unanswered) = (call.generation + 1, None);
+            reserve_anew(config, world, who);
+        }
+        (Phase::Reserving { tries, landed, .. }, Answer::Free(over)) => {
+            let what = message(config, world, over);
+            world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
+        }
+        (Phase::Ending { ending: Ending::CleanUp(_), late, .. }, answer) => {
+            let ending = match answer {
+                Answer::Reserved { .. } => Ending::GiveBack,
+                Answer::Free(over) => Ending::CleanUp(message(config, world, over)),
+                // Released already, or another's: nothing that is still under way can change that.
+                _ => return over(config, world, who, late.unwrap_or(Class::Dropped)),
+            };
+            world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
+        }
+        // Somebody has taken over in between.
+        (
+            Phase::Ending { ending: ending @ (Ending::GiveBack | Ending::TryRelease), late, .. },
+            Answer::Write(Done::Refused),
+        ) if !config.is(Mutant::CleanUpOnlyReleases) => {
+            ending_fails(config, world, who, Trouble::Unavailable, (ending, late));
+        }
+        (Phase::Ending { ending, late: None, .. }, Answer::TooLarge) if plan.shadow => {
+            ending_fails(config, world, who, Trouble::Fatal, (ending, None));
+        }
+        (Phase::Ending { ending: Ending::Finish { ok, .. }, late, .. }, Answer::TooLarge) => {
+            let call = world.call_mut(who);
+            call.fails_since.get_or_insert(now);
+            call.phase = Phase::Ending { ending: Ending::LeftOut { ok }, late, line: Line::Sent };
+        }
+        // Its whole end may have landed.
+        (Phase::Ending { ending: Ending::Shortened { ok: false }, late, .. }, Answer::Write(Done::Refused))
+            if !config.is(Mutant::ShortenedRefusalIsFinal) =>
+        {
+            ending_fails(config, world, who, Trouble::Unknown, (Ending::Shortened { ok: false }, late));
+        }
         (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
             let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
             if refused {
                 return unrecorded(config, world, who, late, Class::LeaseLost);
             }
-            let told = if matches!(ending, Ending::Finish { ok: true, .. }) { Class::Ok } else { Class::Err };
+            let told = if is_ok(ending) { Class::Ok } else { Class::Err };
             over(config, world, who, late.unwrap_or(told));
         }
         (phase, answer) => unreachable!("{answer:?} is no answer to {phase:?}"),
@@ -647,24 +759,16 @@ fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
 
 /// Nothing is recorded, which a shadow does not tell.
 fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
-    let own = if matches!(world.call(who).phase, Phase::Ending { ending: Ending::Finish { ok: true, .. }, .. }) {
-        Class::Ok
-    } else {
-        Class::Err
+    let own = match world.call(who).phase {
+        Phase::Ending { ending, .. } if is_ok(ending) => Class::Ok,
+        _ => Class::Err,
     };
     over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
-/// What is written if the store can't hold the result.
-fn without_result(ending: Ending) -> Option<Ending> {
-    match ending {
-        Ending::Finish { kept: Kept::Stored(who), ok: true } => {
-            Some(Ending::Finish { kept: Kept::TooLarge(who), ok: true })
-        }
-        // An error that can't be replayed is not worth ending the operation for.
-        Ending::Finish { kept: Kept::Stored(_), ok: false } => Some(Ending::Instead),
-        _ => None,
-    }
+/// Whether the body of the attempt that ends so has succeeded.
+fn is_ok(ending: Ending) -> bool {
+    matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
 
 fn starts_body(config: &Config, world: &mut World, who: Who) {
@@ -674,7 +778,32 @@ fn starts_body(config: &Config, world: &mut World, who: Who) {
     if call.deed.body == Body::NotStarted {
         call.deed.body = Body::Running;
     }
-    call.phase = Phase::Body;
+    // Before the first poll, in which it may block.
+    call.registered = !config.is(Mutant::RegisteredWhenPending);
+    call.stop_at = config.plan(who).timeout.map_or(0, |timeout| call.asked_at + timeout * config.unit());
+    call.phase = Phase::Body { polled: true };
+}
+
+/// A poll of the body ends, and the body has not.
+fn yields(config: &Config, world: &mut World, who: Who) {
+    let plan = config.plan(who);
+    if !plan.hangs() {
+        world.left.polls -= 1;
+    }
+    let call = world.call_mut(who);
+    call.registered = true;
+    call.phase = Phase::Body { polled: false };
+    if call.lost {
+        loses(config, world, who);
+    }
+}
+
+/// The heartbeat has found the lease lost: the body is dropped, and there is nothing to write, as the key is another's.
+fn loses(config: &Config, world: &mut World, who: Who) {
+    if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
+        body_is_gone(world, who);
+        over(config, world, who, Class::LeaseLost);
+    }
 }
 
 /// The call hears an error instead of an answer.
@@ -692,48 +821,102 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
             }
             if trouble.is_transient() && tries < config.tries {
                 // With the same owner token: one that landed is recognised.
-                world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, line: Line::Sent };
+                let what = message(config, world, None);
+                world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, what, line: Line::Sent };
                 return;
             }
             let plan = config.plan(who);
-            let told = if plan.open || plan.shadow { Class::Unprotected } else { Class::StoreFailed };
+            let told = unanswered(plan, trouble);
             if landed && !config.is(Mutant::UnansweredNotReleased) {
-                late(config, world, who, Ending::Release(How::NotStarted), told);
+                clean_up(config, world, who, told);
             } else {
                 over(config, world, who, told);
             }
         }
         Phase::Confirming { .. } => {
             let plan = config.plan(who);
-            let told = if plan.open || plan.shadow { Class::Unprotected } else { Class::StoreFailed };
-            late(config, world, who, Ending::Release(How::NotStarted), told);
+            let told = unanswered(plan, trouble);
+            clean_up(config, world, who, told);
         }
         Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
             // The caller gets the body's own error, and does not wait for its key to be freed.
             late(config, world, who, Ending::Release(how), Class::Err);
         }
-        Phase::Ending { ending, late, .. } => {
-            let unanswered = trouble == Trouble::Unknown && late.is_none();
-            if unanswered && config.is(Mutant::NoAnswerReadAsDone) {
-                return over(config, world, who, Class::Ok);
-            }
-            let impatient = config.is(Mutant::GivesUpWithinLease);
-            if !trouble.is_transient() || world.believed(config, who) == 0 || impatient {
-                if ending == Ending::Instead && late.is_none() {
-                    return self::late(config, world, who, ending, Class::Err);
-                }
-                if late.is_none() {
-                    properties::gives_up(config, world, who, trouble);
-                    if config.is(Mutant::UnrecordedIsReleased) {
-                        return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
-                    }
-                }
-                return unrecorded(config, world, who, late, Class::Unrecorded);
-            }
-            world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
-        }
+        Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
         phase => unreachable!("{phase:?} waits for no answer"),
     }
+}
+
+/// What the caller is told of a store that failed. A record that can't be read is an answer.
+fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
+    match (plan.open && trouble.is_transient()) || plan.shadow {
+        true => Class::Unprotected,
+        false => Class::StoreFailed,
+    }
+}
+
+/// The end of an attempt could not be written: it is tried again for one lease, while that may be held.
+fn ending_fails(
+    config: &Config,
+    world: &mut World,
+    who: Who,
+    trouble: Trouble,
+    (ending, late): (Ending, Option<Class>),
+) {
+    let now = world.now;
+    let unanswered = trouble == Trouble::Unknown && late.is_none();
+    if unanswered && config.is(Mutant::NoAnswerReadAsDone) {
+        return over(config, world, who, Class::Ok);
+    }
+    // A shadow slows nobody down.
+    if late.is_none() && config.plan(who).shadow {
+        world.call_mut(who).deed.abandoned = true;
+        return unrecorded(config, world, who, late, Class::Unrecorded);
+    }
+    let since = *world.call_mut(who).fails_since.get_or_insert(now);
+    let next = |world: &mut World, ending| {
+        world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
+    };
+    let whole = match ending {
+        // Left out for good: an error that can't be replayed is not worth ending the operation for.
+        Ending::LeftOut { ok: true } => Ending::Finish { kept: Kept::TooLarge(who), ok: true },
+        Ending::LeftOut { ok: false } => Ending::Instead,
+        // Whatever became of the shortened one.
+        Ending::Shortened { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
+        Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
+        other => other,
+    };
+    // A store that was away has had its chance to take the result just now.
+    let too_long = trouble.is_transient() && 2 * (now - since) >= config.span();
+    if let (Ending::Finish { kept: Kept::Stored(_), ok }, true) = (ending, too_long) {
+        return next(world, Ending::Shortened { ok });
+    }
+    // It may have landed all the same.
+    if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown {
+        return next(world, Ending::TryRelease);
+    }
+    let held = match config.mutant {
+        Some(Mutant::BeatRefusalEndsEnding) => world.believed(config, who),
+        _ => world.may_be_held(config, who),
+    };
+    let in_time = now < since + config.span() || config.is(Mutant::EndsForEver);
+    let may_pass = trouble.is_transient() || matches!(ending, Ending::Shortened { .. } | Ending::TryRelease);
+    if may_pass && held > 0 && in_time && !config.is(Mutant::GivesUpWithinLease) {
+        properties::tries_again(config, world, since);
+        return next(world, whole);
+    }
+    if whole == Ending::Instead && late.is_none() {
+        return self::late(config, world, who, whole, Class::Err);
+    }
+    if late.is_none() {
+        properties::gives_up(config, world, who, trouble);
+        if config.is(Mutant::UnrecordedIsReleased) {
+            return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
+        }
+    }
+    world.call_mut(who).deed.abandoned = true;
+    world.call_mut(who).phase = Phase::Ending { ending: whole, late, line: Line::Sent };
+    unrecorded(config, world, who, late, Class::Unrecorded);
 }
 
 fn hears_beat(config: &Config, world: &mut World, who: Who) {
@@ -748,11 +931,8 @@ fn hears_beat(config: &Config, world: &mut World, who: Who) {
         }
         Done::Refused => {
             call.lost = true;
-            // The body is dropped, and there is nothing to write: the key is another's.
-            let runs_on = config.plan(who).shadow || config.is(Mutant::LostLeaseRunsOn);
-            if call.phase == Phase::Body && !runs_on {
-                body_is_gone(world, who);
-                over(config, world, who, Class::LeaseLost);
+            if call.phase == (Phase::Body { polled: false }) {
+                loses(config, world, who);
             }
         }
     }
@@ -769,6 +949,9 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
         call.deed.body = Body::Returned { ok };
     }
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
+    if !ok && config.is(Mutant::ErrorKeepsKey) {
+        return over(config, world, who, Class::Err);
+    }
     if ok && config.is(Mutant::OkBeforeRecorded) {
         late(config, world, who, ending, Class::Ok);
     }
@@ -785,12 +968,10 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     match call.phase {
         // Whether or not it landed.
         Phase::Reserving { .. } | Phase::Confirming { .. } if !config.is(Mutant::UnansweredNotReleased) => {
-            late(config, world, who, Ending::Release(How::NotStarted), Class::Dropped);
+            clean_up(config, world, who, Class::Dropped);
         }
-        Phase::Waiting { .. } if call.unanswered.is_some() => {
-            late(config, world, who, Ending::Release(How::NotStarted), Class::Dropped);
-        }
-        Phase::Body => {
+        Phase::Waiting { .. } if call.unanswered.is_some() => clean_up(config, world, who, Class::Dropped),
+        Phase::Body { .. } => {
             let how = match config.mutant {
                 Some(Mutant::DroppedUnderFailIsReleased) => How::Returned,
                 Some(Mutant::DroppedCountsAsNotStarted) => How::NotStarted,
@@ -798,16 +979,37 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
             };
             late(config, world, who, Ending::Release(how), Class::Dropped);
         }
-        Phase::Ending { ending, .. } => late(config, world, who, ending, Class::Dropped),
+        Phase::Ending { ending, .. } => {
+            let ending = match ending {
+                Ending::Shortened { ok } | Ending::LeftOut { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
+                other => other,
+            };
+            late(config, world, who, ending, Class::Dropped);
+        }
         _ => over(config, world, who, Class::Dropped),
     }
+}
+
+/// Frees the key of a reservation of which nobody knows whether it landed, or will; the caller was told `told`.
+fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
+    let ending = match config.mutant {
+        Some(Mutant::CleanUpOnlyReleases) => Ending::Release(How::NotStarted),
+        _ => Ending::CleanUp(message(config, world, None)),
+    };
+    late(config, world, who, ending, told);
+    // For a lease from now on.
+    let now = world.now;
+    let call = world.call_mut(who);
+    (call.asked_at, call.fails_since) = (now, Some(now));
 }
 
 /// Goes on with `ending` although nobody waits for it; the caller was told `told`.
 fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
-    (call.give_up_at, call.unanswered) = (0, None);
+    (call.give_up_at, call.unanswered, call.fails_since) = (0, None, None);
+    call.registered = false;
+    call.stop_at = 0;
     // What a late write knows of its lease is when it was last confirmed.
     call.lost = false;
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };

@@ -12,7 +12,7 @@ use idem_runtime::{
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Done, How, Kept, Slot, Stand, Who};
+use super::state::{Answer, Done, How, Kept, Met, Slot, Stand, Token};
 
 /// One unit of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
@@ -21,10 +21,10 @@ pub(crate) const TTL: Duration = Duration::from_secs(3600);
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
 /// The request of a call, as the engine would make it.
-pub(crate) fn reserve(who: Who, plan: &Plan, lease: u8) -> Reserve {
+pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> Reserve {
     Reserve {
         key: Key::new("model", u32::from(plan.key)).expect("a key"),
-        owner: owner(who),
+        owner: owner(token),
         lease: TICK * u32::from(lease),
         ttl: TTL,
         fingerprint: plan.mark.map(fingerprint),
@@ -33,12 +33,14 @@ pub(crate) fn reserve(who: Who, plan: &Plan, lease: u8) -> Reserve {
     }
 }
 
-fn owner(who: Who) -> Owner {
-    Owner::from_bytes([who; Owner::BYTES])
+fn owner(token: Token) -> Owner {
+    Owner::from_bytes([token; Owner::BYTES])
 }
 
 fn fingerprint(mark: u8) -> Fingerprint {
-    Fingerprint::from_bytes([mark; Fingerprint::BYTES])
+    let mut bytes = [mark; Fingerprint::BYTES];
+    bytes[0] = Fingerprint::VERSION;
+    Fingerprint::from_bytes(bytes)
 }
 
 pub(crate) fn payload(kept: Kept) -> Payload {
@@ -113,10 +115,18 @@ impl Slot {
             owner: record.owner.as_bytes()[0],
             attempt: small(record.attempt),
             starts: small(record.starts),
-            mark: record.fingerprint.map(|mark| mark.as_bytes()[0]),
+            mark: record.fingerprint.map(|mark| mark.as_bytes()[1]),
             stand: Stand::from(&record.state),
             lapses_at: if record.is_pending() { lapses_at } else { 0 },
+            revived: 0,
         }
+    }
+}
+
+impl Met {
+    fn of(slot: &Slot) -> Self {
+        let Slot { owner, attempt, revived, .. } = *slot;
+        Self { owner, attempt, is_pending: slot.is_pending(), revived }
     }
 }
 
@@ -137,6 +147,7 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
         Reservation::Mismatch { .. } => Answer::Mismatch,
         Reservation::Interrupted { .. } => Answer::Interrupted,
         Reservation::Exhausted { .. } => Answer::Exhausted,
+        Reservation::Released { .. } => Answer::Released,
         other => unreachable!("{other:?} is not in the model"),
     }
 }
@@ -162,15 +173,33 @@ impl Reading {
     }
 }
 
-/// Reserves the key of `slot` for `who`.
-pub(crate) fn reserves(config: &Config, slot: &mut Option<Slot>, who: Who, reading: Reading) -> Answer {
-    let request = &config.requests[usize::from(who)];
+fn in_one_step(config: &Config) -> bool {
+    config.one_step || config.mutant == Some(Mutant::ReplacesUnseen)
+}
+
+/// Reserves the key of `slot` for `token`, whose request replaces `over`, or makes a record where there is none.
+///
+/// A store does in one step what it is asked, or it compares the record with the one that was met: then a request that
+/// arrives late changes nothing that its sender has not seen.
+pub(crate) fn reserves(
+    config: &Config,
+    slot: &mut Option<Slot>,
+    token: Token,
+    over: Option<Met>,
+    reading: Reading,
+) -> Answer {
+    let request = &config.request(token);
     let lapses_at = reading.now + config.lease;
     let reserved = |slot: &mut Option<Slot>, record: &Record, takeover| {
         *slot = Some(Slot::of(record, lapses_at));
         answer(&Reservation::Reserved { lease: record.lease(request), takeover })
     };
-    let Some(met) = *slot else { return reserved(slot, &Record::first(request), false) };
+    let Some(met) = *slot else {
+        return match over {
+            None => reserved(slot, &Record::first(request), false),
+            Some(_) => Answer::Free(None),
+        };
+    };
     let mut record = met.record(config.lease);
     let mut lapses_in = reading.until(met.lapses_at, config.mutant);
     let mut asked = request.clone();
@@ -179,6 +208,9 @@ pub(crate) fn reserves(config: &Config, slot: &mut Option<Slot>, who: Who, readi
     }
     match record.meet(&asked, TICK * u32::from(lapses_in)) {
         Meeting::Answer(told) => answer(&told),
+        Meeting::Replace { .. } if !in_one_step(config) && over != Some(Met::of(&met)) => {
+            Answer::Free(Some(Met::of(&met)))
+        }
         Meeting::Replace { mut with, takeover } => {
             if let Some(mutant) = config.mutant {
                 mutant.before_replacing(&met, &mut with, takeover);
@@ -211,13 +243,13 @@ impl End {
     }
 }
 
-/// Ends the attempt of `who`: a pending record of its own changes, and an earlier end of it is recognised.
-pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End) -> Done {
+/// Ends the attempt of `token`: a pending record of its own changes, and an earlier end of it is recognised.
+pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: End) -> Done {
     let End { stand, refund, numbers, now } = end;
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let with_result = matches!(stand, Stand::Completed(_) | Stand::Failed(_));
-    if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && met.owner != who {
+    if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && met.owner != token {
         return Done::Refused;
     }
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_what_has_ended(met, with_result)) {
@@ -229,7 +261,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End)
             Some(Mutant::RepeatedReleaseRefused) if !with_result => Done::Refused,
             _ => {
                 let attempt = numbers.map_or(met.attempt, |(attempt, _)| attempt);
-                let request = &config.requests[usize::from(who)];
+                let request = &config.request(token);
                 let lease = Lease { attempt: attempt.into(), ..Record::first(request).lease(request) };
                 met.record(config.lease).ended(&lease, with_result).into()
             }
@@ -248,10 +280,10 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End)
     }
     met.starts = met.starts.saturating_sub(refund);
     met.stand = stand;
-    met.lapses_at = 0;
+    (met.lapses_at, met.revived) = (0, 0);
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
         // Where a record is one value, the lease of the attempt is all that is known when its end is written.
-        let request = &config.requests[usize::from(who)];
+        let request = &config.request(token);
         let lease = Lease {
             attempt: attempt.into(),
             starts: starts.into(),
@@ -263,13 +295,13 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, who: Who, end: End)
     Done::Done
 }
 
-/// Renews the lease of attempt `attempt` of `who`.
-pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, who: Who, attempt: u8, reading: Reading) -> Done {
+/// Renews the lease of attempt `attempt` of `token`.
+pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let held = match config.mutant {
         Some(Mutant::RenewAnybodys) => true,
-        Some(Mutant::RenewAnyAttempt) => met.owner == who,
-        _ => met.owner == who && met.attempt == attempt,
+        Some(Mutant::RenewAnyAttempt) => met.owner == token,
+        _ => met.owner == token && met.attempt == attempt,
     };
     if !met.is_pending() || !held {
         return Done::Refused;
@@ -277,6 +309,8 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, who: Who, attempt
     let lapses_at = reading.now + config.lease;
     // Where the times are the senders', a renewal that arrives late must not cut short what a later one has confirmed.
     if config.mutant == Some(Mutant::LateRenewalCutsShort) || met.lapses_at <= lapses_at {
+        let revives = met.lapses_at <= reading.now || (reading.skew.is_some() && met.lapses_at < lapses_at);
+        met.revived += u8::from(revives && config.mutant != Some(Mutant::ReplacesRevived));
         met.lapses_at = lapses_at;
     }
     Done::Done
@@ -290,6 +324,6 @@ pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, attempt: u8, rea
         return Write::Refused;
     }
     let attempt = if config.mutant == Some(Mutant::ReopenForgetsNumber) { 0 } else { met.attempt };
-    *met = Slot { starts: 0, attempt, stand: Stand::Released, lapses_at: 0, ..*met };
+    *met = Slot { starts: 0, attempt, stand: Stand::Released, lapses_at: 0, revived: 0, ..*met };
     Write::Done
 }

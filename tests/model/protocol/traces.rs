@@ -12,9 +12,10 @@ use std::task::Poll;
 use std::time::Duration;
 
 use idem_runtime::{
-    Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore, Mode,
-    OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve, State,
-    Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, observe, record_results_if, run,
+    Answers, Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore,
+    Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve,
+    State, Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, observe, record_results_if, renew_all,
+    run,
 };
 use proptest::bool::weighted;
 use proptest::prelude::*;
@@ -25,7 +26,7 @@ use tokio::sync::oneshot;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Ask, Beat, Body, Class, Done, Ending, How, Kept, Line, Phase, Request, Slot, Who, World};
+use super::state::{Answer, Ask, Beat, Class, Done, Ending, How, Kept, Line, Phase, Request, Slot, Who, World, holder};
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
 
@@ -168,12 +169,12 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 if let (Step::Reserve(_), Reservation::Reserved { lease, .. }) = (step, &found) {
                     leases[usize::from(who)] = lease.clone();
                 }
-                let modelled = store::reserves(config, &mut slots[key_of(who)], who, reading);
+                let modelled = store::reserves(config, &mut slots[key_of(who)], who, None, reading);
                 prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
             }
             Step::Renew(who) => {
                 let lease = &leases[usize::from(who)];
-                let found = real.renew(std::slice::from_ref(lease)).await.unwrap();
+                let found = renew_all(&real, std::slice::from_ref(lease)).await.unwrap();
                 let modelled = store::renews(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
                 prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
             }
@@ -207,7 +208,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
             prop_assert_eq!(found.as_ref().map(|it| &it.record), modelled.as_ref());
             // The way to small numbers and back loses nothing.
             let back = found.as_ref().map(|it| Slot::of(&it.record, slot.map_or(0, |slot| slot.lapses_at)));
-            prop_assert_eq!(&back, slot);
+            prop_assert_eq!(back, slot.map(|slot| Slot { revived: 0, ..slot }));
             let left = found.and_then(|it| it.lapses_in);
             let modelled =
                 slot.filter(Slot::is_pending).map(|slot| TICK * u32::from(slot.lapses_at.saturating_sub(now)));
@@ -257,7 +258,7 @@ impl Real {
     async fn arrives(&self, store: &MemoryStore) {
         match self {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
-            Self::Renew(leases) => drop(store.renew(leases).await.unwrap()),
+            Self::Renew(leases) => drop(renew_all(store, leases).await.unwrap()),
             Self::Finish(lease, finish) => drop(store.finish(lease, finish).await.unwrap()),
             Self::Release(lease, release) => drop(store.release(lease, *release).await.unwrap()),
         }
@@ -286,9 +287,11 @@ impl Scripted {
         what: Real,
         inner: impl Future<Output = Result<T, StoreError>> + Send + 'a,
     ) -> StoreFuture<'a, T> {
-        let (verdict, decided) = oneshot::channel();
-        self.desk.lock().unwrap().push(Asked { what, verdict });
+        let desk = Arc::clone(&self.desk);
         StoreFuture::new(async move {
+            // Not before it is polled: the engine also looks whether a store answers at once.
+            let (verdict, decided) = oneshot::channel();
+            desk.lock().unwrap().push(Asked { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
             match decided.await.unwrap_or(Verdict::Failed(StoreErrorKind::Unavailable)) {
                 Verdict::Done => inner.await,
@@ -311,6 +314,18 @@ impl Store for Scripted {
         Arc::new(self.clone())
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &'static str {
+        ""
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         self.inner.heartbeats()
     }
@@ -319,8 +334,9 @@ impl Store for Scripted {
         self.ask(Real::Reserve(request.clone()), async move { self.inner.reserve(request).await })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        self.ask(Real::Renew(leases.to_vec()), async move { self.inner.renew(leases).await })
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        let renewed = self.ask(Real::Renew(leases.to_vec()), async move { renew_all(&self.inner, leases).await });
+        StoreFuture::renewed(answer, renewed)
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
@@ -361,6 +377,7 @@ impl From<Error> for Failure {
             Error::LeaseLost { .. } => Some(Class::LeaseLost),
             Error::Unrecorded { .. } => Some(Class::Unrecorded),
             Error::Store { .. } => Some(Class::StoreFailed),
+            Error::TimedOut { .. } => Some(Class::TimedOut),
             // The result of another, in a codec of the trace's own or left out: replayed as far as the store goes.
             Error::ResultUnavailable { .. } => Some(Class::Replayed),
             _ => None,
@@ -373,6 +390,10 @@ fn policy(config: &Config, plan: &Plan) -> Policy {
     let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash);
     let policy = match plan.wait {
         Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
+        None => policy,
+    };
+    let policy = match plan.timeout {
+        Some(timeout) => policy.timeout(TICK * u32::from(timeout)),
         None => policy,
     };
     let policy = if plan.open { policy.on_store_error(OnStoreError::Run) } else { policy };
@@ -394,6 +415,10 @@ struct Pair<'a> {
     call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
     ended: Option<Ended>,
     body: Option<oneshot::Sender<bool>>,
+    /// What the body returns when it is polled next.
+    returns: Option<bool>,
+    /// Whether the body has started in the model.
+    ran: bool,
     started: Arc<Mutex<bool>>,
     /// What the model has under way although nobody waits for it, as the engine asked for it.
     late: Vec<(Request, Real)>,
@@ -411,6 +436,7 @@ enum Move {
     TurnAway,
     RefuseForGood,
     Drop,
+    /// Lets the body return when it is polled.
     Return(bool),
     AnswerBeat,
     FailBeat,
@@ -419,6 +445,8 @@ enum Move {
     OtherReserves(Who),
     OtherFinishes(Who),
     OtherReleases(Who),
+    /// An operator reopens the record.
+    Reopen,
     Tick,
 }
 
@@ -449,6 +477,8 @@ impl<'a> Pair<'a> {
             call: Some(Box::pin(call)),
             ended: None,
             body: Some(body),
+            returns: None,
+            ran: false,
             started,
             late: Vec::new(),
             main: None,
@@ -483,6 +513,7 @@ impl<'a> Pair<'a> {
         // A retry comes after a pause, of which the model knows nothing. All pauses together are shorter than a tick.
         for _ in 0..4 {
             self.settle().await;
+            self.follow_body();
             self.collect()?;
             if let Phase::Waiting { until, woken, .. } = self.phase()
                 && (woken || until <= self.world.now)
@@ -497,6 +528,24 @@ impl<'a> Pair<'a> {
             self.clock.advance(pause.unwrap_or_default());
         }
         self.compare().await
+    }
+
+    /// What the body does without a look at the store.
+    fn follow_body(&mut self) {
+        if self.phase() == (Phase::Body { polled: true }) {
+            self.ran = true;
+            self.does(Action::Yields(0));
+        }
+        let mut actions = Vec::new();
+        self.config.actions(&self.world, &mut actions);
+        if actions.contains(&Action::TimesOut(0)) {
+            self.does(Action::TimesOut(0));
+        }
+        if let Some(ok) = self.returns.filter(|_| actions.contains(&Action::IsPolled(0))) {
+            self.returns = None;
+            self.does(Action::IsPolled(0));
+            self.does(Action::Returns(0, ok));
+        }
     }
 
     /// Every request of the engine's is one that the model makes as well.
@@ -553,13 +602,16 @@ impl<'a> Pair<'a> {
             }
             None => prop_assert!(self.ended.is_none(), "ended with {:?} in {:?}", self.ended, phase),
         }
-        let ran = self.world.call(0).deed.body != Body::NotStarted || told == Some(Class::Unprotected);
+        self.ran |= matches!(phase, Phase::Body { .. }) || told == Some(Class::Unprotected);
+        let ran = self.ran;
         prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
         let found = self.store.inspect(&key_named(0)).await.unwrap();
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
         let shown = |record: &Record| {
-            let others =
-                record.owner.as_bytes().windows(2).all(|bytes| bytes[0] == bytes[1]) && record.owner.as_bytes()[0] > 0;
+            // The model's tokens are one byte that repeats.
+            let bytes = record.owner.as_bytes();
+            let modelled = bytes.windows(2).all(|bytes| bytes[0] == bytes[1]);
+            let others = modelled && holder(bytes[0]) > 0;
             let state = match &record.state {
                 State::Pending { on_crash, .. } => format!("pending {on_crash:?}"),
                 State::Completed(payload) => format!("completed {}", matches!(payload, Payload::Stored { .. })),
@@ -581,7 +633,7 @@ impl<'a> Pair<'a> {
                 moves.extend([Move::LoseAnswer, Move::LoseRequest, Move::TurnAway, Move::RefuseForGood]);
             }
         }
-        if self.phase() == Phase::Body {
+        if matches!(self.phase(), Phase::Body { .. }) && self.returns.is_none() {
             moves.extend([Move::Return(true), Move::Return(false), Move::Return(true)]);
         }
         if self.call.is_some() {
@@ -605,6 +657,10 @@ impl<'a> Pair<'a> {
                 moves.extend([Move::OtherReserves(who); 8]);
             }
             moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
+        }
+        // What is refused may wake those who wait, which makes no difference.
+        if self.world.slots[0].is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= self.world.now) {
+            moves.push(Move::Reopen);
         }
         moves
     }
@@ -656,7 +712,7 @@ impl<'a> Pair<'a> {
                 self.call = None;
             }
             Move::Return(ok) => {
-                self.does(Action::Returns(0, ok));
+                self.returns = Some(ok);
                 self.body.take().unwrap().send(ok).unwrap();
             }
             Move::AnswerBeat => {
@@ -691,18 +747,23 @@ impl<'a> Pair<'a> {
             }
             Move::OtherReserves(who) => {
                 let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
-                self.other(Request { who, ask: Ask::Reserve { sent: 0 } }, &real).await;
+                self.other(Request { who, token: who, ask: Ask::Reserve { sent: 0, over: None } }, &real).await;
             }
             Move::OtherFinishes(who) => {
                 let kept = Kept::Stored(who);
                 let lease = self.lease(who);
                 let ask = Ask::Finish { kept, ok: true, attempt: numbers(&lease).0, starts: 0 };
                 let real = Real::Finish(lease, Finish::Completed(store::payload(kept)));
-                self.other(Request { who, ask }, &real).await;
+                self.other(Request { who, token: who, ask }, &real).await;
             }
             Move::OtherReleases(who) => {
                 let real = Real::Release(self.lease(who), Release::Returned);
-                self.other(Request { who, ask: Ask::Release(How::Returned) }, &real).await;
+                self.other(Request { who, token: who, ask: Ask::Release(How::Returned) }, &real).await;
+            }
+            Move::Reopen => {
+                let attempt = self.world.slots[0].expect("there is one").attempt;
+                self.does(Action::Reopens(0));
+                let _ = self.store.inner.reopen(&key_named(0), attempt.into()).await.unwrap();
             }
             Move::Tick => {
                 self.does(Action::Tick);
@@ -765,9 +826,10 @@ fn the_calls_agree_with_the_engine() {
         (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
         proptest::option::of(1..3_u8),
         proptest::option::of(1..4_u8),
+        proptest::option::weighted(0.3, 1..6_u8),
     );
     let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
-    many(6_000, &traces, |((switches, max_attempts, wait), other_fails, choices)| {
+    many(6_000, &traces, |((switches, max_attempts, wait, timeout), other_fails, choices)| {
         let ([fail, record_errors, too_large], open, shadow) = switches;
         let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
         let plan = Plan {
@@ -778,6 +840,7 @@ fn the_calls_agree_with_the_engine() {
             too_large,
             max_attempts,
             wait,
+            timeout,
             ..Plan::default()
         };
         let other = Plan { on_crash: on_crash(other_fails), ..Plan::default() };
@@ -802,7 +865,15 @@ fn the_calls_agree_with_the_engine() {
     });
     let told = told.into_inner().unwrap();
     println!("what the callers were told: {told:?}");
-    for class in [Class::Ok, Class::Err, Class::Replayed, Class::InProgress, Class::LeaseLost, Class::Unrecorded] {
+    for class in [
+        Class::Ok,
+        Class::Err,
+        Class::Replayed,
+        Class::InProgress,
+        Class::LeaseLost,
+        Class::Unrecorded,
+        Class::TimedOut,
+    ] {
         assert!(told.contains_key(&class), "no trace ends with {class:?}");
     }
 }
@@ -884,12 +955,12 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                             },
                             found => store::answer(&found),
                         };
-                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, reading(who));
+                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, None, reading(who));
                         prop_assert_eq!(modelled, found, "{:?}", step);
                     }
                     Step::Renew(who) => {
                         let at = usize::from(who);
-                        let found = stores[at].renew(std::slice::from_ref(&leases[at])).await.unwrap();
+                        let found = renew_all(&stores[at], std::slice::from_ref(&leases[at])).await.unwrap();
                         let attempt = numbers(&leases[at]).0;
                         let modelled = store::renews(&config, &mut slots[slot(who)], who, attempt, reading(who));
                         prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);

@@ -12,7 +12,7 @@ use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idem
     key = "{n}",
     ttl = "1h",
     store = PostgresStore::within(tx).schema(schema),
-    scope = "race",
+    scope = shared("race"),
     in_progress = wait("2s")
 )]
 async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, schema: &str, n: usize) -> Result<u32, Error> {
@@ -22,7 +22,7 @@ async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, schema: &str, n: usiz
     Ok(attempt)
 }
 
-#[idempotent(key = "{n}", ttl = "1h", store = SqliteStore::within(tx), scope = "race")]
+#[idempotent(key = "{n}", ttl = "1h", store = SqliteStore::within(tx), scope = shared("race"))]
 async fn in_sqlite(tx: &rusqlite::Transaction<'_>, n: usize) -> Result<u32, Error> {
     let attempt = current().expect("inside").number();
     tx.execute("INSERT INTO effects (n) VALUES (?1)", [i64::try_from(n).expect("a few")]).expect("inserts");

@@ -1,73 +1,211 @@
-//! One of several processes that race for the same keys; `idem_tests::race` starts and kills it.
-//!
-//! Arguments: store, table of effects, number of keys (or `open`), the key to begin with, and perhaps what the body does
-//! (`nothing`, `some`, `held`).
-#![allow(clippy::disallowed_methods)] // A consumer loop sleeps.
+//! One of several processes that race for the same keys; `idem_tests::race` starts and kills it, and its arguments are
+//! `idem_tests::race::Orders`.
+#![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
+use fork::Fork;
 use idem_runtime::{
-    Disposition, Error, InProgress, Json, Operation, Policy, Store, current, observe, record_values, run,
+    Attempt, Disposition, Error, InProgress, Json, Operation, Policy, Store, current, observe, record_values, run,
 };
-use idem_tests::race::{self, Event, Table};
+use idem_tests::race::{self, Event, Keys, Orders, Place, Table, Work};
 use idem_tests::stores;
+use tokio::runtime::{Builder, Runtime};
 
-// Remembered for longer than the steps of any clock.
-const POLICY: Policy = Policy::new(Duration::from_secs(48 * 3600))
-    .lease(race::LEASE)
-    .in_progress(InProgress::Wait(Duration::from_secs(2)));
 const WORK: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(20);
+/// How often a runtime turns to other things before its timers, once it was stopped.
+const OTHER_THINGS: u32 = 200;
 
 struct Racer {
+    orders: Orders,
     store: Arc<dyn Store>,
-    path: PathBuf,
     table: Table,
-    works: bool,
-    /// Whether the next body waits for the gate.
-    held: bool,
-    calls: u32,
+    /// Whether a body of this one has begun.
+    begun: AtomicBool,
+    calls: AtomicU32,
 }
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let [spec, path, keys, begin, work @ ..] = &args[..] else { panic!("store, effects, number of keys, first key") };
-    let path = PathBuf::from(path);
-    let mut keys: Option<usize> = (keys != "open").then(|| keys.parse().unwrap());
-    let begin: usize = begin.parse().unwrap();
-    let work = work.first().map_or("nothing", String::as_str);
-    let store = stores::open(spec).await;
-    let table = Table::open(&path);
-    let mut racer = Racer { store, path, table, works: work != "nothing", held: work == "held", calls: 0 };
-    let mut n = begin;
-    loop {
-        keys = keys.or_else(|| racer.told_how_many());
-        if keys.is_some_and(|keys| n >= keys) {
-            break;
+fn main() {
+    let orders = Orders::read();
+    let failed = race::beside(&orders.path, "failed");
+    std::panic::set_hook(Box::new(move |panic| {
+        eprintln!("{panic}");
+        std::fs::write(&failed, panic.to_string()).ok();
+        std::process::exit(1);
+    }));
+    match orders.place {
+        Place::One => {
+            let runtime = match orders.work {
+                Work::BlocksInPlace => several_threads(),
+                _ => one_thread(),
+            };
+            let racer = runtime.block_on(Racer::open(orders));
+            runtime.block_on(racer.race());
         }
-        racer.serve(n).await;
-        n += 1;
+        Place::OpenedElsewhere => {
+            let stands_still = one_thread();
+            let racer = stands_still.block_on(Racer::open(orders));
+            one_thread().block_on(racer.race());
+        }
+        Place::BegunElsewhere => {
+            let (opened_on, stands_still) = (several_threads(), one_thread());
+            let racer = opened_on.block_on(Racer::open(orders));
+            stands_still.block_on(racer.begin());
+            one_thread().block_on(racer.race());
+        }
+        Place::Forked => forked(orders),
     }
-    for n in 0..begin {
-        racer.serve(n).await;
+}
+
+fn one_thread() -> Runtime {
+    Builder::new_current_thread().enable_all().build().expect("a runtime")
+}
+
+fn several_threads() -> Runtime {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
+}
+
+/// Opens the store, runs a body, forks, and serves keys as parent and as both children: some that all of them serve, and as
+/// many of its own.
+fn forked(orders: Orders) {
+    let Keys::Together(keys) = orders.keys else { panic!("{:?}", orders.keys) };
+    let before = one_thread();
+    let racer = before.block_on(Racer::open(orders));
+    before.block_on(racer.begin());
+    // Renewals go on after a call, and no child could go on with what its parent's threads are doing.
+    before.block_on(racer.store.heartbeats().flush());
+    let (parent, mut children) = (std::process::id(), Vec::new());
+    while children.len() < 2 {
+        match fork::fork().expect("forks") {
+            Fork::Parent(child) => children.push(child),
+            Fork::Child => {
+                // As the kernel kills the parent.
+                std::thread::spawn(move || {
+                    while std::os::unix::process::parent_id() == parent {
+                        std::thread::sleep(PAUSE);
+                    }
+                    std::process::exit(1);
+                });
+                // A runtime of the parent's is not to be used any more, and so never dropped.
+                std::mem::forget(before);
+                one_thread().block_on(async {
+                    racer.race().await;
+                    racer.race_for(racer.first() + keys * (1 + children.len()), keys).await;
+                });
+                std::process::exit(0);
+            }
+        }
+    }
+    before.block_on(async {
+        racer.race().await;
+        racer.race_for(racer.first() + keys * (1 + children.len()), keys).await;
+    });
+    for child in children {
+        let status = fork::waitpid(child).expect("a child");
+        assert_eq!(status, 0, "a child failed");
     }
 }
 
 impl Racer {
+    async fn open(orders: Orders) -> Arc<Self> {
+        let store = stores::open(&orders.spec, orders.lease).await;
+        let table = Table::open(&orders.path);
+        Arc::new(Self { orders, store, table, begun: AtomicBool::new(false), calls: AtomicU32::new(0) })
+    }
+
+    /// The first key of [`race`](Self::race).
+    fn first(&self) -> usize {
+        match self.orders.place {
+            Place::BegunElsewhere | Place::Forked => self.orders.begin + 1,
+            Place::One | Place::OpenedElsewhere => self.orders.begin,
+        }
+    }
+
+    /// Serves a key of its own.
+    async fn begin(&self) {
+        self.serve(self.orders.begin, Work::Long).await;
+    }
+
+    async fn race(self: &Arc<Self>) {
+        let first = self.first();
+        match self.orders.keys {
+            Keys::Open | Keys::Fixed(_) => self.go_through(first).await,
+            Keys::Together(keys) => self.race_for(first, keys).await,
+            Keys::Beside(keys, beside) => {
+                let beside: Vec<_> = (first + keys..first + keys + beside)
+                    .map(|n| {
+                        let racer = Arc::clone(self);
+                        tokio::spawn(async move {
+                            while !racer.gate().exists() {
+                                racer.serve(n, Work::Some).await;
+                                tokio::time::sleep(PAUSE).await;
+                            }
+                        })
+                    })
+                    .collect();
+                self.race_for(first, keys).await;
+                for task in beside {
+                    task.await.expect("no panic");
+                }
+            }
+        }
+    }
+
+    async fn race_for(self: &Arc<Self>, first: usize, keys: usize) {
+        let tasks: Vec<_> = (first..first + keys)
+            .map(|n| {
+                let racer = Arc::clone(self);
+                tokio::spawn(async move { racer.serve(n, racer.orders.work).await })
+            })
+            .collect();
+        for task in tasks {
+            task.await.expect("no panic");
+        }
+    }
+
+    async fn go_through(&self, begin: usize) {
+        let mut keys = match self.orders.keys {
+            Keys::Fixed(keys) => Some(keys),
+            _ => None,
+        };
+        let rest = match self.orders.work {
+            Work::Nothing => Work::Nothing,
+            _ => Work::Some,
+        };
+        let mut n = begin;
+        loop {
+            keys = keys.or_else(|| self.told_how_many());
+            if keys.is_some_and(|keys| n >= keys) {
+                break;
+            }
+            let first = !self.begun.load(Ordering::Relaxed);
+            self.serve(n, if first { self.orders.work } else { rest }).await;
+            n += 1;
+        }
+        for n in 0..begin {
+            self.serve(n, rest).await;
+        }
+    }
+
     fn told_how_many(&self) -> Option<usize> {
-        std::fs::read_to_string(race::beside(&self.path, "keys")).ok()?.parse().ok()
+        std::fs::read_to_string(race::beside(&self.orders.path, "keys")).ok()?.parse().ok()
+    }
+
+    fn gate(&self) -> PathBuf {
+        race::gate(&self.orders.path, std::process::id())
     }
 
     /// Delivers the message until it is acknowledged.
-    async fn serve(&mut self, n: usize) {
+    async fn serve(&self, n: usize, work: Work) {
         loop {
-            self.calls += 1;
-            self.table.write(self.calls, n, Event::Asked);
-            let (told, disposition) = self.call(n).await;
-            self.table.write(self.calls, n, told);
+            let call = 1 + self.calls.fetch_add(1, Ordering::Relaxed);
+            self.table.write(call, n, Event::Asked);
+            let (told, disposition) = self.call(call, n, work).await;
+            self.table.write(call, n, told);
             match disposition {
                 Disposition::Ack => break,
                 Disposition::Retry { .. } => tokio::time::sleep(PAUSE).await,
@@ -76,32 +214,29 @@ impl Racer {
         }
     }
 
-    async fn call(&mut self, n: usize) -> (Event, Disposition) {
-        let Self { store, path, table, works, held, calls } = self;
-        let (call, gate) = (*calls, race::gate(path, std::process::id()));
-        let operation = Operation::new(&**store, Ok(race::key(n)), POLICY);
+    async fn call(&self, call: u32, n: usize, work: Work) -> (Event, Disposition) {
+        // Remembered for longer than the steps of any clock.
+        let policy = Policy::new(Duration::from_secs(48 * 3600))
+            .lease(self.orders.lease)
+            .max_result_bytes(2 * self.orders.bytes + 1024)
+            .in_progress(InProgress::Wait(Duration::from_secs(2)));
+        let operation = Operation::new(&*self.store, Ok(race::key(n)), policy);
         let body = async {
             let attempt = current().unwrap();
-            table.write(call, n, Event::Began(attempt.number()));
-            if *works {
-                tokio::time::sleep(WORK).await;
-            }
-            if std::mem::take(held) {
-                while !gate.exists() {
-                    let asked = race::now();
-                    if attempt.confirm_lease().await.is_ok() {
-                        table.write_as_of(asked, call, n, Event::Held);
-                    }
-                    tokio::time::sleep(PAUSE).await;
-                }
-            }
-            table.write(call, n, Event::Ended);
-            Ok::<_, Error>(race::result(attempt.number(), std::process::id(), call))
+            self.table.write(call, n, Event::Began(attempt.number()));
+            self.begun.store(true, Ordering::Relaxed);
+            self.work(call, n, work, &attempt).await;
+            self.table.write(call, n, Event::Ended);
+            let result = race::result(attempt.number(), std::process::id(), call);
+            Ok::<_, Error>(race::padded(&result, self.orders.bytes))
         };
         let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
         let told = match result {
-            Ok(result) if outcome.replayed() => Event::Replayed(result),
-            Ok(result) => Event::Ran(result),
+            Ok(result) => {
+                assert!(result.len() >= self.orders.bytes, "key {n}: {} bytes are left of it", result.len());
+                let result = race::told(&result).to_owned();
+                if outcome.replayed() { Event::Replayed(result) } else { Event::Ran(result) }
+            }
             Err(Error::LeaseLost { .. }) => Event::LeaseLost,
             Err(Error::Unrecorded { .. }) => Event::Unrecorded,
             Err(Error::InProgress { .. }) => Event::InProgress,
@@ -109,5 +244,57 @@ impl Racer {
             Err(error) => panic!("key {n}: {error}"),
         };
         (told, outcome.disposition())
+    }
+
+    async fn work(&self, call: u32, n: usize, work: Work, attempt: &Attempt) {
+        let gate = self.gate();
+        match work {
+            Work::Nothing => {}
+            Work::Some => tokio::time::sleep(WORK).await,
+            Work::Long => tokio::time::sleep(2 * self.orders.lease).await,
+            Work::Held => {
+                tokio::time::sleep(WORK).await;
+                while !gate.exists() {
+                    let asked = race::now();
+                    if attempt.confirm_lease().await.is_ok() {
+                        self.table.write_as_of(asked, call, n, Event::Held);
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+            Work::Quiet => {
+                while !gate.exists() {
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+            Work::Polled => {
+                let (mut before, mut other_things) = (Instant::now(), 0);
+                while !gate.exists() {
+                    self.table.write(call, n, Event::Polled);
+                    if before.elapsed() > self.orders.lease {
+                        other_things = OTHER_THINGS;
+                    }
+                    before = Instant::now();
+                    match other_things {
+                        0 => tokio::time::sleep(PAUSE).await,
+                        _ => tokio::task::yield_now().await,
+                    }
+                    other_things = other_things.saturating_sub(1);
+                }
+            }
+            Work::Blocks => block_until(|| gate.exists()),
+            Work::BlocksInPlace => tokio::task::block_in_place(|| block_until(|| gate.exists())),
+        }
+    }
+}
+
+/// Keeps the thread: some of the time it computes, the rest it sleeps.
+fn block_until(over: impl Fn() -> bool) {
+    while !over() {
+        let since = Instant::now();
+        while since.elapsed() < Duration::from_millis(1) {
+            std::hint::spin_loop();
+        }
+        std::thread::sleep(PAUSE);
     }
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use idem_runtime::{Error, Json, Operation, Policy, record_values, run};
 use idem_tests::{race, stores};
 
-const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(Duration::from_millis(500));
+const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(race::LEASE);
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [spec, keys] = &args[..] else { panic!("store, number of keys") };
-    let store = stores::open(spec).await;
+    let store = stores::open(spec, race::LEASE).await;
     for n in 0..keys.parse::<usize>().unwrap() {
         let operation = Operation::new(&*store, Ok(race::key(n)), POLICY);
         run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.unwrap();

@@ -8,7 +8,7 @@ struct Handler(MemoryStore);
 impl Handler {
     /// # Safety
     /// There is none to think of.
-    #[idempotent(key = "{id}:{unsafe { number() }}", ttl = "7d", store = self.0)]
+    #[idempotent(key = "{id}:{unsafe { number() }}", ttl = "7d", store = self.0, scope = "handle")]
     async unsafe fn handle(&self, id: u32) -> Result<u32, Error> {
         // SAFETY: as above.
         Ok(id + unsafe { number() })

@@ -10,12 +10,15 @@ mod item;
 mod table;
 
 use std::fmt;
-use std::pin::pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+use std::task::Poll;
 use std::time::Duration;
 
 use aws_sdk_dynamodb::Client;
+use aws_sdk_dynamodb::config::IdentityCache;
 use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
 
 use self::answer::{Tries, Written};
@@ -25,21 +28,27 @@ use self::item::{
 };
 pub use self::table::DynamoOptions;
 use self::table::WallClock;
-use crate::clock::race;
+use crate::clock::{Instant, Sleep, race};
 use crate::record::Parts;
 use crate::record::format::FormatError;
 use crate::store::forward;
 use crate::stores::waiting::Waiting;
+use crate::sync::Process;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
     StoreError, StoreErrorKind, StoreFuture, Write,
 };
 
-/// How often a reservation looks again at a record that changes under its eyes. Each time another attempt has got ahead,
-/// so this is a bound on what can't happen rather than on what may.
-const LOOKS: usize = 100;
+/// How often a reservation or an operator's decision looks again at a record that has changed meanwhile, and the pauses in
+/// between. Each time another attempt has got ahead, so the loop ends by itself; the limit guards against bugs, of others
+/// too.
+const LOOKS: usize = 20;
+const FIRST_LOOK_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_LOOK_PAUSE: Duration = Duration::from_millis(50);
 /// How many leases are renewed at a time.
 const RENEWED_AT_ONCE: usize = 32;
+/// A renewal that takes longer is not counted among those any more: it holds up no other.
+const SLOW: Duration = Duration::from_millis(250);
 /// How long a waiting duplicate pauses between two looks: at first, and at most.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -65,6 +74,16 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// store needs to be allowed `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`.
 ///
 /// Clones share the client, heartbeats and waiting duplicates.
+///
+/// **Connections of its own for leases.** Renewals and late writes run on a thread of the library, so that a handler which
+/// blocks its runtime keeps its lease. They must not use connections that were opened on that runtime: whatever is sent over
+/// those waits for it. A client that was given no HTTP client has one of its own, and the store makes another client with the
+/// same settings for this work, with connections and cached credentials apart. One that was given an HTTP client
+/// (`http_client`) shares it: give [`upkeep_client`](DynamoOptions::upkeep_client) a second one then.
+///
+/// **`fork`.** A child makes a client of its own in the same way. With an HTTP client that was given, its calls may be
+/// put on connections of the parent, where nobody answers them, and take [`call_timeout`](DynamoOptions::call_timeout) until
+/// those are used up: make client and store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -127,17 +146,50 @@ forward! { () DynamoStore => shared; }
 
 struct Shared {
     this: Weak<Shared>,
-    heartbeats: Heartbeats,
-    client: Client,
+    heartbeats: Arc<Heartbeats>,
+    client: Connections,
+    /// The handle with connections of its own; `None` in that one.
+    upkeep: Option<Arc<Shared>>,
     table: String,
     prefix: String,
     /// Milliseconds.
     skew: i64,
     call_timeout: Duration,
     wall_clock: WallClock,
-    waiting: Waiting,
+    waiting: Arc<Waiting>,
     /// Whether the clock here was last seen to be too far off.
-    warned: AtomicBool,
+    warned: Arc<AtomicBool>,
+}
+
+/// A client, and what takes its place in a child that is forked off its process: connections are the parent's.
+struct Connections {
+    process: Process,
+    client: Client,
+    forked: OnceLock<Box<Connections>>,
+}
+
+impl Connections {
+    fn new(client: Client) -> Self {
+        Self { process: Process::this(), client, forked: OnceLock::new() }
+    }
+
+    fn client(&self) -> &Client {
+        let mut here = self;
+        while !here.process.is_this() {
+            here = here.forked.get_or_init(|| Box::new(Self::new(apart_from(&here.client))));
+        }
+        &here.client
+    }
+}
+
+/// A client that shares no connection with `client`, unless that was given an HTTP client: nobody can tell what that shares.
+fn apart_from(client: &Client) -> Client {
+    match client.config().http_client() {
+        Some(_) => client.clone(),
+        // The default HTTP client is made with each client. A cache of credentials that another runtime is filling may be
+        // waited for as long as that is blocked.
+        None => Client::from_conf(client.config().to_builder().identity_cache(IdentityCache::lazy().build()).build()),
+    }
 }
 
 impl fmt::Debug for Shared {
@@ -223,10 +275,15 @@ impl Shared {
         }
     }
 
-    /// What `call` answers within the time that one call has.
-    async fn bounded<T>(&self, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
-        let began = self.now();
-        let answer = race(call, self.heartbeats.clock().sleep(self.call_timeout)).await;
+    /// Until when a call of the store has to end that begins now.
+    fn deadline(&self) -> Instant {
+        self.heartbeats.clock().now().saturating_add(self.call_timeout)
+    }
+
+    /// What `call` answers before `until`.
+    async fn bounded<T>(&self, until: Instant, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
+        let (began, clock) = (self.now(), self.heartbeats.clock());
+        let answer = race(call, clock.sleep(until.saturating_since(clock.now()))).await;
         self.compare_clocks(began, tries);
         answer.ok_or_else(|| match tries.none_open() {
             true => {
@@ -237,10 +294,17 @@ impl Shared {
     }
 
     /// Writes `item` if `condition` holds.
-    async fn put(&self, item: Attributes, condition: &str, terms: Terms) -> Result<Written, StoreError> {
+    async fn put(
+        &self,
+        until: Instant,
+        item: Attributes,
+        condition: &str,
+        terms: Terms,
+    ) -> Result<Written, StoreError> {
         let tries = Tries::default();
         let request = self
             .client
+            .client()
             .put_item()
             .table_name(&self.table)
             .set_item(Some(item))
@@ -248,14 +312,22 @@ impl Shared {
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
             .return_consumed_capacity(ReturnConsumedCapacity::Total);
         let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
-        answer::written(self.bounded(call, &tries).await?, &tries)
+        answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
     /// Changes the item `name` by `update` if `condition` holds.
-    async fn update(&self, name: &str, update: &str, condition: &str, terms: Terms) -> Result<Written, StoreError> {
+    async fn update(
+        &self,
+        until: Instant,
+        name: &str,
+        update: &str,
+        condition: &str,
+        terms: Terms,
+    ) -> Result<Written, StoreError> {
         let tries = Tries::default();
         let request = self
             .client
+            .client()
             .update_item()
             .table_name(&self.table)
             .key(KEY, text(name))
@@ -264,14 +336,20 @@ impl Shared {
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
             .return_consumed_capacity(ReturnConsumedCapacity::Total);
         let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
-        answer::written(self.bounded(call, &tries).await?, &tries)
+        answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
     /// The item `name`, or these attributes of it.
-    async fn get(&self, name: &str, attributes: &[&'static str]) -> Result<Option<Attributes>, StoreError> {
+    async fn get(
+        &self,
+        until: Instant,
+        name: &str,
+        attributes: &[&'static str],
+    ) -> Result<Option<Attributes>, StoreError> {
         let tries = Tries::default();
         let request = self
             .client
+            .client()
             .get_item()
             .table_name(&self.table)
             .key(KEY, text(name))
@@ -283,31 +361,32 @@ impl Shared {
         let projection: Vec<_> = attributes.iter().map(|name| format!("#{name}")).collect();
         let request = request.set_projection_expression(Some(projection.join(", ")).filter(|it| !it.is_empty()));
         let call = request.customize().interceptor(tries.clone()).send();
-        let answer = self.bounded(call, &tries).await?.map_err(|error| answer::failed(&error, &tries))?;
+        let answer = self.bounded(until, call, &tries).await?.map_err(|error| answer::failed(&error, &tries))?;
         Ok(answer::genuine(answer)?.item)
     }
 
     /// What a refused write has met. Nothing in the answer means that there is no item, which is looked up before it is
     /// believed.
-    async fn met(&self, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
+    async fn met(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
         match met {
             Some(met) => Ok(Some(met)),
-            None => self.get(name, &[]).await,
+            None => self.get(until, name, &[]).await,
         }
     }
 
     async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
-        let name = self.name_of(&request.key);
+        let (name, until) = (self.name_of(&request.key), self.deadline());
         let mut changed = None;
-        for _ in 0..LOOKS {
+        for look in 0..LOOKS {
+            self.pause_before(look).await;
             let met = match changed.take() {
                 Some(met) => met,
-                None => match self.put_first(&name, request).await? {
+                None => match self.put_first(until, &name, request).await? {
                     Written::Done => {
                         let lease = Record::first(request).lease(request);
                         return Ok(Reservation::Reserved { lease, takeover: false });
                     }
-                    Written::Refused(met) => match self.met(&name, met).await? {
+                    Written::Refused(met) => match self.met(until, &name, met).await? {
                         Some(met) => met,
                         // Deleted meanwhile.
                         None => continue,
@@ -323,7 +402,7 @@ impl Shared {
                 Meeting::Answer(answer) => return Ok(answer),
                 Meeting::Replace { with, takeover } => {
                     let item = item::write(&name, &with, Times::of(&with, request.ttl, now, self.skew));
-                    match self.replace(&found, item).await? {
+                    match self.replace(until, &found, item).await? {
                         Written::Done => {
                             self.waiting.wake(&name);
                             return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
@@ -336,8 +415,16 @@ impl Shared {
         Err(changes_too_often())
     }
 
+    /// The first two looks have no pause in between: to find a record that has expired, or has just changed, is no bad sign.
+    async fn pause_before(&self, look: usize) {
+        if let Some(times) = look.checked_sub(2) {
+            let pause = FIRST_LOOK_PAUSE.saturating_mul(1 << times.min(16)).min(LONGEST_LOOK_PAUSE);
+            self.heartbeats.clock().sleep(pause).await;
+        }
+    }
+
     /// Writes the record of a first attempt, if there is none whose retention still runs.
-    async fn put_first(&self, name: &str, request: &Reserve) -> Result<Written, StoreError> {
+    async fn put_first(&self, until: Instant, name: &str, request: &Reserve) -> Result<Written, StoreError> {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
@@ -346,11 +433,12 @@ impl Shared {
             .names(&[KEY, FORMAT, EXPIRES_AT])
             .value("format", number(Parts::VERSION))
             .value("passed", number(self.passed(now)));
-        self.put(item, "attribute_not_exists(#key) OR (#format = :format AND #expires_at <= :passed)", terms).await
+        self.put(until, item, "attribute_not_exists(#key) OR (#format = :format AND #expires_at <= :passed)", terms)
+            .await
     }
 
     /// Puts `item` in place of the record that was met, if it still is the one that was met.
-    async fn replace(&self, met: &Found, item: Attributes) -> Result<Written, StoreError> {
+    async fn replace(&self, until: Instant, met: &Found, item: Attributes) -> Result<Written, StoreError> {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
             .names(&[OWNER, STATE, ATTEMPT, STARTS])
@@ -363,9 +451,9 @@ impl Shared {
             // Renewed meanwhile, it is the owner's again.
             State::Pending { .. } => {
                 let terms = terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at));
-                self.put(item, &format!("{same} AND #lapses_at = :lapses_at"), terms).await
+                self.put(until, item, &format!("{same} AND #lapses_at = :lapses_at"), terms).await
             }
-            _ => self.put(item, same, terms).await,
+            _ => self.put(until, item, same, terms).await,
         }
     }
 
@@ -385,26 +473,27 @@ impl Shared {
 
     /// The record that refused a write, unless its retention has ended: an earlier write of the same attempt may have made
     /// it.
-    async fn refusing(&self, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
+    async fn refusing(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
         // What can't be read is somebody else's.
-        let found = self.met(name, met).await?.and_then(|met| item::read(met).ok());
+        let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
     /// What a write that ends an attempt is answered if it was refused.
     async fn ended(
         &self,
+        until: Instant,
         name: &str,
         lease: &Lease,
         met: Option<Attributes>,
         finished: bool,
     ) -> Result<Write, StoreError> {
-        let found = self.refusing(name, met).await?;
+        let found = self.refusing(until, name, met).await?;
         Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, finished)))
     }
 
     async fn renew_one(&self, lease: &Lease) -> Result<Write, StoreError> {
-        let name = self.name_of(&lease.key);
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let state = State::Pending { lease: lease.lease, ttl: lease.ttl, on_crash: lease.on_crash };
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
@@ -417,10 +506,10 @@ impl Shared {
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
         // A renewal that arrives late must not cut short what a later one has confirmed.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
-        match self.update(&name, update, &condition, terms).await? {
+        match self.update(until, &name, update, &condition, terms).await? {
             Written::Done => Ok(Write::Done),
             Written::Refused(met) => {
-                let held = self.refusing(&name, met).await?.is_some_and(|found| {
+                let held = self.refusing(until, &name, met).await?.is_some_and(|found| {
                     found.record.is_of(lease) && found.record.is_pending() && found.lapses_at > times.lapses_at
                 });
                 Ok(if held { Write::Done } else { Write::Refused })
@@ -428,17 +517,52 @@ impl Shared {
         }
     }
 
-    /// Renews every `RENEWED_AT_ONCE`th of `leases`, one after the other.
-    async fn renew_lane(&self, leases: &[Lease]) -> Vec<Result<Write, StoreError>> {
-        let mut answers = Vec::new();
-        for lease in leases.iter().step_by(RENEWED_AT_ONCE) {
-            answers.push(self.renew_one(lease).await);
-        }
-        answers
+    /// Renews `leases`, some at a time. One that takes long holds up no other.
+    async fn renew_each(&self, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
+        let clock = self.heartbeats.clock();
+        let mut waiting = leases.iter().enumerate();
+        let mut under_way: Vec<Renewal<'_>> = Vec::new();
+        let mut outcome = Ok(());
+        poll_fn(|cx| {
+            loop {
+                under_way.retain_mut(|renewal| match renewal.call.as_mut().poll(cx) {
+                    Poll::Ready(Ok(write)) => {
+                        answer(renewal.at, write);
+                        false
+                    }
+                    Poll::Ready(Err(error)) => {
+                        outcome = Err(error);
+                        false
+                    }
+                    Poll::Pending => {
+                        if let Some(quick) = &mut renewal.quick
+                            && quick.as_mut().poll(cx).is_ready()
+                        {
+                            renewal.quick = None;
+                        }
+                        true
+                    }
+                });
+                let quick = under_way.iter().filter(|renewal| renewal.quick.is_some()).count();
+                let before = under_way.len();
+                let more = waiting.by_ref().take(RENEWED_AT_ONCE.saturating_sub(quick));
+                under_way.extend(more.map(|(at, lease)| Renewal {
+                    at,
+                    call: Box::pin(self.renew_one(lease)),
+                    quick: Some(clock.sleep(SLOW)),
+                }));
+                // What was just added has to be polled.
+                if under_way.len() == before {
+                    return if under_way.is_empty() { Poll::Ready(()) } else { Poll::Pending };
+                }
+            }
+        })
+        .await;
+        outcome
     }
 
     async fn try_finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
-        let name = self.name_of(&lease.key);
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let record = Record::after(lease, finish.state());
         let item = item::write(&name, &record, Times::of(&record, lease.ttl, now, self.skew));
@@ -447,17 +571,17 @@ impl Shared {
             let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
             return Err(StoreError::new(StoreErrorKind::TooLarge, message));
         }
-        match self.put(item, &held(), self.held_terms(lease, now)).await? {
+        match self.put(until, item, &held(), self.held_terms(lease, now)).await? {
             Written::Done => {
                 self.waiting.wake(&name);
                 Ok(Write::Done)
             }
-            Written::Refused(met) => self.ended(&name, lease, met, true).await,
+            Written::Refused(met) => self.ended(until, &name, lease, met, true).await,
         }
     }
 
     async fn try_release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
-        let name = self.name_of(&lease.key);
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let state = release.state();
         let letter = text(state.letter());
@@ -472,19 +596,20 @@ impl Shared {
             .value("purge_at", number(times.purge_at));
         let update = "SET #state = :state, #starts = #starts - :refund, #expires_at = :expires_at, \
                       #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail";
-        match self.update(&name, update, OWNED, terms).await? {
+        match self.update(until, &name, update, OWNED, terms).await? {
             Written::Done => {
                 self.waiting.wake(&name);
                 Ok(Write::Done)
             }
-            Written::Refused(met) => self.ended(&name, lease, met, false).await,
+            Written::Refused(met) => self.ended(until, &name, lease, met, false).await,
         }
     }
 
     async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
-        let name = self.name_of(key);
-        let mut met = self.get(&name, &[]).await?;
-        for _ in 0..LOOKS {
+        let (name, until) = (self.name_of(key), self.deadline());
+        let mut met = self.get(until, &name, &[]).await?;
+        for look in 0..LOOKS {
+            self.pause_before(look).await;
             let Some(item) = met else { return Ok(Write::Refused) };
             let found = item::read(item).map_err(corrupt)?;
             let now = self.now();
@@ -494,12 +619,12 @@ impl Shared {
             }
             let reopened = Record { starts: 0, state: State::Released, ..found.record.clone() };
             let times = Times::until(found.expires_at, self.skew);
-            met = match self.replace(&found, item::write(&name, &reopened, times)).await? {
+            met = match self.replace(until, &found, item::write(&name, &reopened, times)).await? {
                 Written::Done => {
                     self.waiting.wake(&name);
                     return Ok(Write::Done);
                 }
-                Written::Refused(met) => self.met(&name, met).await?,
+                Written::Refused(met) => self.met(until, &name, met).await?,
             };
         }
         Err(changes_too_often())
@@ -507,7 +632,8 @@ impl Shared {
 
     /// Whether attempt `attempt` is pending.
     async fn is_pending(&self, name: &str, attempt: u32) -> Result<bool, StoreError> {
-        let Some(item) = self.get(name, &[STATE, ATTEMPT, EXPIRES_AT]).await? else { return Ok(false) };
+        let item = self.get(self.deadline(), name, &[STATE, ATTEMPT, EXPIRES_AT]).await?;
+        let Some(item) = item else { return Ok(false) };
         let number = |name: &str| item.get(name).and_then(integer);
         Ok(item.get(STATE).is_some_and(|state| *state == text("P"))
             && number(ATTEMPT) == Some(attempt.into())
@@ -536,6 +662,14 @@ impl Shared {
     }
 }
 
+/// The renewal of one of several leases.
+struct Renewal<'a> {
+    at: usize,
+    call: Pin<Box<dyn Future<Output = Result<Write, StoreError>> + Send + 'a>>,
+    /// Until this is ready it is counted among those under way.
+    quick: Option<Sleep>,
+}
+
 /// The condition of a release: the pending record is its owner's, and retained.
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
@@ -553,6 +687,18 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.upkeep.as_ref().map_or_else(|| self.handle(), |upkeep| Arc::clone(upkeep) as _)
+    }
+
+    fn namespace(&self) -> &str {
+        &self.prefix
+    }
+
+    fn response_timeout(&self) -> Duration {
+        self.call_timeout
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
@@ -561,15 +707,8 @@ impl Store for Shared {
         StoreFuture::new(self.try_reserve(request))
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        StoreFuture::new(async move {
-            let lanes = RENEWED_AT_ONCE.min(leases.len());
-            let mut lanes: Vec<_> = (0..lanes).map(|lane| Box::pin(self.renew_lane(&leases[lane..]))).collect();
-            let lanes = crate::clock::all(&mut lanes).await;
-            let mut lanes: Vec<_> = lanes.into_iter().map(IntoIterator::into_iter).collect();
-            // Every lease was asked about before one unknown answer makes the whole an error.
-            (0..leases.len()).map(|at| lanes[at % RENEWED_AT_ONCE].next().expect("one answer for each lease")).collect()
-        })
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        StoreFuture::new(self.renew_each(leases, answer))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
@@ -590,7 +729,8 @@ impl Store for Shared {
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let Some(item) = self.get(&self.name_of(key), &[]).await? else { return Ok(None) };
+            let item = self.get(self.deadline(), &self.name_of(key), &[]).await?;
+            let Some(item) = item else { return Ok(None) };
             let found = item::read(item).map_err(corrupt)?;
             let now = self.now();
             if self.is_expired(&found, now) {

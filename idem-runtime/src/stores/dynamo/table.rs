@@ -14,7 +14,7 @@ use aws_sdk_dynamodb::types::{
 };
 
 use super::answer::{self, Tries};
-use super::{DynamoStore, Shared, item};
+use super::{Connections, DynamoStore, Shared, apart_from, item};
 use crate::clock::{SystemClock, race, wall_millis};
 use crate::record::signed_millis;
 use crate::stores::waiting::Waiting;
@@ -42,6 +42,7 @@ pub struct DynamoOptions {
     max_clock_skew: Duration,
     call_timeout: Duration,
     wall_clock: WallClock,
+    upkeep_client: Option<Client>,
 }
 
 /// Milliseconds since 1970.
@@ -54,6 +55,7 @@ impl Default for DynamoOptions {
             max_clock_skew: Duration::from_secs(1),
             call_timeout: Duration::from_secs(3),
             wall_clock: Arc::new(wall_millis),
+            upkeep_client: None,
         }
     }
 }
@@ -88,8 +90,9 @@ impl DynamoOptions {
         Self { max_clock_skew, ..self }
     }
 
-    /// How long one call may take, all tries of the client included; 3 s where nothing is said. Keep it well below the
-    /// shortest beat (a third of the lease). After it the write may have landed, and is repeated with the same owner token.
+    /// How long one call of the store may take, all requests and tries of the client included; 3 s where nothing is said.
+    /// Keep it well below the shortest beat (a third of the lease). After it the write may have landed, and is repeated with
+    /// the same owner token.
     #[must_use]
     pub fn call_timeout(self, call_timeout: Duration) -> Self {
         Self { call_timeout, ..self }
@@ -101,21 +104,39 @@ impl DynamoOptions {
         Self { wall_clock: Arc::new(millis), ..self }
     }
 
+    /// The client that renews leases and makes late writes, on a thread of the library. Where nothing is said, one with the
+    /// settings of the store's own client, which shares no connection with it unless an HTTP client was given to that.
+    ///
+    /// Give one with an HTTP client of its own then. Requests over a connection wait for the runtime on which it was opened,
+    /// and leases would be lost if a handler blocks that.
+    #[must_use]
+    pub fn upkeep_client(self, upkeep_client: Client) -> Self {
+        Self { upkeep_client: Some(upkeep_client), ..self }
+    }
+
     /// A store in `table`. Nothing is sent: what is wrong with table, credentials or network, the first call tells.
     pub fn open(self, client: Client, table: impl Into<String>) -> DynamoStore {
-        let Self { prefix, max_clock_skew, call_timeout, wall_clock } = self;
-        DynamoStore(Arc::new_cyclic(|this| Shared {
-            this: this.clone(),
-            heartbeats: Heartbeats::new(Arc::new(SystemClock::default())),
-            client,
-            table: table.into(),
-            prefix,
-            skew: signed_millis(max_clock_skew),
-            call_timeout,
-            wall_clock,
-            waiting: Waiting::default(),
-            warned: AtomicBool::new(false),
-        }))
+        let Self { prefix, max_clock_skew, call_timeout, wall_clock, upkeep_client } = self;
+        let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
+        let heartbeats = Arc::new(Heartbeats::new(Arc::new(SystemClock::default())));
+        let (waiting, warned) = (Arc::new(Waiting::default()), Arc::new(AtomicBool::new(false)));
+        let (table, skew) = (table.into(), signed_millis(max_clock_skew));
+        let handle = |client, upkeep| {
+            Arc::new_cyclic(|this| Shared {
+                this: this.clone(),
+                heartbeats: Arc::clone(&heartbeats),
+                client: Connections::new(client),
+                upkeep,
+                table: table.clone(),
+                prefix: prefix.clone(),
+                skew,
+                call_timeout,
+                wall_clock: Arc::clone(&wall_clock),
+                waiting: Arc::clone(&waiting),
+                warned: Arc::clone(&warned),
+            })
+        };
+        DynamoStore(handle(client, Some(handle(upkeep_client, None))))
     }
 }
 
@@ -136,6 +157,7 @@ impl Shared {
         let hash = KeySchemaElement::builder().attribute_name(item::KEY).key_type(KeyType::Hash);
         let request = self
             .client
+            .client()
             .create_table()
             .table_name(&self.table)
             .billing_mode(BillingMode::PayPerRequest)
@@ -151,7 +173,7 @@ impl Shared {
 
     async fn await_active(&self) -> Result<(), StoreError> {
         loop {
-            match self.client.describe_table().table_name(&self.table).send().await {
+            match self.client.client().describe_table().table_name(&self.table).send().await {
                 Ok(answer) => {
                     let table = answer.table().ok_or_else(|| {
                         StoreError::new(
@@ -173,7 +195,7 @@ impl Shared {
     }
 
     async fn enable_purge(&self) -> Result<(), StoreError> {
-        let described = self.client.describe_time_to_live().table_name(&self.table).send().await;
+        let described = self.client.client().describe_time_to_live().table_name(&self.table).send().await;
         let described = described.map_err(|error| failed(&error))?;
         if let Some(ttl) = described.time_to_live_description()
             && matches!(ttl.time_to_live_status(), Some(TimeToLiveStatus::Enabled | TimeToLiveStatus::Enabling))
@@ -187,7 +209,7 @@ impl Shared {
             };
         }
         let ttl = TimeToLiveSpecification::builder().enabled(true).attribute_name(item::PURGE_AT);
-        let request = self.client.update_time_to_live().table_name(&self.table);
+        let request = self.client.client().update_time_to_live().table_name(&self.table);
         match request.time_to_live_specification(ttl.build().map_err(unmade)?).send().await {
             Ok(_) => Ok(()),
             // Another process has enabled it meanwhile.

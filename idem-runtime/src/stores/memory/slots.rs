@@ -172,6 +172,14 @@ impl Slot {
         };
     }
 
+    /// Counts lease and retention of a pending record anew. The reading of the clock may be an old one; what a later one has
+    /// confirmed is never cut short.
+    pub(super) fn renew(&mut self, now: Nanos) {
+        if let Body::Open { stage: Stage::Pending(_), lease, ttl, .. } = self.body {
+            self.expires_at = self.expires_at.max(now + lease + ttl);
+        }
+    }
+
     pub(super) fn owner(&self) -> Owner {
         self.owner
     }
@@ -444,6 +452,20 @@ mod tests {
     #[test]
     fn a_slot_is_as_small_as_the_docs_say() {
         assert_eq!(size_of::<Slot>(), 80);
+    }
+
+    #[test]
+    fn a_renewal_by_an_old_reading_of_the_clock_cuts_nothing_short() {
+        let (lease, ttl) = (Duration::from_nanos(100), Duration::from_nanos(1001));
+        let state = State::Pending { lease, ttl, on_crash: OnCrash::Retry };
+        let record =
+            Record { owner: Owner::from_bytes([0; Owner::BYTES]), attempt: 1, starts: 1, fingerprint: None, state };
+        let mut slot = Slot::new(record, &Key::new("renew", 1).unwrap(), 0, span(ttl), 0);
+        for (now, lapses_at) in [(50, 150), (40, 150), (60, 160), (0, 160)] {
+            slot.renew(now);
+            assert_eq!(slot.lapses_in(0), Duration::from_nanos(lapses_at), "renewed at {now}");
+            assert_eq!(slot.expires_in(0), Duration::from_nanos(lapses_at) + ttl, "renewed at {now}");
+        }
     }
 
     /// Whatever is listed, moved sooner or later, or removed: the first one is the one that is due first.

@@ -1,23 +1,20 @@
-//! One exchange with the server over a connection of the pool, and what its failures mean.
+//! One exchange with the server, and what its failures mean.
 
 use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use deadpool_postgres::{Object, Pool, PoolError};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_postgres::error::{DbError, SqlState};
 use tokio_postgres::types::{IsNull, ToSql, Type};
 use tokio_postgres::{Error, Row};
 
+use super::sessions::{LONGEST, Sessions, Taken, unless_stuck};
 use super::sql::Statement;
-use crate::clock::{Clock, race};
+use crate::clock::{Clock, Instant};
 use crate::{StoreError, StoreErrorKind};
-
-/// How often another connection is tried when the pool's turns out to be broken.
-const CONNECTIONS: usize = 64;
 
 /// What to do about a pooler that was not expected.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
@@ -27,10 +24,30 @@ const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbo
 pub(super) enum Effect {
     Reads,
     Writes,
+    /// The same, with a result of so many bytes.
+    Records(usize),
+}
+
+/// For each of so many bytes that are sent an answer may take as long as without any. What is under way to the server can't be
+/// seen: the system takes megabytes of it at once.
+const SENT_WITHIN_LIMIT: usize = 256 * 1024;
+
+impl Effect {
+    /// How long nothing may be heard of an exchange where that is `limit` for a short one.
+    fn limit(self, limit: Duration) -> Duration {
+        match self {
+            Self::Records(bytes) => {
+                let times = u32::try_from(1 + bytes / SENT_WITHIN_LIMIT).unwrap_or(u32::MAX);
+                limit.saturating_mul(times)
+            }
+            _ => limit,
+        }
+    }
 }
 
 /// An operation that was not done, or perhaps was; one failure may be the answer to many operations.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
 pub(super) struct Failure {
     pub(super) kind: StoreErrorKind,
     message: Arc<str>,
@@ -40,11 +57,23 @@ pub(super) struct Failure {
     pub(super) is_deadlock: bool,
     /// Whether the connection is of no more use.
     gives_up: bool,
+    /// Whether the server may still be at it.
+    is_late: bool,
+    /// Whether somebody's open transaction holds what the operation needs.
+    pub(super) is_locked: bool,
 }
 
 impl Failure {
     pub(super) fn new(kind: StoreErrorKind, message: impl Into<Arc<str>>) -> Self {
-        Self { kind, message: message.into(), blames_one: false, is_deadlock: false, gives_up: false }
+        Self {
+            kind,
+            message: message.into(),
+            blames_one: false,
+            is_deadlock: false,
+            gives_up: false,
+            is_late: false,
+            is_locked: false,
+        }
     }
 
     /// Nothing was sent.
@@ -55,6 +84,14 @@ impl Failure {
     /// The answer got lost.
     pub(super) fn lost() -> Self {
         Self::new(StoreErrorKind::Unknown, "the answer got lost on its way")
+    }
+
+    /// The same for an operation that brings no result.
+    pub(super) fn without_result(self) -> Self {
+        match self.kind {
+            StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
+            _ => self,
+        }
     }
 
     fn giving_up(self) -> Self {
@@ -75,18 +112,19 @@ impl Failure {
         let (kind, advice) = match code.code() {
             // Only a pooler says so.
             "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
-            code => meaning(code),
+            code => meaning(code, error.message()),
         };
         let message = format!("the server refused: {advice} ({}: {})", code.code(), error.message());
         let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
         let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
+        let is_locked = *code == SqlState::LOCK_NOT_AVAILABLE;
         Self {
-            blames_one: (kind == StoreErrorKind::Misconfigured
-                && matches!(&code.code()[..2], "22" | "23" | "44" | "54" | "P0"))
-                // One key that a transaction of somebody's holds.
-                || *code == SqlState::LOCK_NOT_AVAILABLE,
+            blames_one: is_locked
+                || kind == StoreErrorKind::TooLarge
+                || (kind == StoreErrorKind::Misconfigured && matches!(&code.code()[..2], "22" | "23" | "44" | "P0")),
             is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
             gives_up: is_fatal || stale || kind == StoreErrorKind::Unknown,
+            is_locked,
             ..Self::new(kind, message)
         }
     }
@@ -121,8 +159,8 @@ impl Failure {
 }
 
 /// What an error of the server means, by its `SQLSTATE`, and what to do about it.
-pub(super) fn meaning(code: &str) -> (StoreErrorKind, &'static str) {
-    use StoreErrorKind::{Corrupt, Full, Misconfigured, Unavailable, Unknown};
+pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static str) {
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unknown};
     let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
     match code {
         "42P01" | "3F000" | "42703" | "42883" => {
@@ -135,12 +173,20 @@ pub(super) fn meaning(code: &str) -> (StoreErrorKind, &'static str) {
         "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
         "40003" => (Unknown, "the connection broke before the answer came"),
-        "53100" | "53200" => (Full, "it has no room"),
+        // Nothing was written; there may be room soon, or for less.
+        "53100" => (Full, "its disk is full"),
+        "53200" => (Full, "it has no memory for more"),
+        "53300" => (Unavailable, "it has as many connections as it allows"),
+        "55P03" => (Unavailable, "another session has locked the record, or is about to make it"),
+        "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
         "57P03" => (Unavailable, "it is starting up or shutting down"),
         "XX001" | "XX002" => (Corrupt, "its data is damaged"),
+        // What it says of a value whose parts, or whose whole, are larger than it can be.
+        "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
-            "08" | "57" if code != "57014" => (Unknown, "the connection broke before the answer came"),
-            "22" | "23" | "42" | "44" | "54" | "P0" => (Misconfigured, "it does not accept this operation"),
+            "08" | "57" => (Unknown, "the connection broke before the answer came"),
+            "54" => (TooLarge, "the result is too large"),
+            "22" | "23" | "42" | "44" | "P0" => (Misconfigured, "it does not accept this operation"),
             _ => (Unavailable, "nothing was written"),
         },
     }
@@ -181,18 +227,25 @@ impl<T: ToSql> ToSql for Hidden<T> {
     tokio_postgres::types::to_sql_checked!();
 }
 
-/// The pool and how it is used.
+/// The connections of one runtime, and how they are used.
 pub(super) struct Database {
-    pool: Pool,
+    sessions: Sessions,
     clock: Arc<dyn Clock>,
     timeout: Duration,
     /// Whether a connection is one session of the server, which remembers statements.
-    sessions: bool,
+    prepares: bool,
+    /// How many connections may be used by anything but renewals, if those are to find one free at all times.
+    spare: Option<Semaphore>,
 }
 
 impl Database {
-    pub(super) fn new(pool: Pool, clock: Arc<dyn Clock>, timeout: Duration, sessions: bool) -> Self {
-        Self { pool, clock, timeout, sessions }
+    pub(super) fn new(sessions: Sessions, clock: Arc<dyn Clock>, timeout: Duration, prepares: bool) -> Self {
+        Self { sessions, clock, timeout, prepares, spare: None }
+    }
+
+    /// The same, with all connections but one for renewals.
+    pub(super) fn for_renewals(self) -> Self {
+        Self { spare: Some(Semaphore::new(1)), ..self }
     }
 
     pub(super) fn clock(&self) -> &Arc<dyn Clock> {
@@ -203,91 +256,127 @@ impl Database {
         self.timeout
     }
 
+    /// When anything was last sent or received.
+    pub(super) fn moved(&self) -> Instant {
+        self.sessions.moved()
+    }
+
     /// The rows that `statement` answers, all of it in one transaction of its own.
-    ///
-    /// The rows are there once the server says that it is ready again, which is after the commit; a row alone proves
-    /// nothing.
     pub(super) async fn query(
         &self,
         statement: &Statement,
         params: &[&(dyn ToSql + Sync)],
         effect: Effect,
     ) -> Result<Vec<Row>, Failure> {
-        let client = self.client().await?;
-        // Whether more was said than how the statement reads.
-        let sent = AtomicBool::new(!self.sessions);
-        let answer = {
-            let exchange = async {
-                if self.sessions {
-                    let prepared = client.prepare_typed_cached(&statement.text, statement.types).await;
-                    let prepared = prepared.map_err(|error| Failure::broken(&error).of(Effect::Reads))?;
-                    sent.store(true, Ordering::Relaxed);
-                    client.query(&prepared, params).await.map_err(|error| Failure::broken(&error).of(effect))
-                } else {
-                    let typed: Vec<_> =
-                        params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
-                    let answer = client.query_typed(&statement.text, &typed).await;
-                    answer.map_err(|error| Failure::broken(&error).of(effect))
-                }
-            };
-            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
-                let effect = if sent.load(Ordering::Relaxed) { effect } else { Effect::Reads };
-                Err(timed_out().of(effect))
-            })
+        self.ready(statement).await?.query(params, effect).await
+    }
+
+    /// The same for renewals.
+    pub(super) async fn renew(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+        effect: Effect,
+    ) -> Result<Vec<Row>, Failure> {
+        self.ready_in(statement, None).await?.query(params, effect).await
+    }
+
+    /// A connection on which nothing is left to do but to send `statement`: whether it is still wanted can be asked now.
+    pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, Failure> {
+        let room = match &self.spare {
+            Some(spare) => {
+                let room = unless_stuck(&*self.clock, self.timeout, || self.moved(), spare.acquire()).await;
+                Some(room.and_then(Result::ok).ok_or_else(|| Failure::not_sent("no connection was free in time"))?)
+            }
+            None => None,
         };
-        if matches!(&answer, Err(failure) if failure.gives_up) {
-            drop(Object::take(client));
+        self.ready_in(statement, room).await
+    }
+
+    async fn ready_in<'a>(
+        &'a self,
+        statement: &'a Statement,
+        room: Option<SemaphorePermit<'a>>,
+    ) -> Result<Ready<'a>, Failure> {
+        let connection = self.sessions.take().await?;
+        let mut ready = Ready { database: self, connection, statement, prepared: None, _room: room };
+        if self.prepares {
+            let prepared = ready.bounded(Effect::Reads, ready.connection.prepare(statement)).await;
+            match prepared.map_err(|failure| failure.of(Effect::Reads)) {
+                Ok(prepared) => ready.prepared = Some(prepared),
+                Err(failure) => return Err(ready.failed(failure)),
+            }
         }
-        answer
+        Ok(ready)
     }
 
     /// Statements without parameters or rows.
     pub(super) async fn execute(&self, text: &str) -> Result<(), Failure> {
-        let client = self.client().await?;
-        let done = {
-            let exchange = async { client.batch_execute(text).await.map_err(|error| Failure::broken(&error)) };
-            race(exchange, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| Err(timed_out()))
-        };
+        let connection = self.sessions.take().await?;
+        let exchange = async { connection.batch_execute(text).await.map_err(|error| Failure::broken(&error)) };
+        let done = unless_stuck(&*self.clock, self.timeout, || connection.moved(), exchange).await;
+        let done = done.unwrap_or_else(|| Err(timed_out()));
         if done.is_err() {
             // It may be in the middle of a transaction.
-            drop(Object::take(client));
+            connection.give_up(true);
         }
         done
-    }
-
-    async fn client(&self) -> Result<Object, Failure> {
-        for _ in 0..CONNECTIONS {
-            let got = race(self.pool.get(), self.clock.sleep(self.timeout)).await;
-            let client = match got {
-                Some(Ok(client)) => client,
-                Some(Err(PoolError::Backend(error))) => return Err(Failure::not_connected(&error)),
-                Some(Err(error @ PoolError::NoRuntimeSpecified)) => {
-                    return Err(Failure::new(
-                        StoreErrorKind::Misconfigured,
-                        format!("the pool can't be used: {error}"),
-                    ));
-                }
-                Some(Err(PoolError::Timeout(_))) | None => {
-                    return Err(Failure::not_sent("no connection was free, or could be made, in time"));
-                }
-                Some(Err(error)) => return Err(Failure::not_sent(&error.to_string())),
-            };
-            // One that broke while it lay in the pool has sent nothing.
-            if !client.is_closed() {
-                return Ok(client);
-            }
-            drop(Object::take(client));
-        }
-        Err(Failure::not_sent("every connection breaks as soon as it is made"))
     }
 }
 
 impl fmt::Debug for Database {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Database").field("sessions", &self.sessions).finish_non_exhaustive()
+        f.debug_struct("Database").field("prepares", &self.prepares).finish_non_exhaustive()
+    }
+}
+
+/// A statement that can be sent at once.
+pub(super) struct Ready<'a> {
+    database: &'a Database,
+    connection: Taken<'a>,
+    statement: &'a Statement,
+    prepared: Option<tokio_postgres::Statement>,
+    _room: Option<SemaphorePermit<'a>>,
+}
+
+impl Ready<'_> {
+    /// The rows that the statement answers.
+    ///
+    /// They are there once the server says that it is ready again, which is after the commit; a row alone proves nothing.
+    pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, Failure> {
+        let answer = match &self.prepared {
+            Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,
+            None => {
+                let types = self.statement.types.iter().cloned();
+                let pairs: Vec<_> = params.iter().copied().zip(types).collect();
+                self.bounded(effect, self.connection.query_typed(&self.statement.text, &pairs)).await
+            }
+        };
+        answer.map_err(|failure| self.failed(failure.of(effect)))
+    }
+
+    async fn bounded<T>(&self, effect: Effect, exchange: impl Future<Output = Result<T, Error>>) -> Result<T, Failure> {
+        let Database { clock, timeout, .. } = self.database;
+        let limit = effect.limit(*timeout);
+        let longest = clock.now().saturating_add(limit.saturating_mul(LONGEST));
+        // Beyond that, also a server that goes on sending is given up.
+        let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
+        match unless_stuck(&**clock, limit, moved, exchange).await {
+            Some(answer) => answer.map_err(|error| Failure::broken(&error)),
+            None => Err(timed_out()),
+        }
+    }
+
+    /// What becomes of the connection after `failure`.
+    fn failed(self, failure: Failure) -> Failure {
+        if failure.gives_up {
+            self.connection.give_up(failure.is_late);
+        }
+        failure
     }
 }
 
 fn timed_out() -> Failure {
-    Failure::new(StoreErrorKind::Unknown, "the server did not answer in time").giving_up()
+    let failure = Failure::new(StoreErrorKind::Unknown, "the server did not answer in time").giving_up();
+    Failure { is_late: true, ..failure }
 }

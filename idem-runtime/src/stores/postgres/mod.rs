@@ -7,6 +7,8 @@
 mod client;
 mod lanes;
 mod options;
+mod runtimes;
+mod sessions;
 mod sql;
 mod wake;
 #[cfg(feature = "sqlx")]
@@ -19,35 +21,55 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
+use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
 use self::client::{Database, Effect, Failure, Hidden};
-use self::lanes::{Lanes, Work};
+use self::lanes::{Lanes, Waiting, Work};
 pub use self::options::PostgresOptions;
+use self::runtimes::{Here, PerProcess, PerRuntime};
+use self::sessions::{Sessions, Source};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
 use self::sql::{Ask, Found, Met, Statement, Statements, corrupt};
-use self::wake::Wakeups;
+use self::wake::{Listener, Mark, Wakeups};
 #[cfg(feature = "sqlx")]
 pub use self::with_sqlx::InSqlx;
 pub use self::within::InPostgres;
-use crate::clock::all;
+use crate::clock::{Clock, all, race};
 use crate::record::Parts;
 use crate::store::forward;
+use crate::sync::Process;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State,
-    Store, StoreError, StoreErrorKind, StoreFuture, Within, Write,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation,
+    Reserve, State, Store, StoreError, StoreErrorKind, StoreFuture, Within, Write,
 };
 
-/// How often a call looks again at a record that changes under its eyes. Each time another attempt has got ahead, so this
-/// is a bound on what can't happen rather than on what may.
-const LOOKS: usize = 1_000;
+/// How often a call looks at a record before it gives up: each time another attempt has got ahead, or another session has
+/// locked the row.
+const LOOKS: u32 = 20;
+/// The longest pause between two looks. All of them together take about a second.
+const LONGEST_PAUSE: Duration = Duration::from_millis(64);
+/// What is said after the last one.
+const LOOKED: &str = "the record was locked by another session, or changed, each time it was looked at";
 /// How many leases one statement renews: a bound on how long it keeps their rows from those that finish.
 const RENEWED_AT_ONCE: usize = 500;
+/// How often a lease whose record is locked is asked for again, in some 60 ms.
+const RENEWED_AGAIN: u32 = 6;
 /// How many of the last 256 reservations, about, have to be replays for the next to look before it reserves.
 const MOSTLY: u32 = 128;
+/// Rows that the background purge looks at in one statement.
+const PURGED_AT_ONCE: u32 = 500;
+/// Connections for renewals and late writes. At least one of them does nothing but renew.
+const UPKEEP_CONNECTIONS: usize = 2;
+
+/// The pause before look number `look`, from zero on. The second one comes at once: what could not be seen yet mostly can
+/// be by now.
+async fn pause(clock: &dyn Clock, look: u32) {
+    if let Some(doublings) = look.checked_sub(2) {
+        clock.sleep(Duration::from_millis(1 << doublings.min(6)).min(LONGEST_PAUSE)).await;
+    }
+}
 
 /// A store in a PostgreSQL server, 12 or newer.
 ///
@@ -173,7 +195,7 @@ impl PostgresStore {
 
     /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
-        self.0.heartbeats.flush().await;
+        self.0.common.heartbeats.flush().await;
     }
 
     fn shared(&self) -> &Shared {
@@ -191,26 +213,53 @@ forward! { () PostgresStore => shared; }
 
 struct Shared {
     this: Weak<Shared>,
-    heartbeats: Heartbeats,
+    common: Arc<Common>,
+    /// How many connections each runtime has at most.
+    connections: usize,
+    /// Whether this is the handle for renewals and late writes.
+    is_upkeep: bool,
+    /// Shared by all processes, as it has no connection before somebody in a process uses it.
+    upkeep: OnceLock<Arc<Shared>>,
+    mine: PerProcess<Mine>,
+}
+
+/// What does not depend on who uses it, and where.
+struct Common {
+    heartbeats: Arc<Heartbeats>,
+    clock: Arc<dyn Clock>,
     schema: Box<str>,
+    namespace: Box<str>,
+    response_timeout: Duration,
+    /// Whether a connection is one session of the server.
+    has_sessions: bool,
+    sql: Arc<Statements>,
+    calls: Source,
+    upkeep: Source,
+    listener: Option<Listener>,
+    purge_every: Option<Duration>,
+    /// The one that opened the store.
+    process: Process,
+}
+
+/// What one process has.
+#[derive(Default)]
+struct Mine {
+    runtimes: PerRuntime<Local>,
+    /// Ends the background purge when it is dropped.
+    purger: OnceLock<oneshot::Sender<()>>,
+}
+
+/// What one runtime has: connections and tasks that end with it.
+struct Local {
     server: Arc<Server>,
     reserves: Lanes<Reserves>,
     ends: Lanes<Ends>,
     wakeups: Wakeups,
-    purger: OnceLock<AbortHandle>,
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostgresStore").field("schema", &self.schema).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        if let Some(purger) = self.purger.get() {
-            purger.abort();
-        }
+        f.debug_struct("PostgresStore").field("schema", &self.common.schema).finish_non_exhaustive()
     }
 }
 
@@ -218,7 +267,7 @@ impl Drop for Shared {
 #[derive(Debug)]
 struct Server {
     database: Database,
-    sql: Statements,
+    sql: Arc<Statements>,
     /// Held by the batch of first runs, or of their ends, that is in flight. Taking turns, each gathers what all tasks
     /// want, and their commits are half as many.
     turn: Semaphore,
@@ -274,46 +323,52 @@ impl Reserves {
         self.replays.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
     }
 
-    /// Answers for requests with different keys, in their order.
-    async fn distinct(&self, requests: &[&Reserve]) -> Result<Vec<Met>, Failure> {
-        let mut met: Vec<Met> = requests.iter().map(|_| Met::Unseen).collect();
-        let keys: HashMap<&str, usize> = requests.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
-        let mut absent: Vec<&Reserve> = requests.to_vec();
-        if self.expects_replays() {
-            let keys_asked: Vec<&str> = requests.iter().map(|it| it.key.as_str()).collect();
-            let rows = self.server.rows(&self.server.sql.look_many, &[&keys_asked], Effect::Reads).await?;
-            for row in &rows {
-                if let Some(i) = sql::key(row).and_then(|key| keys.get(key)) {
-                    met[*i] = sql::met(row);
-                }
-            }
-            absent.retain(|it| matches!(met[keys[it.key.as_str()]], Met::Unseen));
-        }
-        if !absent.is_empty() {
-            let column = |of: fn(&Reserve) -> i64| absent.iter().map(|it| of(it)).collect::<Vec<_>>();
-            let names: Vec<&str> = absent.iter().map(|it| it.key.as_str()).collect();
-            let owners: Vec<&[u8]> = absent.iter().map(|it| &it.owner.as_bytes()[..]).collect();
-            let fingerprints: Vec<_> = absent.iter().map(|it| fingerprint(it)).collect();
-            let on_crash_fail: Vec<bool> = absent.iter().map(|it| on_crash_fail(it)).collect();
-            let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
-            let params: [&(dyn ToSql + Sync); 6] =
-                [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls];
-            for row in &self.server.rows(&self.server.sql.reserve_many, &params, Effect::Writes).await? {
-                if let Some(i) = sql::key(row).and_then(|key| keys.get(key)) {
-                    // A record that was purged while this one was made is history.
-                    if !matches!(met[*i], Met::Made) {
-                        met[*i] = sql::met(row);
-                    }
-                }
+    /// Asks for one of the requests of each key that is still `Unseen`, if anybody waits for it.
+    async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
+        let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        let mut asked: Vec<&Reserve> = Vec::new();
+        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, Met::Unseen)) {
+            of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
+            if let Some(place) = of_key.asked {
+                let request = &batch[place].operation;
+                places.insert(request.key.as_str(), at);
+                asked.push(request);
             }
         }
-        self.note(met.iter().filter(|met| is_replay(met)).count(), met.len());
-        Ok(met)
+        if asked.is_empty() {
+            return Ok(());
+        }
+        let column = |of: fn(&Reserve) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
+        let names: Vec<&str> = asked.iter().map(|it| it.key.as_str()).collect();
+        let owners: Vec<&[u8]> = asked.iter().map(|it| &it.owner.as_bytes()[..]).collect();
+        let fingerprints: Vec<_> = asked.iter().map(|it| fingerprint(it)).collect();
+        let on_crash_fail: Vec<bool> = asked.iter().map(|it| on_crash_fail(it)).collect();
+        let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
+        let params: [&(dyn ToSql + Sync); 6] =
+            [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls];
+        for row in &ready.query(&params, Effect::Writes).await? {
+            if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                // A record that was purged while this one was made is history.
+                if !matches!(keys[*at].met, Met::Made) {
+                    keys[*at].met = sql::met_in_a_batch(row);
+                }
+            }
+        }
+        Ok(())
     }
 }
 
+/// The requests in a batch that are for one key.
+struct OfKey<'a> {
+    places: &'a [usize],
+    /// Which of them was sent.
+    asked: Option<usize>,
+    met: Met,
+}
+
 fn is_replay(met: &Met) -> bool {
-    matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
+    matches!(met, Met::LeftOut) || matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
 }
 
 fn fingerprint(request: &Reserve) -> Option<&[u8]> {
@@ -329,9 +384,14 @@ impl Work for Reserves {
     type Answer = Met;
 
     const LANES: usize = 2;
+    const OUTLIVES: bool = false;
 
     fn database(&self) -> &Database {
         &self.server.database
+    }
+
+    fn key(request: &Reserve) -> &str {
+        request.key.as_str()
     }
 
     fn turn(&self) -> Option<&Semaphore> {
@@ -372,24 +432,37 @@ impl Work for Reserves {
         Ok(met)
     }
 
-    async fn many(&self, requests: &[Reserve]) -> Result<Vec<Met>, Failure> {
-        let order = by_key(requests, |it| it.key.as_str());
-        let groups: Vec<&[usize]> = order.chunk_by(|a, b| requests[*a].key == requests[*b].key).collect();
-        let firsts: Vec<&Reserve> = groups.iter().map(|group| &requests[group[0]]).collect();
-        let met = self.distinct(&firsts).await?;
-        let mut answers: Vec<Met> = requests.iter().map(|_| Met::Unseen).collect();
-        for (group, met) in groups.into_iter().zip(met) {
-            for i in &group[1..] {
-                answers[*i] = match &met {
-                    // The first of them has it, and the others meet what it has made.
-                    Met::Made => {
-                        let first = &requests[group[0]];
+    async fn many(&self, batch: &[Waiting<Self>]) -> Result<Vec<Met>, Failure> {
+        let order = by_key(batch, |it| it.operation.key.as_str());
+        let same = |a: &usize, b: &usize| batch[*a].operation.key == batch[*b].operation.key;
+        let groups = order.chunk_by(same);
+        let mut keys: Vec<OfKey<'_>> = groups.map(|places| OfKey { places, asked: None, met: Met::Unseen }).collect();
+        if self.expects_replays() {
+            let ready = self.server.database.ready(&self.server.sql.look_many).await?;
+            let names: Vec<&str> = keys.iter().map(|it| batch[it.places[0]].operation.key.as_str()).collect();
+            let places: HashMap<&str, usize> = names.iter().enumerate().map(|(at, name)| (*name, at)).collect();
+            for row in &ready.query(&[&names], Effect::Reads).await? {
+                if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                    keys[*at].met = sql::met_in_a_batch(row);
+                }
+            }
+        }
+        if keys.iter().any(|it| matches!(it.met, Met::Unseen)) {
+            self.reserve_unseen(batch, &mut keys).await?;
+        }
+        self.note(keys.iter().filter(|it| is_replay(&it.met)).count(), keys.len());
+        let mut answers: Vec<Met> = batch.iter().map(|_| Met::Unseen).collect();
+        for OfKey { places, asked, met } in keys {
+            for place in places {
+                answers[*place] = match (&met, asked) {
+                    // One of them has it, and the others meet what it has made.
+                    (Met::Made, Some(asked)) if asked != *place => {
+                        let first = &batch[asked].operation;
                         Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
                     }
-                    met => met.clone(),
+                    (met, _) => met.clone(),
                 };
             }
-            answers[group[0]] = met;
         }
         Ok(answers)
     }
@@ -422,7 +495,8 @@ impl Ends {
         let params: [&(dyn ToSql + Sync); 9] =
             [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls, &numbers];
         let mut done = vec![false; ends.len()];
-        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Writes).await? {
+        let bytes = ends.iter().map(|it| Self::bytes(it)).sum();
+        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Records(bytes)).await? {
             if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
                 done[*i] = true;
             }
@@ -437,9 +511,15 @@ impl Work for Ends {
     type Answer = bool;
 
     const LANES: usize = 1;
+    // Whoever has handed over the end of an attempt may be gone, and the attempt has ended all the same.
+    const OUTLIVES: bool = true;
 
     fn database(&self) -> &Database {
         &self.0.database
+    }
+
+    fn key(end: &End) -> &str {
+        end.key.as_str()
     }
 
     fn turn(&self) -> Option<&Semaphore> {
@@ -455,8 +535,9 @@ impl Work for Ends {
         sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
     }
 
-    async fn many(&self, ends: &[End]) -> Result<Vec<bool>, Failure> {
-        let order = by_key(ends, |it| it.key.as_str());
+    async fn many(&self, ends: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
+        let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
+        let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
         // Of several ends of one key each has a statement of its own: in one, which of them counts would be anybody's guess.
         let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
@@ -466,7 +547,7 @@ impl Work for Ends {
             if some.is_empty() {
                 return Ok(done);
             }
-            let distinct: Vec<&End> = some.iter().map(|i| &ends[*i]).collect();
+            let distinct: Vec<&End> = some.iter().map(|i| ends[*i]).collect();
             for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
                 done[*i] = was_done;
             }
@@ -475,16 +556,79 @@ impl Work for Ends {
     }
 }
 
+impl Common {
+    /// What a runtime gets, the first one of a process or another.
+    fn local(&self, is_upkeep: bool, connections: usize, is_first: bool) -> Local {
+        let (clock, limit) = (&self.clock, self.response_timeout);
+        let source = match &self.calls {
+            _ if is_upkeep => self.upkeep.clone(),
+            // Its connections end with the runtime that made them, and are those of the parent in a forked process.
+            Source::Pool(pool) if !is_first || !self.process.is_this() => Source::LikePool(pool.clone()),
+            calls => calls.clone(),
+        };
+        let sessions = Sessions::new(source, connections, limit, Arc::clone(clock));
+        let database = Database::new(sessions, Arc::clone(clock), limit, self.has_sessions);
+        let database = if is_upkeep { database.for_renewals() } else { database };
+        let server = Arc::new(Server { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
+        Local {
+            reserves: Lanes::new(Reserves { server: Arc::clone(&server), replays: 0.into() }),
+            ends: Lanes::new(Ends(Arc::clone(&server))),
+            wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
+            server,
+        }
+    }
+}
+
 impl Shared {
+    fn new(common: Arc<Common>, connections: usize, is_upkeep: bool) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
+            this: Weak::clone(this),
+            common,
+            connections,
+            is_upkeep,
+            upkeep: OnceLock::new(),
+            mine: PerProcess::default(),
+        })
+    }
+
+    /// What the current runtime has.
+    fn here(&self) -> Result<Here<'_, Local>, StoreError> {
+        let mine = self.mine.this();
+        let make = |is_first| self.common.local(self.is_upkeep, self.connections, is_first);
+        let here = mine.runtimes.here(make).ok_or_else(|| {
+            let message = "a store in PostgreSQL is used inside of a tokio runtime, and there is none here";
+            StoreError::new(StoreErrorKind::Misconfigured, message)
+        })?;
+        if let Some(interval) = self.common.purge_every
+            && !self.is_upkeep
+        {
+            mine.purger.get_or_init(|| self.start_purger(interval));
+        }
+        Ok(here)
+    }
+
+    /// The same for what can be handed over: a caller outside of any runtime has tasks of another one do it.
+    fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
+        self.here().or_else(|error| self.mine.this().runtimes.any().ok_or(error))
+    }
+
     async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
-        for _ in 0..LOOKS {
-            let found = match self.reserves.call(request.clone()).await? {
+        for look in 0..LOOKS {
+            pause(&*self.common.clock, look).await;
+            let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(Failure::without_result)? {
                 Met::Made => {
                     return Ok(Reservation::Reserved { lease: Record::first(request).lease(request), takeover: false });
                 }
-                Met::Found(found) => found.map_err(corrupt)?,
+                Met::Found(found) => *found.map_err(corrupt)?,
                 // It is there for the next statement.
                 Met::Unseen => continue,
+                Met::LeftOut => {
+                    let here = self.here()?;
+                    match here.server.sql.look_at(&*here.server, request.key.as_str()).await? {
+                        Some(found) => found,
+                        None => continue,
+                    }
+                }
             };
             let (with, takeover) = if found.is_expired() {
                 (Record::first(request), false)
@@ -494,16 +638,19 @@ impl Shared {
                     Meeting::Replace { with, takeover } => (with, takeover),
                 }
             };
-            if self.server.sql.replace_met(&*self.server, request, &found, &with).await? {
+            let here = self.here()?;
+            let replaced = here.server.sql.replace_met(&*here.server, request, &found, &with).await;
+            if replaced.map_err(Failure::without_result)? {
                 return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+        Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
     }
 
     /// What is recorded for `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
-        let found = self.server.sql.look_at(&*self.server, key.as_str()).await?;
+        let here = self.here()?;
+        let found = here.server.sql.look_at(&*here.server, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
     }
 
@@ -511,14 +658,15 @@ impl Shared {
     /// there already is recognised.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
         let record = Record::after(lease, state);
-        for _ in 0..LOOKS {
+        for look in 0..LOOKS {
+            pause(&*self.common.clock, look).await;
             let end = End { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
-            if self.ends.call(end).await? {
+            if self.lanes()?.ends.call(end).await? {
                 return Ok(Write::Done);
             }
             let found = self.look(&lease.key).await?.map(|found| found.record);
             match found {
-                // Made after it was found missing.
+                // Locked by another session, or made after it was found missing.
                 Some(found)
                     if found.is_pending()
                         && found.owner == lease.owner
@@ -528,30 +676,59 @@ impl Shared {
                 }
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
+        Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
     }
 
-    async fn renew_some(&self, leases: &[&Lease]) -> Result<Vec<(String, [u8; Owner::BYTES], i64)>, Failure> {
-        let keys: Vec<&str> = leases.iter().map(|lease| lease.key.as_str()).collect();
-        let owners: Vec<&[u8]> = leases.iter().map(|lease| &lease.owner.as_bytes()[..]).collect();
-        let owners = Hidden(owners);
-        let attempts: Vec<i64> = leases.iter().map(|lease| lease.attempt.into()).collect();
-        let params: [&(dyn ToSql + Sync); 3] = [&keys, &owners, &attempts];
-        let renew = || self.server.rows(&self.server.sql.renew, &params, Effect::Writes);
-        let rows = match renew().await {
-            Err(failure) if failure.is_deadlock => renew().await?,
-            answer => answer?,
+    /// Renews those of `leases` that are at `places`, and answers for each: one that is not renewed is refused, unless only a
+    /// lock of another session's was in the way. Those are what is left.
+    async fn renew_some(
+        &self,
+        leases: &[Lease],
+        places: &[usize],
+        answer: &Answers<'_>,
+    ) -> Result<Vec<usize>, StoreError> {
+        let here = self.here()?;
+        let Server { database, sql, .. } = &*here.server;
+        let asked = Asked::new(leases, places);
+        let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
+            Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
+            // One was locked while the statement was under way; the next one leaves it alone.
+            Err(failure) if failure.is_locked => return Ok(places.to_vec()),
+            renewed => renewed?,
         };
-        let renewed = rows.iter().filter_map(|row| {
-            let owner = row.try_get::<_, &[u8]>(1).ok()?.try_into().ok()?;
-            Some((row.try_get(0).ok()?, owner, row.try_get(2).ok()?))
-        });
-        Ok(renewed.collect())
+        let is_in = |attempts: &HashSet<Attempt>, place: usize| attempts.contains(&attempt(&leases[place]));
+        let (done, rest): (Vec<usize>, Vec<usize>) = places.iter().partition(|place| is_in(&renewed, **place));
+        for place in done {
+            answer(place, Write::Done);
+        }
+        if rest.is_empty() {
+            return Ok(rest);
+        }
+        let held = Asked::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?;
+        let (locked, lost): (Vec<usize>, Vec<usize>) = rest.into_iter().partition(|place| is_in(&held, *place));
+        for place in lost {
+            answer(place, Write::Refused);
+        }
+        Ok(locked)
+    }
+
+    /// Asks again for those that were locked, a few times: another statement of the library holds them for a moment at most.
+    async fn renew_locked(&self, leases: &[Lease], places: &[usize], answer: &Answers<'_>) -> Result<(), StoreError> {
+        let mut locked = places.to_vec();
+        for look in 2..2 + RENEWED_AGAIN {
+            pause(&*self.common.clock, look).await;
+            locked = self.renew_some(leases, &locked, answer).await?;
+            if locked.is_empty() {
+                return Ok(());
+            }
+        }
+        let message = format!("another session has locked the records of {} leases", locked.len());
+        Err(StoreError::new(StoreErrorKind::Unavailable, message))
     }
 
     async fn purge(&self, batch: u32) -> Result<(u64, u64), StoreError> {
-        let purge = &self.server.sql.purge;
-        let rows = self.server.rows(purge, &[&i64::from(batch)], Effect::Writes).await?;
+        let here = self.here()?;
+        let rows = here.server.rows(&here.server.sql.purge, &[&i64::from(batch)], Effect::Writes).await?;
         let count = |at: usize| {
             let count: Option<i64> = rows.first().and_then(|row| row.try_get(at).ok());
             u64::try_from(count.unwrap_or_default()).unwrap_or_default()
@@ -559,16 +736,16 @@ impl Shared {
         Ok((count(0), count(1)))
     }
 
-    /// Purges every `interval`, as long as the store lives.
-    fn start_purger(&self, interval: Duration, batch: u32) {
-        let (this, clock) = (Weak::clone(&self.this), Arc::clone(self.server.database.clock()));
-        let task = tokio::spawn(async move {
-            loop {
-                clock.sleep(interval).await;
+    /// Purges every `interval`, until the answer is dropped, beside renewals and late writes: whoever calls may stand still.
+    fn start_purger(&self, interval: Duration) -> oneshot::Sender<()> {
+        let (upkeep, clock) = (Arc::downgrade(self.upkeep_of()), Arc::clone(&self.common.clock));
+        let (sender, mut over) = oneshot::channel();
+        self.common.clock.spawn(Box::pin(async move {
+            while race(&mut over, clock.sleep(interval)).await.is_none() {
                 loop {
-                    let Some(this) = this.upgrade() else { return };
-                    match this.purge(batch).await {
-                        Ok((gone, kept)) if gone + kept >= u64::from(batch) => {}
+                    let Some(upkeep) = upkeep.upgrade() else { return };
+                    match upkeep.purge(PURGED_AT_ONCE).await {
+                        Ok((gone, kept)) if gone + kept >= u64::from(PURGED_AT_ONCE) => {}
                         Ok(_) => break,
                         Err(error) => {
                             tracing::warn!(%error, "expired records could not be purged; trying again");
@@ -577,10 +754,54 @@ impl Shared {
                     }
                 }
             }
-        });
-        if let Err(task) = self.purger.set(task.abort_handle()) {
-            task.abort();
+        }));
+        sender
+    }
+
+    /// What renews and writes late.
+    fn upkeep_of(&self) -> &Arc<Shared> {
+        self.upkeep.get_or_init(|| Self::new(Arc::clone(&self.common), UPKEEP_CONNECTIONS, true))
+    }
+}
+
+/// An attempt, as a row names it.
+type Attempt = (String, [u8; Owner::BYTES], i64);
+
+fn attempt(lease: &Lease) -> Attempt {
+    (lease.key.as_str().to_owned(), *lease.owner.as_bytes(), lease.attempt.into())
+}
+
+/// The parameters of a statement about leases.
+struct Asked<'a> {
+    keys: Vec<&'a str>,
+    owners: Hidden<Vec<&'a [u8]>>,
+    attempts: Vec<i64>,
+}
+
+impl<'a> Asked<'a> {
+    fn new(leases: &'a [Lease], places: &[usize]) -> Self {
+        let leases = || places.iter().map(|place| &leases[*place]);
+        Self {
+            keys: leases().map(|lease| lease.key.as_str()).collect(),
+            owners: Hidden(leases().map(|lease| &lease.owner.as_bytes()[..]).collect()),
+            attempts: leases().map(|lease| lease.attempt.into()).collect(),
         }
+    }
+
+    /// Those of them that the statement answers.
+    async fn of(
+        &self,
+        database: &Database,
+        statement: &Statement,
+        effect: Effect,
+    ) -> Result<HashSet<Attempt>, Failure> {
+        let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
+        let rows = database.renew(statement, &params, effect).await?;
+        let answered = rows.iter().filter_map(|row| {
+            let owner = row.try_get::<_, &[u8]>(1).ok()?.try_into().ok()?;
+            Some((row.try_get(0).ok()?, owner, row.try_get(2).ok()?))
+        });
+        Ok(answered.collect())
     }
 }
 
@@ -593,41 +814,52 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        if self.is_upkeep {
+            return self.handle();
+        }
+        Arc::clone(self.upkeep_of()) as Arc<dyn Store>
+    }
+
+    fn namespace(&self) -> &str {
+        &self.common.namespace
+    }
+
+    fn response_timeout(&self) -> Duration {
+        self.common.response_timeout
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+        &self.common.heartbeats
     }
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
-            let sorted: Vec<&Lease> = order.iter().map(|i| &leases[*i]).collect();
             // Two at a time keep the server busy, and leave connections to those that start and finish.
-            let chunks: Vec<_> = sorted.chunks(RENEWED_AT_ONCE).collect();
+            let chunks: Vec<_> = order.chunks(RENEWED_AT_ONCE).collect();
             let mut halves = [0, 1].map(|half| {
                 let chunks = chunks.iter().skip(half).step_by(2);
                 Box::pin(async move {
-                    let mut renewed = Vec::new();
-                    for some in chunks {
-                        renewed.extend(self.renew_some(some).await?);
+                    let (mut locked, mut renewed) = (Vec::new(), Ok(()));
+                    for places in chunks {
+                        // What can't be done for some must not keep the others waiting.
+                        match self.renew_some(leases, places, answer).await {
+                            Ok(some) => locked.extend(some),
+                            Err(error) => renewed = Err(error),
+                        }
                     }
-                    Ok::<_, Failure>(renewed)
+                    for places in locked.chunks(RENEWED_AT_ONCE) {
+                        renewed = self.renew_locked(leases, places, answer).await.and(renewed);
+                    }
+                    renewed
                 })
             });
-            let mut renewed = HashSet::with_capacity(leases.len());
-            for half in all(&mut halves).await {
-                renewed.extend(half?);
-            }
-            Ok(leases
-                .iter()
-                .map(|lease| {
-                    let attempt = (lease.key.as_str().to_owned(), *lease.owner.as_bytes(), lease.attempt.into());
-                    if renewed.contains(&attempt) { Write::Done } else { Write::Refused }
-                })
-                .collect())
+            all(&mut halves).await.into_iter().collect()
         })
     }
 
@@ -644,14 +876,21 @@ impl Store for Shared {
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
+            let here = self.here()?;
             let mark = async {
-                let sql = &self.server.sql;
+                let sql = &here.server.sql;
+                let marks = here.wakeups.listens();
                 let (statement, effect) =
-                    if self.wakeups.listens() { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
-                let rows = self.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
-                Ok(rows.first().and_then(|row| row.try_get(0).ok()).unwrap_or(false))
+                    if marks { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
+                let rows = here.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
+                let says = |at: usize| rows.first().and_then(|row| row.try_get(at).ok()).unwrap_or(false);
+                Ok(match says(0) {
+                    false => Mark::Over,
+                    true if marks && says(1) => Mark::Made,
+                    true => Mark::Refused,
+                })
             };
-            self.wakeups.wait(key.as_str(), at_most, mark).await
+            Box::pin(here.wakeups.wait(key.as_str(), at_most, mark)).await
         })
     }
 
@@ -661,8 +900,9 @@ impl Store for Shared {
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
-            let reopen = &self.server.sql.reopen;
-            let reopened = self.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
+            let here = self.here()?;
+            let reopen = &here.server.sql.reopen;
+            let reopened = here.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
             Ok(if reopened { Write::Done } else { Write::Refused })
         })
     }
@@ -677,6 +917,6 @@ pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
     match sql::met(row) {
         sql::Met::Made => Ok(None),
         sql::Met::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
-        sql::Met::Unseen => Err(sql::corrupt(crate::record::format::FormatError::Damaged)),
+        sql::Met::Unseen | sql::Met::LeftOut => Err(sql::corrupt(crate::record::format::FormatError::Damaged)),
     }
 }

@@ -1,19 +1,18 @@
 //! How to connect, and what the server has to be.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use deadpool::managed::QueueMode;
-use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime};
-use tokio::sync::Semaphore;
+use deadpool_postgres::Pool;
+use tokio_postgres::Config;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
-use tokio_postgres::{Config, NoTls};
 
-use super::client::{Database, Effect};
-use super::lanes::Lanes;
+use super::client::Effect;
+use super::sessions::{LONGEST, Source, Tls};
 use super::sql::{self, Ask as _, Statements};
-use super::wake::{Listener, Tls, Wakeups};
-use super::{Ends, PostgresStore, Reserves, Server, Shared};
+use super::wake::Listener;
+use super::{Common, PostgresStore, Server, Shared};
+use crate::sync::Process;
 use crate::{Heartbeats, StoreError, StoreErrorKind, SystemClock};
 
 /// The oldest server whose statements are the ones used here.
@@ -21,8 +20,8 @@ const OLDEST: i64 = 120_000;
 /// How long a statement waits for one key, which only a transaction of the user's holds for longer than a commit takes. All
 /// others that are in the statement wait with it.
 const LOCK_TIMEOUT_MS: u32 = 1000;
-/// Rows that the background purge looks at in one statement.
-const PURGED_AT_ONCE: u32 = 500;
+/// The same for renewals and late writes: a row that is locked while such a statement is under way must not cost a lease.
+const UPKEEP_LOCK_TIMEOUT_MS: u32 = 100;
 
 /// Settings of a [`PostgresStore`].
 ///
@@ -41,6 +40,7 @@ const PURGED_AT_ONCE: u32 = 500;
 #[derive(Clone, Debug)]
 pub struct PostgresOptions {
     schema: String,
+    namespace: String,
     ensure_schema: bool,
     pool_size: usize,
     response_timeout: Duration,
@@ -52,6 +52,7 @@ impl Default for PostgresOptions {
     fn default() -> Self {
         Self {
             schema: sql::SCHEMA.to_owned(),
+            namespace: String::new(),
             ensure_schema: false,
             pool_size: 6,
             response_timeout: Duration::from_secs(5),
@@ -67,6 +68,16 @@ impl PostgresOptions {
     #[must_use]
     pub fn schema(self, schema: impl Into<String>) -> Self {
         Self { schema: schema.into(), ..self }
+    }
+
+    /// The name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key)); none where
+    /// nothing is said. Two applications with tables of their own may have the same scope and key: with different names
+    /// they never hand the same child key to a third party. Nothing else depends on it. Once child keys are in use it must
+    /// stay as it is: another name gives other child keys, also to an operation that is tried again.
+    /// [`Within::namespace`](crate::Within::namespace) is the same inside of a transaction.
+    #[must_use]
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
     }
 
     /// Makes the schema and the table if they are not there; any number of processes may do so at once. The login needs
@@ -122,22 +133,15 @@ impl PostgresOptions {
             misconfigured(format!("the PostgreSQL URL can't be used: {detail}"))
         })?;
         let tls = tls(&mut config)?;
-        self.complete(&mut config);
-        let manager = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = match &tls {
-            Tls::Off => Manager::from_config(config.clone(), NoTls, manager),
-            #[cfg(feature = "postgres-tls")]
-            Tls::On(tls) => Manager::from_config(config.clone(), tls.clone(), manager),
-        };
-        let pool = Pool::builder(manager)
-            .max_size(self.pool_size)
-            // The latest one: a lone task then talks to one backend, which is awake.
-            .queue_mode(QueueMode::Lifo)
-            .runtime(Runtime::Tokio1)
-            .build();
-        let pool = pool.map_err(|error| misconfigured(format!("the pool can't be made: {error}")))?;
-        let listener = (!self.behind_pgbouncer).then_some(Listener { config, tls });
-        self.open(pool, listener).await
+        let mut upkeep = config.clone();
+        if config.get_application_name().is_none() {
+            upkeep.application_name("idem-upkeep");
+        }
+        self.complete(&mut config, LOCK_TIMEOUT_MS);
+        self.complete(&mut upkeep, UPKEEP_LOCK_TIMEOUT_MS);
+        let listener = (!self.behind_pgbouncer).then(|| Listener { config: config.clone(), tls: tls.clone() });
+        let calls = Source::Config(Box::new(config), tls.clone());
+        self.open(calls, Source::Config(Box::new(upkeep), tls), listener).await
     }
 
     /// Uses the user's own pool, which may serve other work too.
@@ -148,11 +152,11 @@ impl PostgresOptions {
     /// # Errors
     /// As [`PostgresStore::connect`].
     pub async fn with_pool(self, pool: Pool) -> Result<PostgresStore, StoreError> {
-        self.open(pool, None).await
+        self.open(Source::Pool(pool.clone()), Source::LikePool(pool), None).await
     }
 
     /// Settings of the connections that are ours.
-    fn complete(&self, config: &mut Config) {
+    fn complete(&self, config: &mut Config, lock_timeout: u32) {
         if config.get_connect_timeout().is_none() {
             config.connect_timeout(self.response_timeout);
         }
@@ -165,11 +169,12 @@ impl PostgresOptions {
         }
         // A pooler refuses settings of a session.
         if !self.behind_pgbouncer {
-            let timeout = self.response_timeout.as_millis().clamp(1, 2_147_483_647);
+            // Sending a long answer over a slow line takes time, too. What is given up earlier is cancelled.
+            let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
             // One way to every row, by its key: also right after the table was empty, and always in the same order. So
             // there is nothing to plan anew for each call.
             let ours = format!(
-                "-c statement_timeout={timeout} -c lock_timeout={LOCK_TIMEOUT_MS} -c default_transaction_isolation=read\\ committed -c jit=off \
+                "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
                  -c plan_cache_mode=force_generic_plan"
             );
@@ -178,40 +183,47 @@ impl PostgresOptions {
         }
     }
 
-    async fn open(self, pool: Pool, listener: Option<Listener>) -> Result<PostgresStore, StoreError> {
+    async fn open(
+        self,
+        calls: Source,
+        upkeep: Source,
+        listener: Option<Listener>,
+    ) -> Result<PostgresStore, StoreError> {
         if self.schema.is_empty() || self.schema.len() > sql::MAX_SCHEMA_BYTES || self.schema.contains('\0') {
             let limit = sql::MAX_SCHEMA_BYTES;
             return Err(misconfigured(format!("the name of the schema must have 1 to {limit} bytes, and no NUL")));
         }
         let clock = Arc::new(SystemClock::default());
-        let database = Database::new(pool, clock.clone(), self.response_timeout, !self.behind_pgbouncer);
-        let server = Arc::new(Server { database, sql: Statements::new(&self.schema), turn: Semaphore::new(1) });
-        if server.check(&self.schema).await?.is_none() {
-            if !self.ensure_schema {
-                return Err(misconfigured(format!(
-                    "there is no table `records` in the schema `{}`; make it with `PostgresOptions::ensure_schema`, or \
-                     with the statements of `PostgresStore::schema_sql`",
-                    self.schema
-                )));
-            }
-            server.database.execute(&sql::ensure(&self.schema)).await?;
-            if server.check(&self.schema).await?.is_none() {
-                return Err(misconfigured("the table was made, but is not there".to_owned()));
-            }
-        }
-        let wakeups = Wakeups::new(listener, sql::channel(&self.schema), clock.clone());
-        let shared = Arc::new_cyclic(|this| Shared {
-            this: this.clone(),
-            heartbeats: Heartbeats::new(clock),
+        let common = Common {
+            heartbeats: Arc::new(Heartbeats::new(clock.clone())),
+            clock,
+            namespace: self.namespace.into(),
+            response_timeout: self.response_timeout,
+            has_sessions: !self.behind_pgbouncer,
+            sql: Arc::new(Statements::new(&self.schema)),
             schema: self.schema.into(),
-            reserves: Lanes::new(Reserves { server: Arc::clone(&server), replays: 0.into() }),
-            ends: Lanes::new(Ends(Arc::clone(&server))),
-            server,
-            wakeups,
-            purger: OnceLock::new(),
-        });
-        if let Some(interval) = self.purge_every {
-            shared.start_purger(interval, PURGED_AT_ONCE);
+            calls,
+            upkeep,
+            listener,
+            purge_every: self.purge_every,
+            process: Process::this(),
+        };
+        let shared = Shared::new(Arc::new(common), self.pool_size, false);
+        let schema = &*shared.common.schema;
+        {
+            let here = shared.here()?;
+            if here.server.check(schema).await?.is_none() {
+                if !self.ensure_schema {
+                    return Err(misconfigured(format!(
+                        "there is no table `records` in the schema `{schema}`; make it with \
+                         `PostgresOptions::ensure_schema`, or with the statements of `PostgresStore::schema_sql`"
+                    )));
+                }
+                here.server.database.execute(&sql::ensure(schema)).await?;
+                if here.server.check(schema).await?.is_none() {
+                    return Err(misconfigured("the table was made, but is not there".to_owned()));
+                }
+            }
         }
         Ok(PostgresStore(shared))
     }

@@ -1,7 +1,11 @@
 //! What is said to the server, and how its rows are read: the one place that knows the table.
 //!
-//! Every statement stands alone (autocommit), and every time in it is the server's `now()`. A record that has expired
-//! counts as absent in each of them, whether or not it was purged; a row of another format is never written to.
+//! Every time in a statement is the moment at which the server got it (`statement_timestamp()`), for what it reads as for
+//! what it writes. Outside of a transaction that is `now()`. Inside of one of the user's, `now()` is when that began, which
+//! may be before the lease of the record lapsed that the same transaction has to take over.
+//!
+//! A record that has expired counts as absent in each of them, whether or not it was purged; a row of another format is never
+//! written to. No statement waits for a row that another session has locked: it leaves the row alone and says so.
 
 use std::error::Error;
 
@@ -12,7 +16,7 @@ use tokio_postgres::types::{FromSql, ToSql, Type};
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
-use crate::{Finish, Inspection, Record, Reserve, State, StoreError, StoreErrorKind};
+use crate::{Finish, Inspection, Payload, Record, Reserve, State, StoreError, StoreErrorKind};
 use std::time::Duration;
 
 /// The schema where nothing is said.
@@ -72,6 +76,8 @@ pub(super) fn millis(duration: Duration) -> i64 {
 /// A statement and the types of its parameters.
 #[derive(Debug)]
 pub struct Statement {
+    /// Its place among all of them.
+    pub(super) place: usize,
     pub(super) text: String,
     pub(super) types: &'static [Type],
 }
@@ -81,11 +87,11 @@ pub struct Statement {
 pub(super) struct Statements {
     /// `key`: its record, if there is one.
     pub(super) look: Statement,
-    /// `keys`: their records.
+    /// `keys`: their records, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
     /// The columns of [`RESERVE`]: makes a record, or finds the one that is there.
     pub(super) reserve: Statement,
-    /// The same for arrays of them.
+    /// The same for arrays of them, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
     /// The columns of [`RESERVE`] and the name of a lock: the same inside of a transaction of the user's, unless another
     /// one holds the key. One row in any case; see [`Within`].
@@ -98,7 +104,9 @@ pub(super) struct Statements {
     pub(super) end_many: Statement,
     /// `keys, owners, attempts`: renews leases.
     pub(super) renew: Statement,
-    /// `key, attempt`: whether the attempt is pending; sees to it that its end is published.
+    /// The same: those that could have been renewed, but for a lock on their row.
+    pub(super) held: Statement,
+    /// `key, attempt`: sees to it that the end of the attempt is published; whether it is pending, and whether that was done.
     pub(super) mark: Statement,
     /// `key, attempt`: whether the attempt is pending.
     pub(super) is_pending: Statement,
@@ -112,15 +120,20 @@ pub(super) struct Statements {
     pub(super) check: Statement,
 }
 
-/// What a row is read from, in this order. `now()` may be earlier than the latest write that the statement sees.
+/// Results of more bytes than this are left out of a statement that reads many records, so that what it sends back has a
+/// bound: each of them is asked for alone.
+const IN_A_BATCH: usize = 4096;
+/// What a row is read from, in this order.
 const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.starts, r.fingerprint, r.on_crash_fail, r.lease_ms, \
-                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, clock_timestamp()";
+                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp()";
 /// The same for a record that was made just now.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
                     NULL::timestamptz, NULL::timestamptz";
 /// Where [`RECORD`] is followed by the key.
 const KEY_AT: usize = 15;
+/// And where, in a statement that reads many records, by whether the result was left out.
+const LEFT_OUT_AT: usize = 16;
 
 /// What a reservation sets.
 const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
@@ -164,13 +177,14 @@ impl Statements {
         let table = format!("{}.records", quoted(schema));
         let channel = channel(schema).replace('\'', "''");
         let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
+        let now = "statement_timestamp()";
         let asked = "(key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms)";
         let make = |from: &str| {
             format!(
                 "INSERT INTO {table} AS r (key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, format, state, attempt, \
                  starts, lapses_at, expires_at, listed_at) \
                  SELECT u.key, u.owner, u.fingerprint, u.on_crash_fail, u.lease_ms, u.ttl_ms, {VERSION}, 'P', 1, 1, \
-                 now() + {}, now() + {}, now() + {} FROM {from} AS u {asked} \
+                 {now} + {}, {now} + {}, {now} + {} FROM {from} AS u {asked} \
                  ON CONFLICT (key) DO NOTHING RETURNING r.key",
                 ms("u.lease_ms"),
                 ms("u.lease_ms + u.ttl_ms"),
@@ -179,30 +193,42 @@ impl Statements {
         };
         // Whoever waits has marked the row, so that an end which nobody waits for takes no lock at its commit.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
-        let there = format!("r.format = {VERSION} AND r.expires_at > now()");
+        let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
+        // Whoever has a row locked, in a session of psql or for a moment, must not hold up the others in the statement, nor
+        // the connection. A row whose `xmax` is zero was never locked since it was written. Any other is locked for this
+        // statement first, unless somebody has it.
+        let free = |asked: &str| {
+            format!(
+                "(r.xmax = '0'::xid OR r.ctid = ANY (ARRAY(SELECT f.ctid FROM {asked} JOIN {table} AS f ON f.key = a.key \
+                 WHERE f.xmax <> '0'::xid FOR NO KEY UPDATE OF f SKIP LOCKED)))"
+            )
+        };
+        let (free_one, free_many) = (free("(VALUES ($1)) AS a (key)"), free("unnest($1) AS a (key)"));
         // A release names no attempt.
-        let end = |from: &str| {
+        let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, starts = greatest(r.starts - u.refund, 0), \
                  on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
-                 result_bytes = u.result_bytes, lapses_at = now(), expires_at = now() + {ttl}, \
-                 listed_at = least(r.listed_at, now() + {ttl}) FROM {from} \
+                 result_bytes = u.result_bytes, lapses_at = {now}, expires_at = {now} + {ttl}, \
+                 listed_at = least(r.listed_at, {now} + {ttl}) FROM {from} \
                  AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
                  WHERE r.key = u.key AND r.owner = u.owner AND r.attempt = coalesce(u.attempt, r.attempt) \
-                 AND r.state = 'P' AND {there} RETURNING r.key, {wake}",
+                 AND r.state = 'P' AND {there} AND {free} RETURNING r.key, {wake}",
                 ttl = ms("u.ttl_ms"),
             )
         };
         let look = format!("SELECT {RECORD} FROM {table} AS r WHERE r.key = $1");
-        let look_many = format!("SELECT {RECORD}, r.key FROM {table} AS r WHERE r.key = ANY($1)");
+        let is_large = format!("octet_length(r.result) > {IN_A_BATCH}");
+        let bounded = RECORD.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
+        let look_many = format!("SELECT {bounded}, r.key, {is_large} FROM {table} AS r WHERE r.key = ANY($1)");
         let reserve = format!(
             "WITH made AS ({}) SELECT {RECORD} FROM {table} AS r WHERE r.key = $1 \
              UNION ALL SELECT {MADE} FROM made",
             make("(VALUES ($1, $2, $3, $4, $5, $6))"),
         );
         let reserve_many = format!(
-            "WITH made AS ({}) SELECT {RECORD}, r.key FROM {table} AS r WHERE r.key = ANY($1) \
-             UNION ALL SELECT {MADE}, made.key FROM made",
+            "WITH made AS ({}) SELECT {bounded}, r.key, {is_large} FROM {table} AS r WHERE r.key = ANY($1) \
+             UNION ALL SELECT {MADE}, made.key, false FROM made",
             make("unnest($1, $2, $3, $4, $5, $6)"),
         );
         // The lock and not the row says whether another transaction is at it: nobody can see the row, or wait for it for a
@@ -216,42 +242,49 @@ impl Statements {
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
              attempt = $7, starts = $8, state = 'P', codec = NULL, result = NULL, result_bytes = NULL, \
-             lapses_at = now() + {}, expires_at = now() + {}, listed_at = least(r.listed_at, now() + {}) \
+             lapses_at = {now} + {}, expires_at = {now} + {}, listed_at = least(r.listed_at, {now} + {}) \
              WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND \
-             CASE WHEN $12 THEN r.expires_at <= now() \
-             ELSE r.expires_at > now() AND (r.state <> 'P' OR r.lapses_at <= now()) END RETURNING {wake}",
+             CASE WHEN $12 THEN r.expires_at <= {now} \
+             ELSE r.expires_at > {now} AND (r.state <> 'P' OR r.lapses_at <= {now}) END AND {free_one} RETURNING {wake}",
             ms("$5"),
             ms("$5 + $6"),
             ms("$6"),
         );
+        let held =
+            format!("r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'P' AND {there}");
         // A renewal that was under way when a later one was made must not take time back.
         let renew = format!(
-            "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, now() + {}), \
-             expires_at = greatest(r.expires_at, now() + {}) FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
-             WHERE r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'P' AND {there} \
-             RETURNING r.key, r.owner, r.attempt",
+            "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
+             expires_at = greatest(r.expires_at, {now} + {}) FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
+             WHERE {held} AND {free_many} RETURNING r.key, r.owner, r.attempt",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
+        let held = format!(
+            "SELECT r.key, r.owner, r.attempt FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
+             JOIN {table} AS r ON {held}"
+        );
         let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'P' AND {there}");
         let mark = format!(
-            "WITH marked AS (UPDATE {table} AS r SET waited = true WHERE {pending} AND NOT r.waited RETURNING 1) \
-             SELECT EXISTS (SELECT FROM marked) OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
+            "WITH marked AS \
+             (UPDATE {table} AS r SET waited = true WHERE {pending} AND NOT r.waited AND {free_one} RETURNING 1) \
+             SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending}), EXISTS (SELECT FROM marked) \
+             OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
         );
         let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
         let reopen = format!(
             "UPDATE {table} AS r SET state = 'R', starts = 0, on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, \
              codec = NULL, result = NULL, result_bytes = NULL \
-             WHERE r.key = $1 AND r.attempt = $2 AND {there} AND (r.state <> 'P' OR r.lapses_at <= now()) \
+             WHERE r.key = $1 AND r.attempt = $2 AND {there} AND (r.state <> 'P' OR r.lapses_at <= {now}) \
              RETURNING {wake}"
         );
         // Rows that somebody is writing to are left for the next time, so a purge waits for nobody.
         let purge = format!(
-            "WITH due AS MATERIALIZED (SELECT r.key FROM {table} AS r WHERE r.listed_at <= now() AND r.format = {VERSION} \
+            "WITH due AS MATERIALIZED (SELECT r.key FROM {table} AS r WHERE r.listed_at <= {now} AND r.format = {VERSION} \
              ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
-             gone AS (DELETE FROM {table} AS r USING due WHERE r.key = due.key AND r.expires_at <= now() RETURNING 1), \
+             gone AS (DELETE FROM {table} AS r USING due WHERE r.key = due.key AND r.expires_at <= {now} RETURNING 1), \
              kept AS (UPDATE {table} AS r SET listed_at = r.expires_at FROM due \
-             WHERE r.key = due.key AND r.expires_at > now() RETURNING 1) \
+             WHERE r.key = due.key AND r.expires_at > {now} RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept)"
         );
         // By joins, under one snapshot: `to_regclass` sees what was committed since, and its comment would be missing.
@@ -265,7 +298,11 @@ impl Statements {
                      ON n.oid = c.relnamespace AND n.nspname = $1 AND c.relname = 'records') ON true \
                      LEFT JOIN pg_catalog.pg_description AS d \
                      ON d.objoid = c.oid AND d.classoid = 'pg_catalog.pg_class'::regclass AND d.objsubid = 0";
-        let statement = |text: String, types: &'static [Type]| Statement { text, types };
+        let mut place = 0;
+        let mut statement = |text: String, types: &'static [Type]| {
+            place += 1;
+            Statement { place: place - 1, text, types }
+        };
         let by_attempt: &[Type] = &[Type::TEXT, Type::INT8];
         Self {
             look: statement(look, &[Type::TEXT]),
@@ -274,9 +311,10 @@ impl Statements {
             reserve_many: statement(reserve_many, &RESERVE_MANY),
             reserve_within: statement(reserve_within, &RESERVE_WITHIN),
             replace: statement(replace, &REPLACE),
-            end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9))"), &END),
-            end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)"), &END_MANY),
+            end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9))", &free_one), &END),
+            end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)", &free_many), &END_MANY),
             renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
+            held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
             reopen: statement(reopen, by_attempt),
@@ -311,7 +349,7 @@ impl Statements {
     {
         match at.rows(&self.look, &[&key], Effect::Reads).await?.first().map(met) {
             Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
-            Some(Met::Made | Met::Unseen) => Err(corrupt(FormatError::Damaged)),
+            Some(Met::Made | Met::Unseen | Met::LeftOut) => Err(corrupt(FormatError::Damaged)),
             None => Ok(None),
         }
     }
@@ -363,7 +401,8 @@ impl Statements {
             &millis(ttl),
             &number_of(record),
         ];
-        Ok(!at.rows(&self.end, &params, Effect::Writes).await?.is_empty())
+        let effect = Effect::Records(record.state.payload().map_or(0, Payload::stored_bytes));
+        Ok(!at.rows(&self.end, &params, effect).await?.is_empty())
     }
 }
 
@@ -445,11 +484,21 @@ pub(super) enum Met {
     Found(Result<Box<Found>, FormatError>),
     /// Somebody made one that this statement could not see yet.
     Unseen,
+    /// There is one, and its result was left out.
+    LeftOut,
 }
 
 /// The key of a row that says it.
 pub(super) fn key(row: &Row) -> Option<&str> {
     row.try_get(KEY_AT).ok()
+}
+
+/// What a row of a statement that reads many records says.
+pub(super) fn met_in_a_batch(row: &Row) -> Met {
+    match row.try_get::<_, Option<bool>>(LEFT_OUT_AT) {
+        Ok(Some(true)) => Met::LeftOut,
+        _ => met(row),
+    }
 }
 
 fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {

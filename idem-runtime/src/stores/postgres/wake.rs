@@ -15,6 +15,7 @@ use tokio::task::AbortHandle;
 use tokio_postgres::tls::MakeTlsConnect;
 use tokio_postgres::{AsyncMessage, Config, NoTls, Socket};
 
+use super::sessions::Tls;
 use super::sql;
 use crate::StoreError;
 use crate::clock::{Clock, race};
@@ -27,21 +28,25 @@ const SAFETY_POLL: Duration = Duration::from_secs(2);
 /// The pause before a connection that broke is made again.
 const RECONNECT: Duration = Duration::from_millis(100);
 
-/// How connections are encrypted.
-#[derive(Clone)]
-pub(super) enum Tls {
-    Off,
-    #[cfg(feature = "postgres-tls")]
-    On(tokio_postgres_rustls::MakeRustlsConnect),
-}
-
 /// A connection that listens.
+#[derive(Clone)]
 pub(super) struct Listener {
     pub(super) config: Config,
     pub(super) tls: Tls,
 }
 
-/// The waiters of one store handle and the connection that wakes them.
+/// What became of the mark on the row of a running attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mark {
+    /// The attempt has ended: there is nothing to wait for.
+    Over,
+    /// Its end will be notified.
+    Made,
+    /// It is running, and its end will not be notified: another session has the row locked, or nobody listens.
+    Refused,
+}
+
+/// The waiters of one runtime and the connection that wakes them.
 pub(super) struct Wakeups {
     listener: Option<Arc<Listener>>,
     channel: String,
@@ -81,22 +86,24 @@ impl Wakeups {
         self.listener.is_some()
     }
 
-    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row and says whether there is something to wait
-    /// for; it is awaited once notifications arrive, so that none can be missed.
+    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; it is awaited once notifications
+    /// arrive, so that none can be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
         at_most: Duration,
-        mark: impl Future<Output = Result<bool, StoreError>>,
+        mark: impl Future<Output = Result<Mark, StoreError>>,
     ) -> Result<(), StoreError> {
         let waiter = self.waiting.join(key);
         let mut woken = pin!(waiter.woken());
         woken.as_mut().enable();
         let listening = self.listen().await;
-        if mark.await? {
-            let interval = if listening { SAFETY_POLL } else { POLL };
-            race(woken, self.clock.sleep(at_most.min(interval))).await;
-        }
+        let interval = match mark.await? {
+            Mark::Over => return Ok(()),
+            Mark::Made if listening => SAFETY_POLL,
+            _ => POLL,
+        };
+        race(woken, self.clock.sleep(at_most.min(interval))).await;
         Ok(())
     }
 

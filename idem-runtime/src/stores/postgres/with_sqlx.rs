@@ -1,6 +1,8 @@
 //! Transactions of `sqlx`: the same statements, parameters and rows, handed over as the bytes of the protocol.
 
 use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -8,15 +10,18 @@ use sqlx::encode::IsNull;
 use sqlx::error::BoxDynError;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgArguments, PgRow, PgTypeInfo};
-use sqlx::{Arguments, Encode, Executor, PgConnection, Postgres, Row, ValueRef};
+use sqlx::{Arguments, Database, Encode, Executor, PgConnection, PgPool, Postgres, Row, TransactionManager, ValueRef};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 
+use super::PostgresStore;
 use super::sql::{Cells, Statement};
-use super::within::{Refused, Session};
+use super::within::{InPostgres, Refused, Session};
 use crate::clock::{Clock, SystemClock, race};
 use crate::record::format::FormatError;
 use crate::within::sealed::Sealed;
+use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled};
+use crate::{Outcome, StoreError};
 
 /// How long the connection is waited for: a body that holds it while a handler that it calls needs it waits for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -65,6 +70,155 @@ impl Session for InSqlx<'_, '_> {
         connection.execute(text).await?;
         Ok(())
     }
+
+    fn identity(&self) -> usize {
+        std::ptr::from_ref(self.0).addr()
+    }
+
+    // Savepoints are those of the driver, which alone can undo one in a drop.
+
+    async fn save(&self) -> Result<(), Refused> {
+        let mut connection = self.lock().await?;
+        Undropped(Some(Manager::begin(&mut connection, None))).await?;
+        Ok(())
+    }
+
+    async fn rewind(&self) -> Result<(), Refused> {
+        let mut connection = self.lock().await?;
+        let connection: &mut PgConnection = &mut connection;
+        let name = Manager::get_transaction_depth(connection) - 1;
+        connection.execute(&*format!("ROLLBACK TO SAVEPOINT _sqlx_savepoint_{name}")).await?;
+        Ok(())
+    }
+
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
+        let mut connection = self.lock().await?;
+        // Nothing is under way on the connection, so that the first poll queues it.
+        begun();
+        Manager::commit(&mut connection).await?;
+        Ok(())
+    }
+
+    async fn undo(&self) -> Result<(), Refused> {
+        let mut connection = self.lock().await?;
+        Manager::rollback(&mut connection).await?;
+        Ok(())
+    }
+
+    fn undo_at_once(&self) {
+        // The body is gone, and whoever else holds it uses the transaction beside the call.
+        if let Ok(mut connection) = self.0.try_lock() {
+            Manager::start_rollback(&mut connection);
+        }
+    }
+}
+
+type Manager = <Postgres as Database>::TransactionManager;
+
+/// A savepoint that is being made. Dropped in the middle, the driver's own future would undo the whole transaction, and
+/// answer later that its commit went well; so it is forgotten instead, and an unused savepoint may be left.
+struct Undropped<'a>(Option<Making<'a>>);
+
+type Making<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
+
+impl Future for Undropped<'_> {
+    type Output = Result<(), sqlx::Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let making = self.0.as_mut().expect("polled after it was ready");
+        let made = ready!(making.as_mut().poll(cx));
+        self.0 = None;
+        Poll::Ready(made)
+    }
+}
+
+impl Drop for Undropped<'_> {
+    fn drop(&mut self) {
+        std::mem::forget(self.0.take());
+    }
+}
+
+impl PostgresStore {
+    /// What [`transact`](PostgresStore::transact) does, with `sqlx`.
+    ///
+    /// ```no_run
+    /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// use sqlx::{Postgres, Transaction};
+    /// use tokio::sync::Mutex;
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
+    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
+    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
+    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
+    /// }
+    ///
+    /// let (paid, outcome) = PostgresStore::transact_sqlx(pool, async |tx| pay(tx, order).await).await;
+    /// println!("{paid:?}, {:?}", outcome.disposition());
+    /// # }
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
+    pub async fn transact_sqlx<T, E, W>(pool: &PgPool, work: W) -> (Result<T, E>, Outcome)
+    where
+        W: AsyncFnOnce(&Mutex<sqlx::Transaction<'_, Postgres>>) -> Result<T, E> + Clone,
+        E: From<sqlx::Error>,
+    {
+        let mut next = 1;
+        loop {
+            let tx = match pool.begin().await {
+                Ok(tx) => Mutex::new(tx),
+                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
+            };
+            let (result, outcome, journal) = observe_journaled(work.clone()(&tx)).await;
+            let tx = tx.into_inner();
+            match result {
+                Ok(done) => match commit(tx).await {
+                    Ok(()) => return (Ok(done), outcome.committed()),
+                    Err(error) if is_conflict(&error) && next < TRIES => {}
+                    Err(error) => return (Err(error.into()), not_committed(outcome)),
+                },
+                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
+                Err(error) => {
+                    tx.rollback().await.ok();
+                    return match record_failed(pool, &journal).await {
+                        Ok(true) => (Err(error), outcome.committed()),
+                        Ok(false) => (Err(error), outcome),
+                        Err(_) => (Err(error), not_committed(outcome)),
+                    };
+                }
+            }
+            within::pause_before(next).await;
+            next += 1;
+        }
+    }
+}
+
+fn is_conflict(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
+    code.as_deref().is_some_and(super::within::is_conflict)
+}
+
+/// Commits, unless a statement has failed or the transaction is over: the driver would answer that all is well.
+async fn commit(mut tx: sqlx::Transaction<'static, Postgres>) -> Result<(), sqlx::Error> {
+    tx.execute("SAVEPOINT idem; RELEASE SAVEPOINT idem").await?;
+    tx.commit().await
+}
+
+/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+async fn record_failed(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.failed.is_empty() {
+        return Ok(false);
+    }
+    let tx = Mutex::new(pool.begin().await.map_err(Refused::from)?);
+    for failed in &journal.failed {
+        let Within(at) = Within(InPostgres::new(InSqlx(&tx))).schema(&failed.place);
+        failed.write(&at).await?;
+    }
+    commit(tx.into_inner()).await.map_err(Refused::from)?;
+    Ok(true)
 }
 
 /// A parameter as the server reads it.

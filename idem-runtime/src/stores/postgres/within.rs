@@ -1,30 +1,37 @@
 //! Records inside of a transaction of the user's.
 
 use std::fmt;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
-use tokio_postgres::Transaction;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
+use tokio_postgres::{Client, Transaction};
 
-use super::LOOKS;
 use super::client::{Effect, Hidden, meaning, told};
 use super::sql::{self, Ask, Cells, Found, Met, Statement, Statements, corrupt};
+use super::{LOOKED, LOOKS, PostgresStore, pause};
 use crate::record::Parts;
+use crate::record::format::FormatError;
 use crate::sync::lock;
-use crate::within::{self, Within};
+use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled};
 use crate::{
-    Finish, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, StoreError, StoreErrorKind,
-    Write,
+    Finish, Inspection, Key, Lease, Meeting, Outcome, Record, Release, Reservation, Reserve, State, StoreError,
+    StoreErrorKind, SystemClock, Write,
 };
+
+/// Tables whose statements are kept. There may be a schema for each tenant, and then each call has another one.
+const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
 #[derive(Clone)]
 pub struct InPostgres<S> {
     session: S,
     table: Arc<Table>,
+    namespace: Box<str>,
 }
 
 /// Whose connection the transaction is on: what a driver has to do.
@@ -43,6 +50,25 @@ pub trait Session: within::sealed::Sealed + Clone {
     /// Statements without parameters or rows.
     #[doc(hidden)]
     fn execute(&self, text: &str) -> impl Future<Output = Result<(), Refused>>;
+
+    /// What tells this transaction from all others that are open.
+    #[doc(hidden)]
+    fn identity(&self) -> usize;
+
+    #[doc(hidden)]
+    fn save(&self) -> impl Future<Output = Result<(), Refused>>;
+
+    #[doc(hidden)]
+    fn rewind(&self) -> impl Future<Output = Result<(), Refused>>;
+
+    #[doc(hidden)]
+    fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), Refused>>;
+
+    #[doc(hidden)]
+    fn undo(&self) -> impl Future<Output = Result<(), Refused>>;
+
+    #[doc(hidden)]
+    fn undo_at_once(&self);
 }
 
 /// What the server, or the driver, said of a statement.
@@ -62,13 +88,23 @@ impl Refused {
     }
 }
 
-/// Whatever it was, the transaction is over.
+/// Whether the server undid a transaction in favour of another one: all of it may be tried again.
+pub(super) fn is_conflict(code: &str) -> bool {
+    [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
+}
+
 impl From<Refused> for StoreError {
     fn from(refused: Refused) -> Self {
         let Refused { code, message } = refused;
-        let (kind, advice) = code.as_deref().map_or((StoreErrorKind::Aborted, "the connection broke"), meaning);
+        if code.as_deref().is_some_and(is_conflict) {
+            within::journal(|journal| journal.conflict = true);
+        }
+        let (kind, advice) = match code.as_deref() {
+            Some(code) => meaning(code, &message),
+            None => (StoreErrorKind::Aborted, "the connection broke"),
+        };
         let kind = match kind {
-            StoreErrorKind::Misconfigured | StoreErrorKind::Corrupt | StoreErrorKind::Full => kind,
+            StoreErrorKind::Misconfigured | StoreErrorKind::Corrupt | StoreErrorKind::TooLarge => kind,
             _ => StoreErrorKind::Aborted,
         };
         let code = code.map(|code| format!("{code}: ")).unwrap_or_default();
@@ -89,6 +125,43 @@ impl Session for &Transaction<'_> {
     async fn execute(&self, text: &str) -> Result<(), Refused> {
         Ok(self.batch_execute(text).await?)
     }
+
+    fn identity(&self) -> usize {
+        std::ptr::from_ref(*self).addr()
+    }
+
+    async fn save(&self) -> Result<(), Refused> {
+        send(self, "SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn rewind(&self) -> Result<(), Refused> {
+        send(self, "ROLLBACK TO SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
+        begun();
+        send(self, "RELEASE SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn undo(&self) -> Result<(), Refused> {
+        self.undo_at_once();
+        Ok(())
+    }
+
+    fn undo_at_once(&self) {
+        send(self, "ROLLBACK TO SAVEPOINT idem; RELEASE SAVEPOINT idem");
+    }
+}
+
+/// Has the connection do something before everything that it is asked for from now on, and does not wait for it. If it
+/// fails, the transaction can't go on, which the next statement says.
+fn send(tx: &Transaction<'_>, text: &str) {
+    let sent = pin!(tx.batch_execute(text));
+    // The first poll hands it over.
+    drop(sent.poll(&mut Context::from_waker(Waker::noop())));
 }
 
 impl From<tokio_postgres::Error> for Refused {
@@ -107,16 +180,23 @@ struct Table {
     schema: String,
 }
 
+/// The tables that were used last, the latest one first.
+static LATEST: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
+
 impl Table {
     /// The one in `schema`. A handler asks for it at each call, so its statements are written once.
+    /// That in the schema of this name. Its statements are long, so those of the latest schemas are kept.
     fn of(schema: &str) -> Arc<Self> {
-        static TABLES: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
-        let mut tables = lock(&TABLES);
-        if let Some(table) = tables.iter().find(|table| table.schema == schema) {
-            return Arc::clone(table);
+        let mut latest = lock(&LATEST);
+        if let Some(at) = latest.iter().position(|table| table.schema == schema) {
+            // Most programs have one: nothing moves.
+            let table = Arc::clone(&latest[at]);
+            latest[..=at].rotate_right(1);
+            return table;
         }
         let table = Arc::new(Self { statements: Statements::new(schema), schema: schema.to_owned() });
-        tables.push(Arc::clone(&table));
+        latest.truncate(TABLES - 1);
+        latest.insert(0, Arc::clone(&table));
         table
     }
 
@@ -134,7 +214,7 @@ impl Table {
 
 impl<S> InPostgres<S> {
     pub(super) fn new(session: S) -> Self {
-        Self { session, table: Table::of(sql::SCHEMA) }
+        Self { session, table: Table::of(sql::SCHEMA), namespace: Box::default() }
     }
 }
 
@@ -143,6 +223,14 @@ impl<S> Within<InPostgres<S>> {
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
         self.0.table = Table::of(schema);
+        self
+    }
+
+    /// The name of this application, for its child keys; see
+    /// [`PostgresOptions::namespace`](super::PostgresOptions::namespace).
+    #[must_use]
+    pub fn namespace(mut self, namespace: &str) -> Self {
+        self.0.namespace = namespace.into();
         self
     }
 }
@@ -189,12 +277,45 @@ impl<S> within::sealed::Sealed for InPostgres<S> {}
 impl<S: Session> within::Transaction for InPostgres<S> {
     const NAME: &'static str = "postgres";
 
+    fn identity(&self) -> usize {
+        self.session.identity()
+    }
+
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn place(&self) -> &str {
+        &self.table.schema
+    }
+
+    async fn save(&self) -> Result<(), StoreError> {
+        Ok(self.session.save().await?)
+    }
+
+    async fn rewind(&self) -> Result<(), StoreError> {
+        Ok(self.session.rewind().await?)
+    }
+
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), StoreError> {
+        Ok(self.session.keep(begun).await?)
+    }
+
+    async fn undo(&self) -> Result<(), StoreError> {
+        Ok(self.session.undo().await?)
+    }
+
+    fn undo_at_once(&self) {
+        self.session.undo_at_once();
+    }
+
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         let first = Record::first(request);
         let parts = Parts::of(&first);
-        // Nobody knows how long another transaction stays open; a lease is as good a guess as any.
-        let held_by_another = |attempt| Reservation::Pending { attempt, lapses_in: request.lease };
-        for _ in 0..LOOKS {
+        let held_by_another = |attempt| Reservation::Pending { attempt, lapses_in: HELD_BY_ANOTHER };
+        let clock = SystemClock::default();
+        for look in 0..LOOKS {
+            pause(&clock, look).await;
             let params: [&(dyn ToSql + Sync); 7] = [
                 &request.key.as_str(),
                 &Hidden(parts.owner),
@@ -214,6 +335,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 Met::Found(found) => found.map_err(corrupt)?,
                 Met::Unseen if said.is_held => continue,
                 Met::Unseen => return Ok(held_by_another(1)),
+                Met::LeftOut => return Err(corrupt(FormatError::Damaged)),
             };
             let (with, takeover) = if found.is_expired() {
                 (first.clone(), false)
@@ -230,7 +352,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
             }
         }
-        Err(StoreError::new(StoreErrorKind::Aborted, "the record changed each time it was looked at"))
+        Err(StoreError::new(StoreErrorKind::Aborted, LOOKED))
     }
 
     async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
@@ -242,22 +364,19 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         self.end(lease, release.state(), i64::from(release == Release::NotStarted)).await
     }
 
-    async fn wait(&self, key: &Key, at_most: Duration) -> Result<(), StoreError> {
+    async fn wait(&self, key: &Key, at_most: Duration) -> Result<bool, StoreError> {
         let millis = sql::millis(at_most).clamp(1, i32::MAX.into());
         let rows = self.rows(&self.table.statements.lock_timeout, &[], Effect::Reads).await?;
         let before: Option<String> = rows.first().map(|row| row.cell(0)).transpose().map_err(corrupt)?;
-        // What is set after a savepoint is undone with it, so only a lock that was got leaves something to put back.
-        let begin = format!("SAVEPOINT idem_wait; SET LOCAL lock_timeout = {millis}");
-        self.session.execute(&begin).await?;
+        self.session.execute(&format!("SET LOCAL lock_timeout = {millis}")).await?;
         match self.session.execute(&format!("SELECT pg_advisory_xact_lock({})", self.table.lock(key))).await {
             Ok(()) => {
                 let before = before.unwrap_or_default().replace('\'', "''");
-                let end = format!("SET LOCAL lock_timeout = '{before}'; RELEASE SAVEPOINT idem_wait");
-                Ok(self.session.execute(&end).await?)
+                self.session.execute(&format!("SET LOCAL lock_timeout = '{before}'")).await?;
+                Ok(true)
             }
-            Err(refused) if refused.ended_a_wait() => {
-                Ok(self.session.execute("ROLLBACK TO SAVEPOINT idem_wait; RELEASE SAVEPOINT idem_wait").await?)
-            }
+            // The setting is undone with the savepoint.
+            Err(refused) if refused.ended_a_wait() => Ok(false),
             Err(refused) => Err(refused.into()),
         }
     }
@@ -270,5 +389,113 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         let params: [&(dyn ToSql + Sync); 2] = [&key.as_str(), &i64::from(attempt)];
         let rows = self.rows(&self.table.statements.reopen, &params, Effect::Writes).await?;
         Ok(if rows.is_empty() { Write::Refused } else { Write::Done })
+    }
+}
+
+impl PostgresStore {
+    /// Begins a transaction, does `work` in it, commits it, and says how the delivery ended and what to do with its message.
+    ///
+    /// If `work` returns `Ok`, the transaction is committed, and only then the [`Outcome`] may say
+    /// [`Ack`](Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and the message
+    /// is to be delivered again; an error that a handler recorded (`on_error = record`) is recorded all the same, alone. What
+    /// can't be told is committed or not, as the connection broke, is delivered again, and replayed if it was committed.
+    ///
+    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit or
+    /// in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
+    /// happened in the database. The isolation level is the session's default.
+    ///
+    /// ```no_run
+    /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{Disposition, PostgresStore, idempotent};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
+    /// }
+    ///
+    /// let (paid, outcome) = PostgresStore::transact(client, async |tx| pay(tx, order).await).await;
+    /// match outcome.disposition() {
+    ///     Disposition::Ack => println!("the payment and its record are committed: {paid:?}"),
+    ///     Disposition::Retry { after } => println!("deliver it again after {after:?}"),
+    ///     Disposition::DeadLetter => println!("set it aside: {paid:?}"),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
+    pub async fn transact<T, E, W>(client: &mut Client, work: W) -> (Result<T, E>, Outcome)
+    where
+        W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E> + Clone,
+        E: From<tokio_postgres::Error>,
+    {
+        let is_conflict = |error: &tokio_postgres::Error| error.code().is_some_and(|code| is_conflict(code.code()));
+        let mut next = 1;
+        loop {
+            let tx = match client.transaction().await {
+                Ok(tx) => tx,
+                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
+            };
+            let (result, outcome, journal) = observe_journaled(work.clone()(&tx)).await;
+            match result {
+                Ok(done) => match commit(tx).await {
+                    Ok(()) => return (Ok(done), outcome.committed()),
+                    Err(error) if is_conflict(&error) && next < TRIES => {}
+                    Err(error) => return (Err(error.into()), not_committed(outcome)),
+                },
+                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
+                Err(error) => {
+                    tx.rollback().await.ok();
+                    return match record_failed(client, &journal).await {
+                        Ok(true) => (Err(error), outcome.committed()),
+                        Ok(false) => (Err(error), outcome),
+                        Err(_) => (Err(error), not_committed(outcome)),
+                    };
+                }
+            }
+            within::pause_before(next).await;
+            next += 1;
+        }
+    }
+}
+
+/// Commits, unless a statement has failed: the server would roll back, and answer that all is well.
+async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
+    tx.batch_execute("SELECT 1").await?;
+    tx.commit().await
+}
+
+/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+async fn record_failed(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.failed.is_empty() {
+        return Ok(false);
+    }
+    let tx = client.transaction().await.map_err(Refused::from)?;
+    for failed in &journal.failed {
+        let Within(at) = Within(InPostgres::new(&tx)).schema(&failed.place);
+        failed.write(&at).await?;
+    }
+    commit(tx).await.map_err(Refused::from)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_statements_of_few_schemas_are_kept() {
+        let first = Table::of("tenant 0");
+        for n in 0..10 * TABLES {
+            Table::of(&format!("tenant {n}"));
+            assert!(Arc::ptr_eq(&first, &Table::of("tenant 0")), "what is used is kept");
+            assert!(lock(&LATEST).len() <= TABLES);
+        }
+        assert_eq!(Arc::strong_count(&first), 2);
+        for n in 1..=TABLES {
+            Table::of(&format!("tenant {n}"));
+        }
+        assert_eq!(Arc::strong_count(&first), 1, "what is not used is given up");
     }
 }

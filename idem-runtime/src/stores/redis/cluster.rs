@@ -8,18 +8,24 @@
 //!   the slot meanwhile is not believed.
 
 use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::task::Poll;
 use std::time::Duration;
 
 use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
+use super::connect::prepare;
 use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhere};
 use super::dispatch::{Answer, Replicas, Terms};
+use super::limits::Limits;
+use super::lines::PerProcess;
 use super::route::{Node, Op};
 use crate::clock::{all, race};
 use crate::sync::lock;
+use crate::{StoreError, StoreErrorKind};
 
 const SLOTS: u16 = 16_384;
 /// How often an operation follows to another node.
@@ -33,15 +39,32 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// How often they are asked although nothing has failed.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
-/// A cluster as far as it is known.
-pub(super) struct Cluster {
-    terms: Terms,
-    replicas: Option<Replicas>,
+/// The nodes that the user named, and what was heard of the cluster last, by whichever runtime.
+pub(super) struct Named {
+    nodes: Vec<Client>,
     /// What a connection to a node is like, but for where it leads.
     template: ConnectionInfo,
+    seen: PerProcess<Mutex<Option<Arc<View>>>>,
+}
+
+impl Named {
+    /// Nodes of a cluster; what the connections to all are like is the first one's to say.
+    pub(super) fn new(first: &Client, nodes: Vec<Client>) -> Self {
+        Self { template: first.get_connection_info().clone(), nodes, seen: PerProcess::default() }
+    }
+}
+
+/// A cluster as far as it is known, and one runtime's connections to its nodes.
+pub(super) struct Cluster {
+    named: Arc<Named>,
+    terms: Terms,
+    replicas: Option<Replicas>,
+    for_upkeep: bool,
     map: Mutex<Map>,
     /// Told when the map may be out of date.
     doubt: Arc<Notify>,
+    /// Whether anything was heard.
+    heard: watch::Sender<bool>,
     asking: OnceLock<Background>,
     /// Which node a subscription is made to next.
     turn: AtomicUsize,
@@ -72,31 +95,38 @@ impl Member {
 }
 
 impl Cluster {
-    /// A cluster of which `client` leads to one node.
-    pub(super) fn new(client: &Client, terms: Terms, replicas: Option<Replicas>) -> Arc<Self> {
+    /// The cluster of `named`, as it was seen last.
+    pub(super) fn new(named: &Arc<Named>, terms: Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
-        let template = client.get_connection_info().clone();
-        Arc::new(Self {
+        let cluster = Self {
+            named: Arc::clone(named),
             terms,
             replicas,
-            template,
+            for_upkeep,
             map: Mutex::new(map),
             doubt: Arc::default(),
+            heard: watch::channel(false).0,
             asking: OnceLock::new(),
             turn: AtomicUsize::new(0),
-        })
+        };
+        named.nodes.iter().for_each(|node| cluster.meet(node));
+        let seen = lock(named.seen.here()).clone();
+        if let Some(seen) = seen {
+            cluster.learn(&seen);
+        }
+        Arc::new(cluster)
     }
 
     /// Hears of the node that `client` leads to.
-    pub(super) fn meet(&self, client: &Client) -> Result<(), RedisError> {
+    fn meet(&self, client: &Client) {
         if let ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } =
             client.get_connection_info().addr()
         {
             let mut map = lock(&self.map);
-            let seed = self.member(&mut map, (host.clone(), *port))?;
-            map.seeds.push(seed);
+            if let Ok(seed) = self.member(&mut map, (host.clone(), *port)) {
+                map.seeds.push(seed);
+            }
         }
-        Ok(())
     }
 
     /// The nodes that serve slots.
@@ -109,6 +139,37 @@ impl Cluster {
             }
         }
         primaries
+    }
+
+    /// Makes sure that the primaries can do the work, of which one has to be there; and says what they all take.
+    pub(super) async fn prepare(&self) -> Result<Arc<Limits>, StoreError> {
+        let primaries = self.primaries();
+        let limits = Arc::new(Limits::default());
+        let tries: Vec<_> = primaries
+            .iter()
+            .map(|primary| {
+                let limits = Arc::clone(&limits);
+                Box::pin(async move {
+                    let (_, of_one) = prepare(primary.connection(), true).await?;
+                    limits.tell_all_of(&of_one);
+                    Ok(())
+                })
+            })
+            .collect();
+        if tries.is_empty() {
+            let message = "the cluster is down, or nobody serves its slots";
+            return Err(StoreError::new(StoreErrorKind::Unavailable, message));
+        }
+        let (usable, mut rest) = first(tries).await;
+        usable?;
+        // The others have a moment. One that is away now is met like one that goes away later; all of them are a mistake
+        // in their addresses.
+        let prepared = race(all(&mut rest), self.terms.clock.sleep(PATIENCE)).await;
+        let mut mistakes = prepared.into_iter().flatten().filter_map(Result::err);
+        match mistakes.find(|error| error.kind() == StoreErrorKind::Misconfigured) {
+            Some(mistake) => Err(mistake),
+            None => Ok(limits),
+        }
     }
 
     /// Keeps asking the nodes, for as long as the cluster is used.
@@ -124,6 +185,8 @@ impl Cluster {
             }
         };
         self.asking.get_or_init(|| Background(tokio::spawn(asking).abort_handle()));
+        // What was seen by another runtime may be out of date.
+        self.doubt.notify_one();
     }
 
     /// Asks the nodes which slots are whose.
@@ -139,7 +202,7 @@ impl Cluster {
                 Box::pin(async move {
                     // Each as soon as it is heard.
                     if let Some(view) = View::of(member).await {
-                        self.learn(&view);
+                        self.learn(&Arc::new(view));
                     }
                 })
             })
@@ -147,11 +210,12 @@ impl Cluster {
         race(all(&mut asked), self.terms.clock.sleep(PATIENCE)).await;
     }
 
-    fn learn(&self, view: &View) {
+    fn learn(&self, view: &Arc<View>) {
         let mut map = lock(&self.map);
         if view.epoch < map.epoch {
             return;
         }
+        *lock(self.named.seen.here()) = Some(Arc::clone(view));
         map.epoch = view.epoch;
         let mut heard: HashMap<_, _> = map.seeds.iter().map(|seed| (seed.address.clone(), Arc::clone(seed))).collect();
         map.slots.fill(None);
@@ -165,29 +229,55 @@ impl Cluster {
             }
         }
         map.members = heard;
+        self.heard.send_replace(true);
     }
 
     fn member(&self, map: &mut Map, address: Address) -> Result<Arc<Member>, RedisError> {
         if let Some(member) = map.members.get(&address) {
             return Ok(Arc::clone(member));
         }
-        let client = elsewhere(&self.template, &address.0, address.1)?;
-        let connection =
-            |timeout| Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(&self.terms.clock), timeout);
-        let confirmed = match self.replicas {
-            Some(replicas) => Some((connection(replicas.exchange(self.terms.timeout))?, replicas)),
-            None => None,
-        };
-        let node = Node::new(connection(self.terms.timeout)?, confirmed, &self.terms);
+        let client = elsewhere(&self.named.template, &address.0, address.1)?;
+        let place = Place::At(Box::new(client.clone()));
+        let connect = |timeout| Connection::ours(place.clone(), Arc::clone(&self.terms.clock), timeout);
+        let node = Node::new(None, connect, self.replicas, &self.terms, self.for_upkeep);
         let member = Arc::new(Member { address: address.clone(), client, node });
         map.members.insert(address, Arc::clone(&member));
         Ok(member)
     }
 
     /// Who serves `slot`, or anybody, who will know.
-    fn owner(&self, slot: u16) -> Option<Arc<Member>> {
-        let map = lock(&self.map);
-        map.slots[usize::from(slot)].clone().or_else(|| map.members.values().next().cloned())
+    async fn owner(&self, slot: u16) -> Option<Arc<Member>> {
+        if let Some(member) = self.known_owner(slot) {
+            return Some(member);
+        }
+        self.hear().await;
+        self.known_owner(slot).or_else(|| {
+            let map = lock(&self.map);
+            // Not always the same one: it may be away.
+            let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
+            map.members.values().nth(turn).cloned()
+        })
+    }
+
+    fn known_owner(&self, slot: u16) -> Option<Arc<Member>> {
+        lock(&self.map).slots[usize::from(slot)].clone()
+    }
+
+    /// Whether nothing that was heard contradicts it.
+    fn is_owner(&self, member: &Arc<Member>, slot: u16) -> bool {
+        match self.known_owner(slot) {
+            Some(now) => Arc::ptr_eq(&now, member),
+            None => !*self.heard.borrow(),
+        }
+    }
+
+    /// Waits until something was heard of the cluster, for a while.
+    async fn hear(&self) {
+        let mut heard = self.heard.subscribe();
+        if !*heard.borrow() {
+            self.doubt.notify_one();
+            race(heard.wait_for(|heard| *heard), self.terms.clock.sleep(PATIENCE)).await;
+        }
     }
 
     /// A client of one node after the other, for subscriptions: a publication reaches all of them.
@@ -200,7 +290,7 @@ impl Cluster {
     /// Runs `op` where `key` is.
     pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
         let slot = slot(key);
-        let Some(mut member) = self.owner(slot) else {
+        let Some(mut member) = self.owner(slot).await else {
             self.doubt.notify_one();
             return Err(Failure::NotSent("no node of the cluster is known".into()));
         };
@@ -228,7 +318,7 @@ impl Cluster {
                     match &answer {
                         // A node that was stopped and goes on answers as if nothing had happened, and what it writes is
                         // thrown away when it learns better.
-                        Ok(_) if !asking && self.owner(slot).is_none_or(|now| !Arc::ptr_eq(&now, &member)) => {
+                        Ok(_) if !asking && !self.is_owner(&member, slot) => {
                             return Err(Failure::Lost);
                         }
                         Err(failure) if !failure.is_unknown_script() => self.doubt.notify_one(),
@@ -239,6 +329,32 @@ impl Cluster {
             }
         }
     }
+}
+
+/// What the first of `tries` gives that is usable, or shows a mistake; otherwise what the last one gives. And those that
+/// are not over.
+pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
+    mut tries: Vec<F>,
+) -> (Result<T, StoreError>, Vec<F>) {
+    let mut last = Err(StoreError::new(StoreErrorKind::Unavailable, "no node of the cluster can be reached"));
+    std::future::poll_fn(|cx| {
+        let mut at = 0;
+        while let Some(one) = tries.get_mut(at) {
+            let Poll::Ready(answer) = Pin::new(one).poll(cx) else {
+                at += 1;
+                continue;
+            };
+            drop(tries.remove(at));
+            let decides = answer.as_ref().map_or_else(|error| error.kind() == StoreErrorKind::Misconfigured, |_| true);
+            last = answer;
+            if decides {
+                return Poll::Ready(());
+            }
+        }
+        if tries.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    (last, tries)
 }
 
 /// Where a node sends an operation that it did not do.
@@ -263,7 +379,7 @@ impl Redirect {
 }
 
 /// What one node knows.
-struct View {
+pub(super) struct View {
     epoch: u64,
     ranges: Vec<Range>,
 }

@@ -2,22 +2,104 @@
 
 use std::fmt;
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
-use redis::{Client, Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
+use tokio::runtime::Handle;
 
 #[cfg(feature = "redis-cluster")]
-use super::cluster::Cluster;
-use super::connection::{Background, Connection, Place};
+use super::cluster::{Cluster, Named, first};
+use super::connection::{Background, Connection, Failure, Place, Theirs};
 use super::dispatch::{Replicas, Scripts, Terms};
-use super::route::{Node, Route, Router};
+use super::limits::Limits;
+use super::lines::{Line, PerProcess};
+use super::route::{Node, Route};
 use super::sentinel::Sentinels;
 use super::wake::{Source, Wakeups};
-use super::{RedisStore, Script, Shared, failed};
+use super::{Core, RedisStore, Script, Shared, failed};
 use crate::clock::{Clock, SystemClock};
 use crate::{Heartbeats, StoreError, StoreErrorKind};
+
+/// How a runtime gets to the servers.
+pub(super) enum Plan {
+    /// By the user's own connection.
+    Theirs(Theirs),
+    At(Box<Client>),
+    /// The primary that these sentinels call so. Its address in the template is not looked at.
+    Sentinels {
+        sentinels: Vec<Client>,
+        name: String,
+        template: Box<ConnectionInfo>,
+    },
+    #[cfg(feature = "redis-cluster")]
+    Cluster(Arc<Named>),
+}
+
+impl Plan {
+    /// The connections of one more runtime: the current one.
+    pub(super) fn line(&self, terms: &Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Line {
+        match self {
+            Self::Theirs(theirs) => {
+                let connect = |timeout| Connection::theirs(theirs.clone(), Arc::clone(&terms.clock), timeout);
+                let node = Node::new(None, connect, None, terms, for_upkeep);
+                Line::new(Route::One(node, Vec::new()), Wakeups::polling().on(terms.channel.to_string()))
+            }
+            Self::At(client) => {
+                let found = Found { place: Place::At(client.clone()), watching: Vec::new(), plain: None };
+                found.line(terms, replicas, for_upkeep)
+            }
+            Self::Sentinels { sentinels, name, template } => {
+                let found = Found::by_sentinels(sentinels, name, template, &terms.clock, terms.timeout);
+                found.line(terms, replicas, for_upkeep)
+            }
+            #[cfg(feature = "redis-cluster")]
+            Self::Cluster(named) => {
+                let cluster = Cluster::new(named, terms.clone(), replicas, for_upkeep);
+                cluster.keep_asking();
+                of_cluster(cluster, terms)
+            }
+        }
+    }
+}
+
+#[cfg(feature = "redis-cluster")]
+fn of_cluster(cluster: Arc<Cluster>, terms: &Terms) -> Line {
+    let wakeups = Wakeups::new(Source::Cluster(Arc::clone(&cluster))).on(terms.channel.to_string());
+    Line::new(Route::Cluster(cluster), wakeups)
+}
+
+/// Where a server is, for one runtime.
+struct Found {
+    place: Place,
+    /// What keeps looking where it is.
+    watching: Vec<Background>,
+    /// A connection to it that is there already.
+    plain: Option<Connection>,
+}
+
+impl Found {
+    fn by_sentinels(
+        sentinels: &[Client],
+        name: &str,
+        template: &ConnectionInfo,
+        clock: &Arc<dyn Clock>,
+        timeout: Duration,
+    ) -> Self {
+        let sentinels = Arc::new(Sentinels::new(sentinels, name.to_owned(), template.clone(), clock, timeout));
+        let watching = sentinels.watch();
+        Self { place: Place::Primary(sentinels), watching, plain: None }
+    }
+
+    fn line(self, terms: &Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Line {
+        let place = self.place.clone();
+        let connect = |timeout| Connection::ours(place.clone(), Arc::clone(&terms.clock), timeout);
+        let node = Node::new(self.plain, connect, replicas, terms, for_upkeep);
+        let wakeups = Wakeups::new(Source::One(self.place)).on(terms.channel.to_string());
+        Line::new(Route::One(node, self.watching), wakeups)
+    }
+}
 
 /// Settings for a [`RedisStore`].
 ///
@@ -119,7 +201,9 @@ impl RedisOptions {
     /// # Errors
     /// As [`RedisStore::connect`].
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
-        self.connect_one(Place::At(Box::new(client)), Vec::new(), Arc::new(SystemClock::default())).await
+        let client = Box::new(client);
+        let found = Found { place: Place::At(client.clone()), watching: Vec::new(), plain: None };
+        self.connect_one(found, Plan::At(client)).await
     }
 
     /// Connects to the primary that is called `name`, wherever it is, by the user's own clients for its sentinels.
@@ -134,13 +218,14 @@ impl RedisOptions {
         primary: &Client,
     ) -> Result<RedisStore, StoreError> {
         provide_cryptography();
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
-        let template = primary.get_connection_info().clone();
-        let sentinels = sentinels.into_iter().collect();
-        let sentinels = Sentinels::new(sentinels, name.to_owned(), template, &clock, self.response_timeout);
-        let sentinels = Arc::new(sentinels.map_err(|error| not_connected(&error))?);
-        let watching = sentinels.watch();
-        self.connect_one(Place::Primary(sentinels), watching, clock).await
+        let template = primary.get_connection_info();
+        let sentinels: Vec<Client> = sentinels.into_iter().collect();
+        if sentinels.is_empty() {
+            return Err(misconfigured("no sentinel is named".to_owned()));
+        }
+        let found = Found::by_sentinels(&sentinels, name, template, &clock(), self.response_timeout);
+        let (name, template) = (name.to_owned(), Box::new(template.clone()));
+        self.connect_one(found, Plan::Sentinels { sentinels, name, template }).await
     }
 
     /// Connects to a cluster by the user's own clients for some of its nodes; the others are heard of from these.
@@ -151,42 +236,32 @@ impl RedisOptions {
     #[cfg(feature = "redis-cluster")]
     pub async fn connect_cluster_with(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
         provide_cryptography();
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
+        let clock = clock();
         let nodes: Vec<Client> = nodes.into_iter().collect();
-        let first = nodes.first().ok_or_else(|| misconfigured("no node of the cluster is named".to_owned()))?;
-        let mut reached = Err(StoreError::new(StoreErrorKind::Unavailable, "no node of the cluster can be reached"));
-        for node in &nodes {
-            reached = async {
-                let connection = self.connection(Place::At(Box::new(node.clone())), &clock)?;
-                connection.try_open().await.map_err(|error| not_connected(&error))?;
-                prepare(&connection, true).await
-            }
-            .await;
-            match &reached {
-                Err(error) if error.kind() != StoreErrorKind::Misconfigured => {}
-                _ => break,
-            }
-        }
-        let terms = self.terms(&clock, reached?, true);
-        let cluster = Cluster::new(first, terms.clone(), self.replicas);
-        for node in &nodes {
-            cluster.meet(node).map_err(|error| not_connected(&error))?;
-        }
+        let Some(first_node) = nodes.first().cloned() else {
+            return Err(misconfigured("no node of the cluster is named".to_owned()));
+        };
+        // All at once: one that hangs holds up nobody.
+        let tries: Vec<_> = nodes
+            .iter()
+            .map(|node| {
+                Box::pin(async {
+                    let connection =
+                        Connection::ours(Place::At(Box::new(node.clone())), Arc::clone(&clock), self.response_timeout);
+                    connection.try_open().await.map_err(|error| not_connected(&error))?;
+                    prepare(&connection, true).await
+                })
+            })
+            .collect();
+        let (scripts, _) = first(tries).await.0?;
+        let terms = self.terms(&clock, scripts, true);
+        let named = Arc::new(Named::new(&first_node, nodes));
+        let cluster = Cluster::new(&named, terms.clone(), self.replicas, false);
         cluster.ask().await;
-        let mut usable =
-            Err(StoreError::new(StoreErrorKind::Unavailable, "the cluster is down, or nobody serves its slots"));
-        for primary in cluster.primaries() {
-            match prepare(primary.connection(), true).await {
-                Err(error) if error.kind() == StoreErrorKind::Misconfigured => return Err(error),
-                // One that is away now is met like one that goes away later; all of them are a mistake in their addresses.
-                Err(error) => usable = usable.or(Err(error)),
-                Ok(_) => usable = Ok(()),
-            }
-        }
-        usable?;
+        let limits = cluster.prepare().await?;
         cluster.keep_asking();
-        let wakeups = Wakeups::new(Source::Cluster(Arc::clone(&cluster)));
-        Ok(self.open(Route::Cluster(cluster), terms, wakeups))
+        let line = of_cluster(cluster, &terms);
+        Ok(self.open(Plan::Cluster(named), line, terms, limits))
     }
 
     /// Uses the user's own connection, for example a `ConnectionManager` that is there already. It must be
@@ -195,6 +270,11 @@ impl RedisOptions {
     /// Such a connection can't subscribe to anything, so a duplicate that waits for a running attempt asks every 50 ms.
     /// With [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: those who share
     /// it would have to wait, too.
+    ///
+    /// There is only this one, so renewals share it with everything else that goes over it: megabytes of results, or
+    /// commands of your own that block, delay them. It is read and written by the runtime it was made on, and if that is
+    /// blocked or gone, leases are lost; a process that is forked off can't use it. The other ways to connect have none of
+    /// these limits.
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
@@ -207,55 +287,53 @@ impl RedisOptions {
                 "`min_replicas` needs a connection of its own: use `connect` or `connect_with`".to_owned(),
             ));
         }
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
-        let connection = Connection::theirs(connection, Arc::clone(&clock), self.response_timeout);
-        let terms = self.terms(&clock, prepare(&connection, false).await?, false);
-        let node = Node::new(connection, None, &terms);
-        Ok(self.open(Route::One(node, Vec::new()), terms, Wakeups::polling()))
+        let clock = clock();
+        let theirs = Theirs::new(connection, &clock);
+        let connection = Connection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
+        let (scripts, limits) = prepare(&connection, false).await?;
+        let terms = self.terms(&clock, scripts, false);
+        let plan = Plan::Theirs(theirs);
+        let line = plan.line(&terms, None, false);
+        Ok(self.open(plan, line, terms, limits))
     }
 
-    async fn connect_one(
-        self,
-        place: Place,
-        watching: Vec<Background>,
-        clock: Arc<dyn Clock>,
-    ) -> Result<RedisStore, StoreError> {
+    async fn connect_one(self, found: Found, plan: Plan) -> Result<RedisStore, StoreError> {
         provide_cryptography();
-        let connection = self.connection(place.clone(), &clock)?;
+        let clock = clock();
+        let connection = Connection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
         connection.try_open().await.map_err(|error| not_connected(&error))?;
-        let terms = self.terms(&clock, prepare(&connection, false).await?, false);
-        let confirmed = match self.replicas {
-            Some(replicas) => {
-                let timeout = replicas.exchange(self.response_timeout);
-                let confirmed = Connection::ours(place.clone(), Arc::clone(&clock), timeout);
-                Some((confirmed.map_err(|error| not_connected(&error))?, replicas))
-            }
-            None => None,
-        };
-        let node = Node::new(connection, confirmed, &terms);
-        Ok(self.open(Route::One(node, watching), terms, Wakeups::new(Source::One(place))))
-    }
-
-    fn connection(&self, place: Place, clock: &Arc<dyn Clock>) -> Result<Connection, StoreError> {
-        Connection::ours(place, Arc::clone(clock), self.response_timeout).map_err(|error| not_connected(&error))
+        let (scripts, limits) = prepare(&connection, false).await?;
+        let terms = self.terms(&clock, scripts, false);
+        let line = Found { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
+        Ok(self.open(plan, line, terms, limits))
     }
 
     fn terms(&self, clock: &Arc<dyn Clock>, scripts: Scripts, one_key: bool) -> Terms {
-        let channel = format!("{}wake", self.prefix).into();
-        Terms { clock: Arc::clone(clock), timeout: self.response_timeout, channel, scripts: Arc::new(scripts), one_key }
+        Terms {
+            clock: Arc::clone(clock),
+            timeout: self.response_timeout,
+            channel: format!("{}wake", self.prefix).into(),
+            scripts: Arc::new(scripts),
+            one_key,
+        }
     }
 
-    fn open(self, route: Route, terms: Terms, wakeups: Wakeups) -> RedisStore {
-        let (clock, wakeups) = (Arc::clone(&terms.clock), wakeups.on(terms.channel.to_string()));
-        RedisStore(Arc::new_cyclic(|this| Shared {
-            this: this.clone(),
-            heartbeats: Heartbeats::new(clock),
-            router: Router::new(route, terms),
-            wakeups,
+    fn open(self, plan: Plan, line: Line, terms: Terms, limits: impl Into<Arc<Limits>>) -> RedisStore {
+        let core = Core {
+            heartbeats: Arc::new(Heartbeats::new(Arc::clone(&terms.clock))),
+            plan,
+            terms,
+            replicas: self.replicas,
             prefix: self.prefix.into(),
-            held: Mutex::default(),
-        }))
+            limits: limits.into(),
+            held: PerProcess::default(),
+        };
+        RedisStore(Shared::new(Arc::new(core), (Handle::current(), line)))
     }
+}
+
+fn clock() -> Arc<dyn Clock> {
+    Arc::new(SystemClock::default())
 }
 
 /// Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would panic.
@@ -347,11 +425,22 @@ impl<'a> Several<'a> {
     }
 }
 
-/// Checks the server and loads the scripts.
-async fn prepare(connection: &Connection, cluster: bool) -> Result<Scripts, StoreError> {
-    let mut info = Cmd::new();
-    info.arg("INFO");
-    let info = match connection.one(&info).await.map_err(failed)? {
+/// Checks the server, loads the scripts, and asks how large a value may be.
+pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(Scripts, Limits), StoreError> {
+    let mut questions = Pipeline::new();
+    questions.cmd("INFO");
+    for source in Scripts::SOURCES {
+        questions.cmd("SCRIPT").arg("LOAD").arg(source);
+    }
+    for setting in LIMITS {
+        questions.cmd("CONFIG").arg("GET").arg(setting);
+    }
+    let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
+    let mut answer = || match answers.next() {
+        Some(Value::ServerError(error)) => Err(failed(Failure::from(&error))),
+        answer => Ok(answer.unwrap_or(Value::Nil)),
+    };
+    let info = match answer()? {
         Value::BulkString(info) => String::from_utf8_lossy(&info).into_owned(),
         Value::VerbatimString { text, .. } => text,
         _ => return Err(misconfigured("the server does not answer `INFO` as Redis does".to_owned())),
@@ -359,15 +448,38 @@ async fn prepare(connection: &Connection, cluster: bool) -> Result<Scripts, Stor
     Server::read(&info).check(cluster)?;
     let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
     for script in &mut scripts {
-        let mut load = Cmd::new();
-        load.arg("SCRIPT").arg("LOAD").arg(script.source);
-        script.sha = match connection.one(&load).await.map_err(failed)? {
+        script.sha = match answer()? {
             Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
             Value::SimpleString(sha) => sha,
             _ => return Err(misconfigured("the server does not load scripts as Redis does".to_owned())),
         };
     }
-    Ok(Scripts::new(scripts))
+    // Who may not ask is told nothing, and learns.
+    let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
+    // The whole request has to fit: what is beside the value in it is little.
+    let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
+    let limits = Limits::default();
+    value.into_iter().chain(request).for_each(|most| limits.tell(most));
+    Ok((Scripts::new(scripts), limits))
+}
+
+/// What limits the size of a value, and that of a request.
+const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
+/// Bytes in a request that are not the value: its key, and requests that are read with it.
+const BESIDE: usize = 64 * 1024;
+
+/// The number in an answer of `CONFIG GET`.
+fn setting(answer: &Value) -> Option<usize> {
+    let value = match answer {
+        Value::Array(parts) => parts.get(1),
+        Value::Map(parts) => parts.first().map(|(_, value)| value),
+        _ => None,
+    };
+    match value? {
+        Value::BulkString(number) => String::from_utf8_lossy(number).parse().ok(),
+        Value::SimpleString(number) => number.parse().ok(),
+        _ => None,
+    }
 }
 
 /// Servers that speak the protocol without being Redis.

@@ -1,21 +1,27 @@
 //! One multiplexed connection, made anew when it breaks.
 
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, IntoConnectionInfo, Pipeline, RedisError};
-use redis::{ServerError, Value};
+use redis::{Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, ServerError, Value};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
 use super::sentinel::Sentinels;
-use crate::clock::{Clock, Instant, race};
-use crate::sync::lock;
+use super::stream::{self, Opened, Pulse};
+use crate::clock::{Clock, Instant, Sleep, race};
+use crate::sync::{Process, lock};
 
-/// How many commands the driver of the connection takes over before callers queue for it.
-const DRIVER_QUEUE: usize = 1024;
 /// After a connection could not be made, nobody tries again for this long.
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
+/// How many connections an exchange waits for: each may lead to a primary that is replaced meanwhile.
+const CONNECTIONS: usize = 4;
+/// How many of its time limits an exchange may take on whose connection something moves.
+pub(super) const SLOWEST: u32 = 15;
+/// A timer that is later than that shows that its runtime did something else, and did not read either.
+const LATE: Duration = Duration::from_millis(100);
 
 /// Why an exchange brought no answer of the server.
 #[derive(Clone, Debug)]
@@ -24,6 +30,8 @@ pub(super) enum Failure {
     Refused(Refusal),
     /// No connection, or none that took the operation in time: nothing was sent.
     NotSent(Arc<str>),
+    /// There can be no connection here: nothing was sent, and will be.
+    Unusable(Arc<str>),
     /// The exchange broke off: it may have landed.
     Broken(Arc<RedisError>),
     /// No answer in time: it may have landed.
@@ -31,8 +39,9 @@ pub(super) enum Failure {
     /// The runtime dropped the exchange, the answer makes no sense, or it came from a server that had been replaced by
     /// then: it may have landed.
     Lost,
-    /// This is what the server answered, but too few replicas have it: it may get lost with the server.
-    Unreplicated(Box<Value>),
+    /// This is what the server answered, but too few replicas have it: it may get lost with the server. And why, if the
+    /// server said so.
+    Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
 /// An error that the server answered.
@@ -40,6 +49,14 @@ pub(super) enum Failure {
 pub(super) struct Refusal {
     pub(super) code: Arc<str>,
     pub(super) message: Arc<str>,
+}
+
+impl Refusal {
+    /// An error as a script passes it on: its code is its first word.
+    pub(super) fn read(text: &str) -> Self {
+        let (code, message) = text.split_once(' ').unwrap_or((text, ""));
+        Self { code: code.into(), message: message.into() }
+    }
 }
 
 impl From<&ServerError> for Refusal {
@@ -99,17 +116,39 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Multiplexed for C {
     }
 }
 
-/// A way to the server, with a time limit for every exchange.
+/// The user's own connection, which looks after itself; with the process that it belongs to.
+pub(super) struct Theirs {
+    connection: Box<dyn Multiplexed>,
+    process: Process,
+    pulse: Arc<Pulse>,
+}
+
+impl Theirs {
+    pub(super) fn new<C>(connection: C, clock: &Arc<dyn Clock>) -> Self
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        Self { connection: Box::new(connection), process: Process::this(), pulse: Arc::new(Pulse::new(clock)) }
+    }
+}
+
+impl Clone for Theirs {
+    fn clone(&self) -> Self {
+        Self { connection: self.connection.boxed_clone(), process: self.process, pulse: Arc::clone(&self.pulse) }
+    }
+}
+
+/// A way to the server, with time limits.
 pub(super) struct Connection {
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    line: Line,
+    process: Process,
+    end: End,
 }
 
-enum Line {
-    /// The user's own, which looks after itself.
-    Theirs(Box<dyn Multiplexed>),
-    Ours(Box<Own>),
+enum End {
+    Theirs(Theirs),
+    Ours(Arc<Own>),
 }
 
 /// Where a server is.
@@ -143,10 +182,10 @@ impl Drop for Background {
 /// A connection that this store makes, and makes anew after it broke or did not answer in time: what is behind a line
 /// that swallows everything would otherwise stay there until the system gives up, many minutes later.
 struct Own {
+    clock: Arc<dyn Clock>,
+    timeout: Duration,
     place: Place,
     open: Mutex<Open>,
-    /// Held while a connection is being made, so that one is made for all.
-    connecting: tokio::sync::Mutex<()>,
 }
 
 #[derive(Default)]
@@ -156,6 +195,8 @@ struct Open {
     way: Option<Way>,
     /// When the last try failed, and why.
     failed: Option<(Instant, RedisError)>,
+    /// Closed when the connection that is being made, for all, is made or is not.
+    connecting: Option<watch::Receiver<()>>,
 }
 
 /// An open connection.
@@ -165,37 +206,42 @@ struct Way {
     /// The version of its place when it was made.
     version: u64,
     connection: MultiplexedConnection,
+    pulse: Arc<Pulse>,
+    sees_bytes: bool,
+    /// Its driver.
+    _driver: Option<Arc<Background>>,
+}
+
+impl Way {
+    fn new(generation: u64, version: u64, Opened { connection, pulse, sees_bytes, driver }: Opened) -> Self {
+        Self { generation, version, connection, pulse, sees_bytes, _driver: driver.map(Arc::new) }
+    }
 }
 
 impl Connection {
     /// The user's own connection.
-    pub(super) fn theirs<C>(connection: C, clock: Arc<dyn Clock>, timeout: Duration) -> Self
-    where
-        C: ConnectionLike + Clone + Send + Sync + 'static,
-    {
-        Self { clock, timeout, line: Line::Theirs(Box::new(connection)) }
+    pub(super) fn theirs(theirs: Theirs, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
+        Self { clock, timeout, process: theirs.process, end: End::Theirs(theirs) }
     }
 
     /// A connection to the server at `place`, made when it is first needed.
-    pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Result<Self, RedisError> {
-        let place = match place {
-            Place::At(client) => Place::At(Box::new(tuned(&client)?)),
-            place @ Place::Primary(_) => place,
-        };
-        let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Ok(Self { clock, timeout, line: Line::Ours(Box::new(Own { place, open, connecting })) })
+    pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
+        let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default() };
+        Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
     }
 
     /// One command.
     pub(super) async fn one(&self, command: &Cmd) -> Result<Value, Failure> {
-        let answer = match &self.line {
-            Line::Theirs(connection) => {
-                let mut connection = connection.boxed_clone();
-                self.in_time(connection.req_packed_command(command)).await
+        self.check_process()?;
+        let answer = match &self.end {
+            End::Theirs(theirs) => {
+                let mut connection = theirs.connection.boxed_clone();
+                self.in_time(&theirs.pulse, true, connection.req_packed_command(command)).await
             }
-            Line::Ours(own) => {
-                let mut way = self.open(own).await.map_err(Failure::not_opened)?;
-                let answer = way.connection.req_packed_command(command).await.map_err(Failure::of);
+            End::Ours(own) => {
+                let mut way = own.open().await.map_err(Failure::not_opened)?;
+                let exchange = way.connection.req_packed_command(command);
+                let answer = self.in_time(&way.pulse, !way.sees_bytes, exchange).await;
                 own.look_after(&way, answer.as_ref().map(std::slice::from_ref))?;
                 answer
             }
@@ -210,14 +256,16 @@ impl Connection {
     pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
         // Not `query_async`: that turns one error of the server into the failure of the whole pipeline.
         let count = commands.len();
-        let answers = match &self.line {
-            Line::Theirs(connection) => {
-                let mut connection = connection.boxed_clone();
-                self.in_time(connection.req_packed_commands(commands, 0, count)).await
+        self.check_process()?;
+        let answers = match &self.end {
+            End::Theirs(theirs) => {
+                let mut connection = theirs.connection.boxed_clone();
+                self.in_time(&theirs.pulse, true, connection.req_packed_commands(commands, 0, count)).await
             }
-            Line::Ours(own) => {
-                let mut way = self.open(own).await.map_err(Failure::not_opened)?;
-                let answers = way.connection.req_packed_commands(commands, 0, count).await.map_err(Failure::of);
+            End::Ours(own) => {
+                let mut way = own.open().await.map_err(Failure::not_opened)?;
+                let exchange = way.connection.req_packed_commands(commands, 0, count);
+                let answers = self.in_time(&way.pulse, !way.sees_bytes, exchange).await;
                 own.look_after(&way, answers.as_deref())?;
                 answers
             }
@@ -225,84 +273,156 @@ impl Connection {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
     }
 
-    /// A user's connection may have no time limit of its own.
-    async fn in_time<T>(&self, exchange: impl Future<Output = Result<T, RedisError>>) -> Result<T, Failure> {
-        match race(exchange, self.clock.sleep(self.timeout)).await {
-            Some(answer) => answer.map_err(Failure::of),
-            None => Err(Failure::TimedOut),
-        }
+    /// How long what waits to be sent may wait: long if the server goes on answering what was sent before.
+    pub(super) fn patience(&self) -> Duration {
+        let pulse = match &self.end {
+            End::Theirs(theirs) => Some(Arc::clone(&theirs.pulse)),
+            End::Ours(own) => lock(&own.open).way.as_ref().map(|way| Arc::clone(&way.pulse)),
+        };
+        let moves = pulse
+            .is_some_and(|pulse| self.clock.now().saturating_since(pulse.moved_at()) <= pulse.patience(self.timeout));
+        if moves { self.timeout.saturating_mul(SLOWEST) } else { self.timeout }
     }
 
-    /// The open connection, or a new one.
-    async fn open(&self, own: &Own) -> Result<Way, RedisError> {
-        if let Some(open) = own.get() {
-            return Ok(open);
+    /// A forked process must not write to the socket of its parent.
+    fn check_process(&self) -> Result<(), Failure> {
+        if self.process.is_this() {
+            return Ok(());
         }
-        let asked_at = self.clock.now();
-        let _connecting = own.connecting.lock().await;
-        if let Some(open) = own.get() {
-            return Ok(open);
-        }
-        if let Some((failed_at, error)) = &lock(&own.open).failed
-            && failed_at.saturating_add(CONNECT_PAUSE) > asked_at
-        {
-            return Err(error.clone());
-        }
-        let connected = self.connect(own).await;
-        let mut open = lock(&own.open);
-        match connected {
-            Ok((connection, version)) => {
-                open.generation += 1;
-                open.failed = None;
-                let way = Way { generation: open.generation, version, connection };
-                open.way = Some(way.clone());
-                Ok(way)
+        let reason = "the connection belongs to the process that this one was forked off; use another runtime here, and \
+                      another connection if it is your own";
+        Err(Failure::Unusable(reason.into()))
+    }
+
+    /// What `exchange` brings. It is given up once nothing has moved on its connection for the time limit, or after
+    /// [`SLOWEST`] time limits; time in which nobody looked does not count. `is_news` is for a connection whose bytes
+    /// nobody sees: its answers are what moves.
+    async fn in_time<T>(
+        &self,
+        pulse: &Pulse,
+        is_news: bool,
+        exchange: impl Future<Output = Result<T, RedisError>>,
+    ) -> Result<T, Failure> {
+        let started = self.clock.now();
+        let mut end = started.saturating_add(self.timeout.saturating_mul(SLOWEST));
+        let mut until = started.saturating_add(self.timeout);
+        let (mut exchange, mut now) = (pin!(exchange), started);
+        loop {
+            let limit = self.clock.sleep(until.saturating_since(now));
+            if let Some(answer) = race(exchange.as_mut(), limit).await {
+                if is_news && answer.is_ok() {
+                    pulse.heard();
+                }
+                return answer.map_err(Failure::of);
             }
-            Err(error) => {
-                open.failed = Some((self.clock.now(), error.clone()));
-                Err(error)
+            now = self.clock.now();
+            let late = now.saturating_since(until);
+            let silent = if late > LATE {
+                end = end.saturating_add(late);
+                now.saturating_add(self.timeout)
+            } else {
+                pulse.moved_at().max(started).saturating_add(pulse.patience(self.timeout))
+            };
+            until = silent.min(end);
+            if until <= now {
+                return Err(Failure::TimedOut);
             }
         }
     }
 
     /// Opens a connection, for the errors that only the first one can have.
     pub(super) async fn try_open(&self) -> Result<(), RedisError> {
-        match &self.line {
-            Line::Theirs(_) => Ok(()),
-            Line::Ours(own) => self.open(own).await.map(|_| ()),
+        match &self.end {
+            End::Theirs(_) => Ok(()),
+            End::Ours(own) => own.open().await.map(|_| ()),
         }
-    }
-
-    /// A new connection, and the version of the place that it leads to.
-    async fn connect(&self, own: &Own) -> Result<(MultiplexedConnection, u64), RedisError> {
-        match &own.place {
-            Place::At(client) => Ok((self.connect_to(client).await?, own.place.version())),
-            Place::Primary(sentinels) => {
-                let (client, version) = sentinels.primary().await?;
-                let mut connection = self.connect_to(&tuned(&client)?).await?;
-                is_primary(&mut connection).await?;
-                Ok((connection, version))
-            }
-        }
-    }
-
-    async fn connect_to(&self, client: &Client) -> Result<MultiplexedConnection, RedisError> {
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.timeout))
-            .set_pipeline_buffer_size(DRIVER_QUEUE)
-            .set_response_timeout(Some(self.timeout));
-        let connecting = client.get_multiplexed_async_connection_with_config(&config);
-        // The limit above ends with the TCP connection; the login can hang as well.
-        race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
-            Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer to the login")))
-        })
     }
 }
 
 impl Own {
+    /// The open connection, or a new one.
+    async fn open(self: &Arc<Self>) -> Result<Way, RedisError> {
+        if let Some(way) = self.get() {
+            return Ok(way);
+        }
+        let asked_at = self.clock.now();
+        for _ in 0..CONNECTIONS {
+            let mut connecting = {
+                let mut open = lock(&self.open);
+                if let Some(way) = self.usable(&open) {
+                    return Ok(way);
+                }
+                if let Some((failed_at, error)) = &open.failed
+                    && failed_at.saturating_add(CONNECT_PAUSE) > asked_at
+                {
+                    return Err(error.clone());
+                }
+                // One whose runtime has dropped it is over.
+                match open.connecting.clone().filter(|connecting| connecting.has_changed().is_ok()) {
+                    Some(connecting) => connecting,
+                    None => {
+                        let (done, connecting) = watch::channel(());
+                        open.connecting = Some(connecting.clone());
+                        // By nobody's caller: one that is not polled any more would keep all others.
+                        tokio::spawn(Arc::clone(self).connect(done));
+                        connecting
+                    }
+                }
+            };
+            // Closed, when it is done.
+            let _ = connecting.changed().await;
+        }
+        Err((ErrorKind::Io, "each new connection was outdated at once").into())
+    }
+
     fn get(&self) -> Option<Way> {
+        self.usable(&lock(&self.open))
+    }
+
+    fn usable(&self, open: &Open) -> Option<Way> {
         let version = self.place.version();
-        lock(&self.open).way.clone().filter(|way| way.version == version)
+        open.way.clone().filter(|way| way.version == version)
+    }
+
+    /// Makes a new connection. Boxed: sentinels are asked over connections as well.
+    fn connect(self: Arc<Self>, done: watch::Sender<()>) -> Sleep {
+        Box::pin(async move {
+            let connected = self.try_connect().await;
+            let mut open = lock(&self.open);
+            match connected {
+                Ok((opened, version)) => {
+                    open.generation += 1;
+                    open.failed = None;
+                    open.way = Some(Way::new(open.generation, version, opened));
+                }
+                Err(error) => open.failed = Some((self.clock.now(), error)),
+            }
+            open.connecting = None;
+            drop(open);
+            drop(done);
+        })
+    }
+
+    /// A new connection, and the version of the place that it leads to.
+    async fn try_connect(&self) -> Result<(Opened, u64), RedisError> {
+        match &self.place {
+            Place::At(client) => Ok((self.in_time(stream::open(client, &self.clock)).await?, self.place.version())),
+            Place::Primary(sentinels) => {
+                let (client, version) = sentinels.primary().await?;
+                let connecting = async {
+                    let mut opened = stream::open(&client, &self.clock).await?;
+                    is_primary(&mut opened.connection).await?;
+                    Ok(opened)
+                };
+                Ok((self.in_time(connecting).await?, version))
+            }
+        }
+    }
+
+    async fn in_time<T>(&self, connecting: impl Future<Output = Result<T, RedisError>>) -> Result<T, RedisError> {
+        race(connecting, self.clock.sleep(self.timeout)).await.unwrap_or_else(|| {
+            Err(RedisError::from(std::io::Error::new(std::io::ErrorKind::TimedOut, "no connection in time")))
+        })
     }
 
     /// Gives up a connection if its answers say so. Whoever still waits for an answer on it keeps it.
@@ -311,10 +431,7 @@ impl Own {
     fn look_after(&self, way: &Way, answers: Result<&[Value], &Failure>) -> Result<(), Failure> {
         let replaced = self.place.version() != way.version;
         let broken = match answers {
-            // A primary that became a replica: a new connection may lead to the new primary.
-            Ok(answers) => {
-                answers.iter().any(|answer| matches!(answer, Value::ServerError(error) if error.code() == "READONLY"))
-            }
+            Ok(answers) => answers.iter().any(|answer| matches!(answer, Value::ServerError(error) if ends(error))),
             Err(Failure::Broken(_) | Failure::TimedOut | Failure::NotSent(_)) => true,
             Err(_) => false,
         };
@@ -328,20 +445,11 @@ impl Own {
     }
 }
 
-/// The client with the settings of its connections.
-fn tuned(client: &Client) -> Result<Client, RedisError> {
-    let info = client.get_connection_info().clone();
-    // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
-    let nodelay = !matches!(info.addr(), ConnectionAddr::Tcp(host, _) if is_loopback(host));
-    let info = match info.addr() {
-        // The certificates of the user's client are in it, so it is left as it is.
-        ConnectionAddr::TcpTls { .. } => None,
-        _ => Some({
-            let tcp = info.tcp_settings().clone().set_nodelay(nodelay);
-            info.set_tcp_settings(tcp).into_connection_info()?
-        }),
-    };
-    info.map_or_else(|| Ok(client.clone()), Client::open)
+/// Whether the connection is of no use after this answer.
+fn ends(error: &ServerError) -> bool {
+    // A primary that became a replica: a new connection may lead to the new primary. Or the server ends it, as it could not
+    // read what was sent.
+    error.code() == "READONLY" || error.details().is_some_and(|details| details.starts_with("Protocol error"))
 }
 
 /// Whether the server says of itself that it is a primary; sentinels may name one that has been demoted.
@@ -363,8 +471,4 @@ pub(super) fn elsewhere(info: &redis::ConnectionInfo, host: &str, port: u16) -> 
         _ => ConnectionAddr::Tcp(host, port),
     };
     Client::open(info.clone().set_addr(addr))
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }

@@ -7,7 +7,9 @@
 //! - Reservations that gathered are first looked up with one `MGET` while most turn out to be replays: a tenth of the
 //!   work for the server. Whatever is absent is then reserved; a value that is there is what `SET … NX GET` would have
 //!   answered.
-//! - A batch belongs to its lane. A caller that goes away only leaves an answer that nobody reads.
+//! - A batch is bounded by what it asks and by what it may bring, as far as the latest answers tell.
+//! - A batch belongs to its lane. What a caller wanted that goes away before it is sent is not sent, unless it ends an
+//!   attempt: that was handed over.
 //! - Where replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
 
 use std::collections::VecDeque;
@@ -18,11 +20,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use redis::{Cmd, Pipeline, Value};
+use redis::{Cmd, Pipeline, ServerError, Value};
 use tokio::runtime::Handle;
 
 use super::Script;
 use super::connection::{Connection, Failure, Refusal};
+use super::limits::SURE;
 use crate::clock::{Clock, Instant};
 use crate::record::format::millis;
 use crate::sync::lock;
@@ -35,10 +38,18 @@ const LANES_FOR_REPLAYS: usize = 2;
 const BATCH: usize = 256;
 /// Bytes of keys and values above which a batch takes no more.
 const BATCH_BYTES: usize = 256 * 1024;
+/// Bytes of records that a batch may bring, if each is as large as those that came lately.
+const ANSWER_BYTES: usize = 1024 * 1024;
+/// How large records are taken to be before any has come.
+const FIRST_RECORD: usize = 64 * 1024;
 /// Keys in one call of a script: a bound on how long the server does nothing else, about 0.14 ms.
 const FINISHED_AT_ONCE: usize = 64;
 /// Reservations from which on a batch looks before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
+/// Why something was not sent.
+const STALLED: &str = "the server did not answer what was sent before";
+/// What scripts answer to a record that is damaged.
+pub(super) const DAMAGED: &str = "DAMAGED";
 /// Writes to a key without changing anything.
 const TOUCH: &str = include_str!("touch.lua");
 
@@ -75,12 +86,15 @@ impl Scripts {
 
 pub(super) type Answer = Result<Value, Failure>;
 
+/// Whether enough replicas have what was answered; if not, what the server said about that, if it did.
+type Replicated = Result<(), Option<Arc<str>>>;
+
 /// One reply of the server as the answer of its own operation.
-fn answer(value: Value, replicated: bool) -> Answer {
-    match value {
-        Value::ServerError(error) => Err(Failure::from(&error)),
-        value if replicated => Ok(value),
-        value => Err(Failure::Unreplicated(Box::new(value))),
+fn answer(value: Value, replicated: &Replicated) -> Answer {
+    match (value, replicated) {
+        (Value::ServerError(error), _) => Err(Failure::from(&error)),
+        (value, Ok(())) => Ok(value),
+        (value, Err(why)) => Err(Failure::Unreplicated(Box::new(value), why.clone())),
     }
 }
 
@@ -111,6 +125,57 @@ pub(super) struct Terms {
     pub(super) one_key: bool,
 }
 
+/// A command, and what is to be known of it on its way.
+#[derive(Clone)]
+pub(super) struct Ask {
+    command: Cmd,
+    /// The source of the script that it calls, for a server that has forgotten it.
+    script: Option<&'static str>,
+    /// Whether the answer may be a record.
+    brings_record: bool,
+    /// Whether it is sent although its caller is gone.
+    is_kept: bool,
+}
+
+impl Ask {
+    /// Calls `script` with these keys and arguments.
+    pub(super) fn script<K: AsRef<str>>(
+        script: &Script,
+        keys: impl ExactSizeIterator<Item = K>,
+        args: impl FnOnce(&mut Cmd),
+    ) -> Self {
+        let mut command = Cmd::new();
+        command.arg("EVALSHA").arg(&script.sha).arg(keys.len());
+        keys.for_each(|key| {
+            command.arg(key.as_ref());
+        });
+        args(&mut command);
+        Self { command, script: Some(script.source), brings_record: false, is_kept: false }
+    }
+
+    /// Says that the answer may be a record.
+    pub(super) fn that_brings_a_record(self) -> Self {
+        Self { brings_record: true, ..self }
+    }
+
+    /// Says that it is sent although its caller is gone.
+    pub(super) fn that_is_kept(self) -> Self {
+        Self { is_kept: true, ..self }
+    }
+}
+
+/// The same call by the source of its script, which loads it.
+fn with_source(call: &Cmd, source: &str) -> Cmd {
+    let mut command = Cmd::new();
+    command.arg("EVAL").arg(source);
+    for argument in call.args_iter().skip(2) {
+        if let redis::Arg::Simple(argument) = argument {
+            command.arg(argument);
+        }
+    }
+    command
+}
+
 /// A completion, of the attempt that its value names.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Completion<'a> {
@@ -134,7 +199,7 @@ struct Gather {
     bytes: Vec<u8>,
     reserves: Vec<Entry>,
     completions: Vec<Entry>,
-    commands: Vec<(usize, Cmd)>,
+    commands: Vec<(usize, Ask)>,
     /// When the first operation joined.
     opened: Instant,
     replies: Arc<Replies>,
@@ -143,7 +208,8 @@ struct Gather {
 impl Gather {
     fn new(opened: Instant) -> Self {
         let (bytes, replies) = (Vec::new(), Arc::default());
-        Self { bytes, reserves: Vec::new(), completions: Vec::new(), commands: Vec::new(), opened, replies }
+        let (reserves, completions, commands) = (Vec::new(), Vec::new(), Vec::new());
+        Self { bytes, reserves, completions, commands, opened, replies }
     }
 
     fn len(&self) -> usize {
@@ -159,6 +225,59 @@ impl Gather {
         self.bytes.extend_from_slice(key);
         self.bytes.extend_from_slice(value);
         Entry { slot, at, key: key.len(), value: value.len(), ttl_ms }
+    }
+
+    /// Takes a reservation over; its answer comes in this slot.
+    fn add_reserve(&mut self, key: &[u8], value: &[u8], ttl_ms: u64) -> usize {
+        let entry = self.entry(key, value, ttl_ms);
+        let slot = entry.slot;
+        self.reserves.push(entry);
+        slot
+    }
+
+    fn add_completion(&mut self, completion: &Completion<'_>) -> usize {
+        let entry = self.entry(completion.key, completion.value, completion.ttl_ms);
+        let slot = entry.slot;
+        self.completions.push(entry);
+        slot
+    }
+
+    fn add_command(&mut self, ask: Ask) -> usize {
+        let slot = self.replies.open();
+        self.commands.push((slot, ask));
+        slot
+    }
+
+    /// Takes away what might bring more than so many records.
+    fn beyond(&mut self, mut records: usize) -> Later {
+        let reserves = self.reserves.split_off(records.min(self.reserves.len()));
+        records -= self.reserves.len();
+        let is_beyond = |(_, ask): &mut (usize, Ask)| {
+            let beyond = ask.brings_record && records == 0;
+            records -= usize::from(ask.brings_record && !beyond);
+            beyond
+        };
+        Later { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
+    }
+
+    /// Has what brings up to so many of the records that were left for later, and nothing else.
+    fn next(&mut self, later: &mut Later, records: usize) {
+        let now = records.min(later.reserves.len());
+        let commands = (records - now).min(later.commands.len());
+        self.completions.clear();
+        self.reserves.clear();
+        self.reserves.extend(later.reserves.drain(..now));
+        self.commands.clear();
+        self.commands.extend(later.commands.drain(..commands));
+        self.forget_gone();
+    }
+
+    /// Forgets what nobody waits for any more.
+    fn forget_gone(&mut self) {
+        let slots = lock(&self.replies.0);
+        let is_gone = |slot: usize| matches!(slots[slot], Slot::Gone);
+        self.reserves.retain(|entry| !is_gone(entry.slot));
+        self.commands.retain(|(slot, ask)| ask.is_kept || !is_gone(*slot));
     }
 
     fn key(&self, entry: &Entry) -> &[u8] {
@@ -188,6 +307,22 @@ impl Gather {
     }
 }
 
+/// What is left of a batch for further exchanges, as it brings records.
+struct Later {
+    reserves: Vec<Entry>,
+    commands: Vec<(usize, Ask)>,
+}
+
+impl Later {
+    fn is_empty(&self) -> bool {
+        self.reserves.is_empty() && self.commands.is_empty()
+    }
+
+    fn slots(&self) -> impl Iterator<Item = usize> {
+        self.reserves.iter().map(|entry| entry.slot).chain(self.commands.iter().map(|(slot, _)| *slot))
+    }
+}
+
 /// The answers of one batch, shared by its lane and its callers.
 #[derive(Default)]
 struct Replies(Mutex<Vec<Slot>>);
@@ -198,6 +333,8 @@ enum Slot {
     Empty,
     Waiting(Waker),
     Done(Answer),
+    /// Nobody waits for it any more.
+    Gone,
 }
 
 impl Replies {
@@ -212,7 +349,11 @@ impl Replies {
         let mut wakers = Vec::with_capacity(answers.size_hint().0);
         let mut slots = lock(&self.0);
         for (slot, answer) in answers {
-            if let Slot::Waiting(waker) = std::mem::replace(&mut slots[slot], Slot::Done(answer)) {
+            let slot = &mut slots[slot];
+            if matches!(slot, Slot::Gone) {
+                continue;
+            }
+            if let Slot::Waiting(waker) = std::mem::replace(slot, Slot::Done(answer)) {
                 wakers.push(waker);
             }
         }
@@ -220,11 +361,17 @@ impl Replies {
         wakers.into_iter().for_each(Waker::wake);
     }
 
+    /// Leaves out those that nobody waits for any more.
+    fn retain_waiting(&self, entries: &mut Vec<&Entry>) {
+        let slots = lock(&self.0);
+        entries.retain(|entry| !matches!(slots[entry.slot], Slot::Gone));
+    }
+
     /// Answers everything that isn't answered yet.
     fn fail(&self, failure: &Failure) {
         let open: Vec<usize> = {
             let slots = lock(&self.0);
-            (0..slots.len()).filter(|&i| !matches!(slots[i], Slot::Done(_))).collect()
+            (0..slots.len()).filter(|&i| !matches!(slots[i], Slot::Done(_) | Slot::Gone)).collect()
         };
         self.deliver(open.into_iter().map(|slot| (slot, Err(failure.clone()))));
     }
@@ -234,15 +381,21 @@ impl Replies {
 struct Reply {
     replies: Arc<Replies>,
     slot: usize,
+    /// Whether the answer was taken.
+    taken: bool,
 }
 
 impl Future for Reply {
     type Output = Answer;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
-        let slot = &mut lock(&self.replies.0)[self.slot];
-        match std::mem::take(slot) {
-            Slot::Done(answer) => Poll::Ready(answer),
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+        let this = &mut *self;
+        let slot = &mut lock(&this.replies.0)[this.slot];
+        match std::mem::replace(slot, Slot::Gone) {
+            Slot::Done(answer) => {
+                this.taken = true;
+                Poll::Ready(answer)
+            }
             Slot::Waiting(waker) if waker.will_wake(cx.waker()) => {
                 *slot = Slot::Waiting(waker);
                 Poll::Pending
@@ -252,6 +405,17 @@ impl Future for Reply {
                 Poll::Pending
             }
         }
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        if self.taken {
+            return;
+        }
+        // The answer, which may be large, outside of the lock.
+        let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], Slot::Gone);
+        drop(before);
     }
 }
 
@@ -269,6 +433,8 @@ struct Shared {
     lanes: AtomicUsize,
     /// How many of 256 reservations were replays lately.
     replays: AtomicUsize,
+    /// How many bytes the largest record had that came lately.
+    record: AtomicUsize,
     queue: Mutex<Queue>,
 }
 
@@ -298,6 +464,7 @@ impl Dispatch {
             lone: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
             replays: AtomicUsize::new(0),
+            record: AtomicUsize::new(FIRST_RECORD),
             queue: Mutex::default(),
         }))
     }
@@ -305,45 +472,59 @@ impl Dispatch {
     /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            return self.0.one(reserve(key, value, ttl_ms)).await;
+            let answer = self.0.one(&reserve(key, value, ttl_ms)).await;
+            self.0.expect_records(record_bytes(&answer));
+            return answer;
         }
-        let add = |gather: &mut Gather| {
-            let entry = gather.entry(key, value, ttl_ms);
-            let slot = entry.slot;
-            gather.reserves.push(entry);
-            slot
-        };
-        self.0.gather(add).await
+        self.0.gather(|gather| gather.add_reserve(key, value, ttl_ms)).await
     }
 
     /// Whether the record is this attempt's and finished now.
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            return match self.0.one(self.0.finish_one(*completion, false)).await {
-                Err(failure) if failure.is_unknown_script() => self.0.one(self.0.finish_one(*completion, true)).await,
-                answer => answer,
-            };
+            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(completion)))));
+            let answer = self.0.finish_alone(*completion).await;
+            unanswered.done();
+            return answer;
         }
-        let add = |gather: &mut Gather| {
-            let entry = gather.entry(completion.key, completion.value, completion.ttl_ms);
-            let slot = entry.slot;
-            gather.completions.push(entry);
-            slot
-        };
-        self.0.gather(add).await
+        self.0.gather(|gather| gather.add_completion(completion)).await
     }
 
     /// Any other command.
-    pub(super) async fn command(&self, command: Cmd) -> Answer {
+    pub(super) async fn command(&self, ask: Ask) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            return self.0.one(command).await;
+            if !ask.is_kept {
+                let answer = self.0.ask(&ask).await;
+                if ask.brings_record {
+                    self.0.expect_records(record_bytes(&answer));
+                }
+                return answer;
+            }
+            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_command(ask.clone())))));
+            let answer = self.0.ask(&ask).await;
+            unanswered.done();
+            return answer;
         }
-        let add = |gather: &mut Gather| {
-            let slot = gather.replies.open();
-            gather.commands.push((slot, command));
-            slot
-        };
-        self.0.gather(add).await
+        self.0.gather(|gather| gather.add_command(ask)).await
+    }
+}
+
+/// What was handed over and is driven by its caller. Should that one go away before there is an answer, it goes to a lane:
+/// it may not have been sent yet, and twice does no harm.
+struct HandedOver<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> HandedOver<F> {
+    /// It was answered.
+    fn done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<F: FnOnce()> Drop for HandedOver<F> {
+    fn drop(&mut self) {
+        if let Some(hand_over) = self.0.take() {
+            hand_over();
+        }
     }
 }
 
@@ -356,39 +537,65 @@ impl Dispatch {
 
     /// [`reserve`](Self::reserve) for a key whose slot is on its way to this node.
     pub(super) async fn reserve_asking(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
-        self.command_asking(reserve(key, value, ttl_ms)).await
+        self.asking(reserve(key, value, ttl_ms)).await
     }
 
     /// [`finish`](Self::finish) for a key whose slot is on its way to this node.
     pub(super) async fn finish_asking(&self, completion: &Completion<'_>) -> Answer {
-        self.command_asking(self.0.finish_one(*completion, true)).await
+        self.asking(self.0.finish_one(*completion, true)).await
     }
 
-    /// [`command`](Self::command) for a key whose slot is on its way to this node. It goes by itself: the permission is
-    /// for one command.
-    pub(super) async fn command_asking(&self, command: Cmd) -> Answer {
+    /// [`command`](Self::command) for a key whose slot is on its way to this node.
+    pub(super) async fn command_asking(&self, ask: Ask) -> Answer {
+        let command = match ask.script {
+            Some(source) => with_source(&ask.command, source),
+            None => ask.command,
+        };
+        self.asking(command).await
+    }
+
+    /// It goes by itself: the permission is for one command.
+    async fn asking(&self, command: Cmd) -> Answer {
         let mut pipeline = Pipeline::with_capacity(5);
         pipeline.cmd("ASKING").add_command(command);
-        self.0.exchange(pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+        self.0.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
     }
 }
 
 impl Shared {
     /// One command.
-    async fn one(&self, command: Cmd) -> Answer {
+    async fn one(&self, command: &Cmd) -> Answer {
         if self.replicas.is_none() {
-            return self.connection.one(&command).await;
+            return self.connection.one(command).await;
         }
         let mut pipeline = Pipeline::with_capacity(3);
-        pipeline.add_command(command);
-        self.exchange(pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+        pipeline.add_command(command.clone());
+        self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+    }
+
+    /// One command, by the source of its script if the server has forgotten it.
+    async fn ask(&self, ask: &Ask) -> Answer {
+        match (self.one(&ask.command).await, ask.script) {
+            // Restarted, failed over or flushed: nothing was written.
+            (Err(failure), Some(source)) if failure.is_unknown_script() => {
+                self.one(&with_source(&ask.command, source)).await
+            }
+            (answer, _) => answer,
+        }
+    }
+
+    async fn finish_alone(&self, completion: Completion<'_>) -> Answer {
+        match self.one(&self.finish_one(completion, false)).await {
+            Err(failure) if failure.is_unknown_script() => self.one(&self.finish_one(completion, true)).await,
+            answer => answer,
+        }
     }
 
     /// Many commands, as many answers.
-    async fn exchange(&self, mut pipeline: Pipeline) -> Result<Vec<Answer>, Failure> {
+    async fn exchange(&self, pipeline: &mut Pipeline) -> Result<Vec<Answer>, Failure> {
         let Some(Replicas { count, within }) = self.replicas else {
-            let values = self.connection.many(&pipeline).await?;
-            return Ok(values.into_iter().map(|value| answer(value, true)).collect());
+            let values = self.connection.many(pipeline).await?;
+            return Ok(values.into_iter().map(|value| answer(value, &Ok(()))).collect());
         };
         // `WAIT` speaks of the writes of its own connection. An operation that finds itself done, or a replay, writes
         // nothing: what it found would count as confirmed although no replica may have it. Replicas follow one stream, so
@@ -403,15 +610,19 @@ impl Shared {
         }
         pipeline.cmd("EVAL").arg(TOUCH).arg(1).arg(key);
         pipeline.cmd("WAIT").arg(count).arg(millis(within).max(1));
-        let mut values = self.connection.many(&pipeline).await?;
+        let mut values = self.connection.many(pipeline).await?;
         let (confirmed, touched) = (values.pop(), values.pop());
         if asking {
             values.pop();
         }
-        let enough =
-            matches!(confirmed, Some(Value::Int(have)) if usize::try_from(have).is_ok_and(|have| have >= count));
-        let replicated = enough && matches!(touched, Some(Value::Int(1)));
-        Ok(values.into_iter().map(|value| answer(value, replicated)).collect())
+        let replicated = match (confirmed, touched) {
+            (Some(Value::Int(have)), Some(Value::Int(1))) if usize::try_from(have).is_ok_and(|have| have >= count) => {
+                Ok(())
+            }
+            (Some(Value::ServerError(error)), _) | (_, Some(Value::ServerError(error))) => Err(Some(said(&error))),
+            _ => Err(None),
+        };
+        Ok(values.into_iter().map(|value| answer(value, &replicated)).collect())
     }
 
     /// The right to send a command by itself, if nothing else is in flight.
@@ -454,7 +665,7 @@ impl Shared {
         }
         let gather = queue.gathers.back_mut().expect("just pushed");
         let slot = add(gather);
-        let reply = Reply { replies: Arc::clone(&gather.replies), slot };
+        let reply = Reply { replies: Arc::clone(&gather.replies), slot, taken: false };
         let lanes = self.lanes.load(Ordering::Relaxed);
         let limit = match self.replicas {
             // `WAIT` holds up whatever comes behind it on its connection.
@@ -481,8 +692,46 @@ impl Shared {
         self.replays.store((3 * before + 256 * values / asked.max(1)) / 4, Ordering::Relaxed);
     }
 
+    /// Notes that the largest record among some answers had so many bytes. Small ones are expected again after a while.
+    fn expect_records(&self, largest: usize) {
+        let before = self.record.load(Ordering::Relaxed);
+        let now = largest.max(before / 2);
+        if now != before {
+            self.record.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// How many records one exchange may bring.
+    fn records_at_once(&self) -> usize {
+        (ANSWER_BYTES / self.record.load(Ordering::Relaxed).max(1)).max(1)
+    }
+
     async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
+        gather.forget_gone();
+        // Each by itself, behind the others: a server that refuses its size ends the connection, and its answer would
+        // be lost in a batch.
+        let large: Vec<Entry> = gather.completions.extract_if(.., |entry| entry.value >= SURE).collect();
+        let mut later = gather.beyond(self.records_at_once());
+        loop {
+            if let Err(failure) = self.send_small(gather, &replies).await {
+                let unsent = later.slots().chain(large.iter().map(|entry| entry.slot));
+                replies.deliver(unsent.map(|slot| (slot, Err(Failure::NotSent(STALLED.into())))));
+                return replies.fail(&failure);
+            }
+            if later.is_empty() {
+                break;
+            }
+            gather.next(&mut later, self.records_at_once());
+        }
+        for entry in large {
+            let answer = self.finish_alone(gather.completion(&entry)).await;
+            replies.deliver(std::iter::once((entry.slot, answer)));
+        }
+    }
+
+    /// Sends what is in `gather`, and answers it; what failed is still to be answered.
+    async fn send_small(&self, gather: &mut Gather, replies: &Replies) -> Result<(), Failure> {
         let at_once = if self.terms.one_key { 1 } else { FINISHED_AT_ONCE };
         let calls: Vec<Range<usize>> = chunks(gather.completions.len(), at_once).collect();
         let look_first = gather.reserves.len() >= LOOK_FIRST && self.expects_replays() && !self.terms.one_key;
@@ -500,70 +749,86 @@ impl Shared {
                 pipeline.add_command(gather.reserve(entry));
             }
         }
-        let mut others = Vec::with_capacity(gather.commands.len());
-        for (slot, command) in gather.commands.drain(..) {
-            others.push(slot);
+        let mut asked = Vec::with_capacity(gather.commands.len());
+        for (slot, Ask { command, script, brings_record, .. }) in gather.commands.drain(..) {
+            asked.push((slot, pipeline.len(), script, brings_record));
             pipeline.add_command(command);
         }
         for call in &calls {
             pipeline.add_command(self.finish(gather, call, false));
         }
-        let mut answers = match self.exchange(pipeline).await {
-            Ok(answers) => answers.into_iter(),
-            Err(failure) => return replies.fail(&failure),
-        };
+        if pipeline.is_empty() {
+            return Ok(());
+        }
+        let mut answers = self.exchange(&mut pipeline).await?.into_iter();
+        // Never nil for want of an answer: nil means "reserved".
+        let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
 
-        let mut absent = Vec::new();
-        let mut again = Pipeline::new();
+        let (mut absent, mut again) = (Vec::new(), Pipeline::new());
+        let mut largest = None;
         if look_first {
-            absent = self.found(gather, answers.next());
+            absent = self.found(gather, next(), &mut largest);
             for entry in &absent {
                 again.add_command(gather.reserve(entry));
             }
         } else if !gather.reserves.is_empty() {
             let mut met = 0;
             replies.deliver(gather.reserves.iter().map(|entry| {
-                // Never nil for want of an answer: nil means "reserved".
-                let answer = answers.next().unwrap_or(Err(Failure::Lost));
+                let answer = next();
                 met += usize::from(matches!(answer, Ok(Value::BulkString(_))));
+                largest = largest.max(Some(record_bytes(&answer)));
                 (entry.slot, answer)
             }));
             self.met(met, gather.reserves.len());
         }
-        replies.deliver(others.into_iter().map(|slot| (slot, answers.next().unwrap_or(Err(Failure::Lost)))));
-        let mut unknown = Vec::new();
-        for (call, answer) in calls.into_iter().zip(answers) {
-            match &answer {
-                // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written.
-                Err(failure) if failure.is_unknown_script() => {
-                    again.add_command(self.finish(gather, &call, true));
-                    unknown.push(call);
+        // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written by these.
+        let (mut unknown, mut unfinished) = (Vec::new(), Vec::new());
+        replies.deliver(asked.into_iter().filter_map(|(slot, at, script, brings_record)| {
+            let answer = next();
+            match (&answer, script) {
+                (Err(failure), Some(source)) if failure.is_unknown_script() => {
+                    again.add_command(with_source(pipeline.cmd_iter().nth(at)?, source));
+                    unknown.push(slot);
+                    return None;
                 }
-                _ => settle(&replies, &gather.completions[call], answer),
+                _ if brings_record => largest = largest.max(Some(record_bytes(&answer))),
+                _ => {}
             }
+            Some((slot, answer))
+        }));
+        for call in calls {
+            match next() {
+                Err(failure) if failure.is_unknown_script() => unfinished.push(call),
+                answer => settle(replies, &gather.completions[call], answer),
+            }
+        }
+        for call in &unfinished {
+            again.add_command(self.finish(gather, call, true));
+        }
+        if let Some(largest) = largest {
+            self.expect_records(largest);
         }
 
         if again.is_empty() {
-            return;
+            return Ok(());
         }
-        let mut answers = match self.exchange(again).await {
-            Ok(answers) => answers.into_iter(),
-            Err(failure) => return replies.fail(&failure),
-        };
-        replies.deliver(absent.into_iter().map(|entry| (entry.slot, answers.next().unwrap_or(Err(Failure::Lost)))));
-        for (call, answer) in unknown.into_iter().zip(answers) {
-            settle(&replies, &gather.completions[call], answer);
+        let mut answers = self.exchange(&mut again).await?.into_iter();
+        let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
+        replies.deliver(absent.into_iter().map(|entry| (entry.slot, next())));
+        replies.deliver(unknown.into_iter().map(|slot| (slot, next())));
+        for call in unfinished {
+            settle(replies, &gather.completions[call], next());
         }
+        Ok(())
     }
 
-    /// Delivers the values that are there, and says which reservations met none.
-    fn found<'a>(&self, gather: &'a Gather, found: Option<Answer>) -> Vec<&'a Entry> {
+    /// Delivers the values that are there, and says which reservations met none and are still waited for.
+    fn found<'a>(&self, gather: &'a Gather, found: Answer, largest: &mut Option<usize>) -> Vec<&'a Entry> {
         let (found, replicated) = match found {
-            Some(Ok(found)) => (found, true),
-            Some(Err(Failure::Unreplicated(found))) => (*found, false),
+            Ok(found) => (found, Ok(())),
+            Err(Failure::Unreplicated(found, why)) => (*found, Err(why)),
             // Nothing was written yet, so whoever asked may be told so.
-            other => {
-                let failure = other.and_then(Result::err).unwrap_or(Failure::Lost);
+            Err(failure) => {
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
                 return Vec::new();
             }
@@ -581,9 +846,14 @@ impl Shared {
                 absent.push(entry);
                 None
             }
-            value => Some((entry.slot, answer(value, replicated))),
+            value => {
+                let answer = answer(value, &replicated);
+                *largest = (*largest).max(Some(record_bytes(&answer)));
+                Some((entry.slot, answer))
+            }
         }));
         self.met(gather.reserves.len() - absent.len(), gather.reserves.len());
+        gather.replies.retain_waiting(&mut absent);
         absent
     }
 
@@ -626,10 +896,10 @@ impl Lane {
             };
             let operations = gather.len();
             let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
-            if shared.terms.clock.now().saturating_since(gather.opened) > shared.terms.timeout {
+            if shared.terms.clock.now().saturating_since(gather.opened) > shared.connection.patience() {
                 // The server stalls. What waited this long is not sent any more: no operation takes longer than two
-                // timeouts, and its caller knows that it did not land.
-                gather.replies.fail(&Failure::NotSent("the server did not answer what was sent before".into()));
+                // timeouts, unless the server goes on answering others; and its caller knows that it did not land.
+                gather.replies.fail(&Failure::NotSent(STALLED.into()));
             } else {
                 shared.send(&mut gather).await;
             }
@@ -677,8 +947,8 @@ fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
 /// Gives the keys of one script call their answers.
 fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
     let (value, replicated) = match settled {
-        Ok(value) => (value, true),
-        Err(Failure::Unreplicated(value)) => (*value, false),
+        Ok(value) => (value, Ok(())),
+        Err(Failure::Unreplicated(value, why)) => (*value, Err(why)),
         Err(failure) => return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone())))),
     };
     let (answers, error): (Vec<u8>, Arc<str>) = match value {
@@ -691,19 +961,42 @@ fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
         },
         // The script for one key answers with a number.
         Value::Int(done) if entries.len() == 1 => {
-            return replies.deliver(std::iter::once((entries[0].slot, answer(Value::Int(done), replicated))));
+            return replies.deliver(std::iter::once((entries[0].slot, answer(Value::Int(done), &replicated))));
         }
         _ => (Vec::new(), "".into()),
     };
     replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
         let answer = match answers.get(i) {
-            Some(b'1') => answer(Value::Int(1), replicated),
-            Some(b'0') => answer(Value::Int(0), replicated),
-            Some(b'E') => Err(Failure::Refused(Refusal { code: "".into(), message: Arc::clone(&error) })),
+            Some(b'1') => answer(Value::Int(1), &replicated),
+            Some(b'0') => answer(Value::Int(0), &replicated),
+            Some(b'E') => Err(Failure::Refused(Refusal::read(&error))),
             _ => Err(Failure::Lost),
         };
         (entry.slot, answer)
     }));
+}
+
+/// What the server said.
+fn said(error: &ServerError) -> Arc<str> {
+    format!("{} {}", error.code(), error.details().unwrap_or_default()).into()
+}
+
+/// How many bytes the record has that an answer brings.
+fn record_bytes(answer: &Answer) -> usize {
+    let value = match answer {
+        Ok(value) => value,
+        Err(Failure::Unreplicated(value, _)) => value,
+        Err(_) => return 0,
+    };
+    match value {
+        Value::BulkString(record) => record.len(),
+        // With its retention.
+        Value::Array(parts) => match parts.first() {
+            Some(Value::BulkString(record)) => record.len(),
+            _ => 0,
+        },
+        _ => 0,
+    }
 }
 
 /// The first key that a command names.

@@ -1,9 +1,10 @@
 -- Finishes many records. KEYS: records. ARGV: wake channel, then for each its new record and retention. A record is
--- replaced by that of its own attempt only: owner token and number, side by side in both, have to be the same.
+-- replaced by that of its own attempt only: owner token and number, side by side in both, have to be the same. One that
+-- has lost its expiry gets one again: nobody else can have taken it.
 -- Answers one character a key: 1 done, 0 refused, E not written for the error that comes as a second element.
 local KEYS, ARGV, pcall, sub, byte = KEYS, ARGV, redis.pcall, string.sub, string.byte
-local found, answers, failure = pcall('MGET', unpack(KEYS)), {}, nil
-if found.err then return found end
+-- Not caught: an error here is the answer to all, so that nothing is refused that was not read.
+local found, answers, failure = redis.call('MGET', unpack(KEYS)), {}, nil
 for i = 1, #KEYS do
   local record, at, answer = found[i], 2 * i, '0'
   if record and sub(record, 9, 28) == sub(ARGV[at], 9, 28) and sub(record, 1, 5) == 'idem\1' then

@@ -14,35 +14,44 @@ mod cluster;
 mod connect;
 mod connection;
 mod dispatch;
+mod limits;
+mod lines;
 mod route;
 mod sentinel;
+mod stream;
 mod wake;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
 use redis::{Cmd, Value};
+use tokio::runtime::Handle;
 
+use self::connect::Plan;
 pub use self::connect::RedisOptions;
 use self::connection::{Failure, Refusal};
-use self::dispatch::{Answer, Completion};
-use self::route::{Op, Router};
-use self::wake::Wakeups;
-use crate::clock::Instant;
+use self::dispatch::{Answer, Ask, Completion, DAMAGED, Replicas, Scripts, Terms};
+use self::limits::Limits;
+use self::lines::{Found, Line, Lines, PerProcess};
+use self::route::Op;
+use crate::clock::{Clock, Instant};
 use crate::record::format::{self, millis};
 use crate::store::forward;
 use crate::sync::lock;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State,
+    Store, StoreError, StoreErrorKind, StoreFuture, Write,
 };
 
-/// How often a reservation looks again at a record that changes under its eyes. Each time another attempt has got ahead,
-/// so this is a bound on what can't happen rather than on what may.
-const LOOKS: usize = 10_000;
+/// How often a reservation looks at a record that changes under its eyes. Each time another attempt has got ahead, which
+/// ends by itself; the limit is for servers and bugs that never let it.
+const LOOKS: u32 = 20;
+/// The pause before the fourth look; it doubles up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 /// How many leases one script renews: a bound on how long the server does nothing else.
 const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of others are remembered as held.
@@ -105,7 +114,7 @@ impl RedisStore {
 
     /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
-        self.0.heartbeats.flush().await;
+        self.0.core.heartbeats.flush().await;
     }
 
     fn shared(&self) -> &Shared {
@@ -121,19 +130,30 @@ impl fmt::Debug for RedisStore {
 
 forward! { () RedisStore => shared; }
 
+/// One handle of a store: connections that those of others do not hold up.
 struct Shared {
     this: Weak<Shared>,
-    heartbeats: Heartbeats,
-    router: Router,
-    wakeups: Wakeups,
+    core: Arc<Core>,
+    lines: Arc<Lines>,
+    /// The handle for upkeep; none if this is it.
+    upkeep: Option<OnceLock<Arc<Shared>>>,
+}
+
+/// What all handles of a store have in common.
+struct Core {
+    heartbeats: Arc<Heartbeats>,
+    plan: Plan,
+    terms: Terms,
+    replicas: Option<Replicas>,
     prefix: Box<str>,
+    limits: Arc<Limits>,
     /// Leases of other handles that are sure to hold until then: a hot key costs its duplicates one call each.
-    held: Mutex<HashMap<Owner, Instant>>,
+    held: PerProcess<Mutex<HashMap<Owner, Instant>>>,
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisStore").field("prefix", &self.prefix).finish_non_exhaustive()
+        f.debug_struct("RedisStore").field("prefix", &self.core.prefix).finish_non_exhaustive()
     }
 }
 
@@ -143,33 +163,90 @@ struct Script {
     sha: String,
 }
 
-impl Shared {
-    fn name_of(&self, key: &Key) -> String {
-        [&self.prefix, key.as_str()].concat()
+impl Core {
+    fn scripts(&self) -> &Scripts {
+        &self.terms.scripts
     }
 
     fn now(&self) -> Instant {
-        self.heartbeats.clock().now()
+        self.clock().now()
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        &*self.terms.clock
+    }
+
+    /// How long a pending record's lease is sure to hold as far as this handle knows, without asking the server.
+    ///
+    /// A lease only ever grows while its record is pending, so what was true of it stays true; and only a length of time
+    /// is carried from the server's clock to this one's.
+    fn known_to_hold(&self, owner: Owner) -> Option<Duration> {
+        let now = self.now();
+        let until = self.heartbeats.held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
+        Some(until.saturating_since(now)).filter(|left| !left.is_zero())
+    }
+
+    fn remember(&self, owner: Owner, until: Instant) {
+        let now = self.now();
+        let mut held = lock(self.held.here());
+        if held.len() >= REMEMBERED {
+            held.retain(|_, until| *until > now);
+        }
+        if held.len() < REMEMBERED {
+            held.insert(owner, until);
+        }
+    }
+}
+
+impl Shared {
+    /// The first handle of a store, with the line of the runtime that has connected it.
+    fn new(core: Arc<Core>, connected: (Handle, Line)) -> Arc<Self> {
+        let store = Self::on(core, Some(OnceLock::new()));
+        store.lines.add(connected);
+        store
+    }
+
+    fn on(core: Arc<Core>, upkeep: Option<OnceLock<Arc<Self>>>) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: Arc::default(), upkeep })
+    }
+
+    /// What the current runtime has of this store.
+    fn line(&self) -> Result<Found<'_>, StoreError> {
+        let Core { plan, terms, replicas, .. } = &*self.core;
+        self.lines.here(|| plan.line(terms, *replicas, self.upkeep.is_none())).map_err(failed)
+    }
+
+    fn name_of(&self, key: &Key) -> String {
+        [&self.core.prefix, key.as_str()].concat()
     }
 
     async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let line = self.line()?;
         let key = self.name_of(&request.key);
         let first = Record::first(request);
         let value = format::encode(&first);
         let retention = millis(first.retention(request.ttl));
-        let mut changed = None;
-        for _ in 0..LOOKS {
-            let found = match changed.take() {
-                Some(found) => found,
-                None => match self.look(&key, &value, retention, request.owner).await.map_err(failed)? {
+        // The record that was found in place of another, and what is left of its lease.
+        let mut changed: Option<(Bytes, Duration)> = None;
+        for look in 0..LOOKS {
+            if look > 2 {
+                // What was found before is old by then.
+                changed = None;
+                let pause = FIRST_PAUSE.saturating_mul(1 << (look - 3).min(16)).min(LONGEST_PAUSE);
+                self.core.clock().sleep(pause).await;
+            }
+            let (found, left) = match changed.take() {
+                Some((found, left)) => (found, Some(left)),
+                None => match Self::look(&line, &key, &value, retention, request.owner).await.map_err(failed)? {
                     Value::Nil => return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false }),
-                    Value::BulkString(found) => Bytes::from(found),
+                    Value::BulkString(found) => (Bytes::from(found), None),
                     other => return Err(unexpected(&other)),
                 },
             };
             let record = format::decode(&found).map_err(corrupt)?;
-            let pending = matches!(record.state, State::Pending { .. });
-            if pending && let Some(lapses_in) = self.known_to_hold(record.owner) {
+            let pending = record.is_pending();
+            let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
+            if pending && let Some(lapses_in) = holds.or_else(|| self.core.known_to_hold(record.owner)) {
                 match record.meet(request, lapses_in) {
                     Meeting::Answer(answer) => return Ok(answer),
                     Meeting::Replace { .. } => unreachable!("a live lease is not replaced"),
@@ -177,18 +254,20 @@ impl Shared {
             }
             // What follows if the lease has lapsed; for every other state there is no lease to ask about.
             let meeting = record.meet(request, Duration::ZERO);
-            match &meeting {
-                Meeting::Answer(answer) if !pending || !depends_on_lease(answer) => return Ok(answer.clone()),
-                _ => {}
+            if let Meeting::Answer(answer) = &meeting
+                && (!pending || left.is_some())
+            {
+                return Ok(answer.clone());
             }
-            let asked_at = self.now();
-            match (self.take(&key, &found, &record, &meeting).await?, meeting) {
+            let asked_at = self.core.now();
+            match (self.take(&line, &key, &found, &record, &meeting, request.owner).await?, meeting) {
+                (Taken::Held(_), Meeting::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
                 (Taken::Lapsed, Meeting::Answer(answer)) => return Ok(answer),
                 (Taken::Replaced, Meeting::Replace { with, takeover }) => {
                     return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
                 }
                 (Taken::Held(lapses_in), _) => {
-                    self.remember(record.owner, asked_at.saturating_add(lapses_in));
+                    self.core.remember(record.owner, asked_at.saturating_add(lapses_in));
                     return Ok(Reservation::Pending { attempt: record.attempt, lapses_in });
                 }
                 (Taken::Changed(now), _) => changed = now,
@@ -202,21 +281,29 @@ impl Shared {
     }
 
     /// Reserves a key that has no record, or reads its record.
-    async fn look(&self, key: &str, value: &[u8], ttl_ms: u64, owner: Owner) -> Answer {
+    async fn look(line: &Line, key: &str, value: &[u8], ttl_ms: u64, owner: Owner) -> Answer {
         let key = key.as_bytes();
-        match self.router.run(key, Op::Reserve { key, value, ttl_ms }).await {
+        match line.route.run(key, Op::Reserve { key, value, ttl_ms }).await {
             // That somebody else is running is no promise to anybody, so no replica has to have it. A result is one: the
             // caller is told that it is recorded, and a reservation of its own that it has it.
-            Err(Failure::Unreplicated(found)) => match *found {
+            Err(Failure::Unreplicated(found, why)) => match *found {
                 Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
-                found => Err(Failure::Unreplicated(Box::new(found))),
+                found => Err(Failure::Unreplicated(Box::new(found), why)),
             },
             answer => answer,
         }
     }
 
     /// Replaces the record that was met, if it still is the one that was met and its lease has lapsed.
-    async fn take(&self, key: &str, found: &Bytes, met: &Record, meeting: &Meeting) -> Result<Taken, StoreError> {
+    async fn take(
+        &self,
+        line: &Line,
+        key: &str,
+        found: &Bytes,
+        met: &Record,
+        meeting: &Meeting,
+        owner: Owner,
+    ) -> Result<Taken, StoreError> {
         let lease = match met.state {
             State::Pending { lease, .. } => millis(lease),
             _ => 0,
@@ -227,97 +314,71 @@ impl Shared {
             Meeting::Answer(_) => (Vec::new(), 0),
         };
         let seen = [&found[5..6], &found[8..format::HEADER_BYTES]].concat();
-        let taken = self
-            .call(&self.router.scripts().take, key, Op::Write, |command| {
-                command.arg(&seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
-                command.arg(self.wakeups.channel());
-            })
-            .await;
+        let asked = ask(&self.core.scripts().take, key, |command| {
+            command.arg(&seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
+            command.arg(&*self.core.terms.channel);
+        });
+        let taken = line.route.run(key.as_bytes(), Op::Write(asked.that_brings_a_record())).await;
         let taken = match taken {
             // As above: the lease is somebody else's.
-            Err(Failure::Unreplicated(left)) if matches!(*left, Value::Int(1..)) => *left,
+            Err(Failure::Unreplicated(taken, why)) => match *taken {
+                Value::Int(1..) if met.owner != owner => *taken,
+                Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
+                taken => return Err(failed(Failure::Unreplicated(Box::new(taken), why))),
+            },
             taken => taken.map_err(failed)?,
         };
         match taken {
             Value::Int(-2) => Ok(Taken::Replaced),
             Value::Int(-1) => Ok(Taken::Changed(None)),
-            Value::BulkString(record) => Ok(Taken::Changed(Some(Bytes::from(record)))),
             Value::Int(0) => Ok(Taken::Lapsed),
             Value::Int(left) => Ok(Taken::Held(Duration::from_millis(left.unsigned_abs()))),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// How long a pending record's lease is sure to hold as far as this handle knows, without asking the server.
-    ///
-    /// A lease only ever grows while its record is pending, so what was true of it stays true; and only a length of time
-    /// is carried from the server's clock to this one's.
-    fn known_to_hold(&self, owner: Owner) -> Option<Duration> {
-        let now = self.now();
-        let until = self.heartbeats.held_until(owner).or_else(|| lock(&self.held).get(&owner).copied())?;
-        Some(until.saturating_since(now)).filter(|left| !left.is_zero())
-    }
-
-    fn remember(&self, owner: Owner, until: Instant) {
-        let now = self.now();
-        let mut held = lock(&self.held);
-        if held.len() >= REMEMBERED {
-            held.retain(|_, until| *until > now);
-        }
-        if held.len() < REMEMBERED {
-            held.insert(owner, until);
-        }
-    }
-
-    async fn renew_some(&self, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
-        let script = &self.router.scripts().renew;
-        let renewed = self
-            .call_many(script, leases.iter().map(|lease| self.name_of(&lease.key)), Op::Write, |command| {
-                for lease in leases {
-                    let attempt = [&lease.owner.as_bytes()[..], &lease.attempt.to_be_bytes()].concat();
-                    command.arg(attempt).arg(millis(lease.lease.saturating_add(lease.ttl)));
+            Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
+                Ok([Value::BulkString(record), Value::Int(left)]) => {
+                    let left = Duration::from_millis(u64::try_from(left).unwrap_or_default());
+                    Ok(Taken::Changed(Some((Bytes::from(record), left))))
                 }
-            })
-            .await
-            .map_err(failed)?;
-        match renewed {
-            Value::BulkString(answers) if answers.len() == leases.len() => Ok(answers
-                .into_iter()
-                .map(|answer| if answer == b'1' { Write::Done } else { Write::Refused })
-                .collect()),
+                other => Err(unexpected(&Value::Array(other.map_or_else(|parts| parts, Vec::from)))),
+            },
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Calls a script on one key.
-    async fn call(&self, script: &Script, key: &str, op: fn(Cmd) -> Op<'static>, args: impl Fn(&mut Cmd)) -> Answer {
-        self.call_many(script, std::iter::once(key), op, args).await
-    }
-
-    async fn call_many<K: AsRef<str>>(
+    /// Renews what is in one call of the script.
+    async fn renew_some(
         &self,
-        script: &Script,
-        keys: impl ExactSizeIterator<Item = K> + Clone,
-        op: fn(Cmd) -> Op<'static>,
-        args: impl Fn(&mut Cmd),
-    ) -> Answer {
-        let Some(first) = keys.clone().next() else { return Err(Failure::Lost) };
-        let first = first.as_ref().as_bytes();
-        let command = |name: &str, script: &str| {
-            let mut command = Cmd::new();
-            command.arg(name).arg(script).arg(keys.len());
-            keys.clone().for_each(|key| {
-                command.arg(key.as_ref());
-            });
-            args(&mut command);
-            op(command)
+        line: &Line,
+        leases: &[Lease],
+        mut answer: impl FnMut(usize, Write),
+    ) -> Result<(), StoreError> {
+        let names: Vec<String> = leases.iter().map(|lease| self.name_of(&lease.key)).collect();
+        let Some(first) = names.first() else { return Ok(()) };
+        let ask = Ask::script(&self.core.scripts().renew, names.iter(), |command| {
+            for lease in leases {
+                let attempt = [&lease.owner.as_bytes()[..], &lease.attempt.to_be_bytes()].concat();
+                command.arg(attempt).arg(millis(lease.lease.saturating_add(lease.ttl)));
+            }
+        });
+        let renewed = line.route.run(first.as_bytes(), Op::Renew(ask)).await.map_err(failed)?;
+        let answers = match renewed {
+            Value::BulkString(answers) if answers.len() == leases.len() => answers,
+            other => return Err(unexpected(&other)),
         };
-        match self.router.run(first, command("EVALSHA", &script.sha)).await {
-            // Restarted, failed over or flushed: nothing was written, and EVAL loads the script again.
-            Err(failure) if failure.is_unknown_script() => self.router.run(first, command("EVAL", script.source)).await,
-            answer => answer,
+        let mut result = Ok(());
+        for (at, byte) in answers.into_iter().enumerate() {
+            match byte {
+                b'1' => answer(at, Write::Done),
+                b'0' => answer(at, Write::Refused),
+                _ => result = Err(damaged()),
+            }
         }
+        result
     }
+}
+
+/// Calls a script on one key.
+fn ask(script: &Script, key: &str, args: impl FnOnce(&mut Cmd)) -> Ask {
+    Ask::script(script, std::iter::once(key), args)
 }
 
 /// Whether `answer` would be another one if the lease of the record still held.
@@ -334,11 +395,17 @@ fn is_of_another(found: &[u8], owner: Owner) -> bool {
     }
 }
 
+/// Whether the record that was found in place of another, and the time that is left of its lease, are somebody else's.
+fn is_held_by_another(found: &[Value], owner: Owner) -> bool {
+    matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
+}
+
 #[derive(Debug)]
 enum Taken {
     Replaced,
     Lapsed,
-    Changed(Option<Bytes>),
+    /// There is another record now, with what is left of its lease, or none.
+    Changed(Option<(Bytes, Duration)>),
     Held(Duration),
 }
 
@@ -359,72 +426,101 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        match &self.upkeep {
+            Some(upkeep) => Arc::<Self>::clone(upkeep.get_or_init(|| Self::on(Arc::clone(&self.core), None))),
+            None => self.handle(),
+        }
+    }
+
+    fn namespace(&self) -> &str {
+        &self.core.prefix
+    }
+
+    fn response_timeout(&self) -> Duration {
+        let timeout = self.core.terms.timeout;
+        self.core.replicas.map_or(timeout, |replicas| replicas.exchange(timeout))
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+        &self.core.heartbeats
     }
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
-            // Sent together and answered together: one exchange (with each node), in calls that are short for the server.
-            let at_once = if self.router.one_key() { 1 } else { RENEWED_AT_ONCE };
-            let mut calls: Vec<_> = leases.chunks(at_once).map(|some| Box::pin(self.renew_some(some))).collect();
-            let mut answers = Vec::with_capacity(leases.len());
-            for renewed in crate::clock::all(&mut calls).await {
-                answers.extend(renewed?);
-            }
-            Ok(answers)
+            let line = self.line()?;
+            let line = &*line;
+            // Sent together and each answered as its answer comes: one exchange (with each node), in calls that are short
+            // for the server.
+            let at_once = if self.core.terms.one_key { 1 } else { RENEWED_AT_ONCE };
+            let mut calls: Vec<_> = leases
+                .chunks(at_once)
+                .enumerate()
+                .map(|(chunk, some)| {
+                    Box::pin(self.renew_some(line, some, move |at, write| answer(chunk * at_once + at, write)))
+                })
+                .collect();
+            crate::clock::all(&mut calls).await.into_iter().collect()
         })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
+            let line = self.line()?;
+            let (limits, clock) = (&self.core.limits, self.core.clock());
             let key = self.name_of(&lease.key);
             let value = format::encode(&Record::after(lease, finish.state()));
+            limits.check(value.len(), clock)?;
             let completion = Completion { key: key.as_bytes(), value: &value, ttl_ms: millis(lease.ttl) };
-            written(&self.router.run(key.as_bytes(), Op::Finish(completion)).await.map_err(failed)?)
+            let answer = line.route.run(key.as_bytes(), Op::Finish(completion)).await;
+            written(&limits.learn(value.len(), answer, clock)?)
         })
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
+            let line = self.line()?;
             let (state, refund) = match release {
                 Release::Returned => ("R", 0),
                 Release::NotStarted => ("R", 1),
                 Release::Interrupted => ("I", 0),
             };
-            let script = &self.router.scripts().release;
-            let released = self
-                .call(script, &self.name_of(&lease.key), Op::Write, |command| {
-                    command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
-                    command.arg(self.wakeups.channel());
-                })
-                .await;
+            let key = self.name_of(&lease.key);
+            let asked = ask(&self.core.scripts().release, &key, |command| {
+                command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
+                command.arg(&*self.core.terms.channel);
+            });
+            let released = line.route.run(key.as_bytes(), Op::Write(asked.that_is_kept())).await;
             written(&released.map_err(failed)?)
         })
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
+            let line = self.line()?;
             let name = self.name_of(key);
             let mark = async {
-                let script = &self.router.scripts().watch;
-                let pending = self.call(script, &name, Op::Read, |command| {
+                let asked = ask(&self.core.scripts().watch, &name, |command| {
                     command.arg(&attempt.to_be_bytes()[..]);
                 });
-                Ok(written(&pending.await.map_err(failed)?)? == Write::Done)
+                let pending = line.route.run(name.as_bytes(), Op::Read(asked)).await;
+                Ok(written(&pending.map_err(failed)?)? == Write::Done)
             };
-            self.wakeups.wait(&name, at_most, self.heartbeats.clock(), mark).await
+            line.wakeups.wait(&name, at_most, self.core.clock(), mark).await
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let script = &self.router.scripts().inspect;
-            let found = self.call(script, &self.name_of(key), Op::Read, |_| {}).await.map_err(failed)?;
+            let line = self.line()?;
+            let name = self.name_of(key);
+            let asked = ask(&self.core.scripts().inspect, &name, |_| {});
+            let found = line.route.run(name.as_bytes(), Op::Read(asked.that_brings_a_record())).await;
+            let found = found.map_err(failed)?;
             let Value::Array(parts) = found else { return Err(unexpected(&found)) };
             let [value, Value::Int(left)] = &parts[..] else { return Err(unexpected(&Value::Array(parts))) };
             let value = match value {
@@ -433,8 +529,10 @@ impl Store for Shared {
                 other => return Err(unexpected(other)),
             };
             let record = format::decode(&value).map_err(corrupt)?;
-            let expires_in = Duration::from_millis(u64::try_from(*left).unwrap_or_default());
+            // Negative, if it has no expiry: a record without a lease is then kept for ever.
+            let expires_in = u64::try_from(*left).map_or(Duration::MAX, Duration::from_millis);
             let lapses_in = match record.state {
+                State::Pending { .. } if *left < 0 => return Err(damaged()),
                 State::Pending { ttl, .. } => Some(expires_in.saturating_sub(ttl)),
                 _ => None,
             };
@@ -444,12 +542,12 @@ impl Store for Shared {
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
-            let script = &self.router.scripts().reopen;
-            let reopened = self
-                .call(script, &self.name_of(key), Op::Write, |command| {
-                    command.arg(&attempt.to_be_bytes()[..]).arg(self.wakeups.channel());
-                })
-                .await;
+            let line = self.line()?;
+            let name = self.name_of(key);
+            let asked = ask(&self.core.scripts().reopen, &name, |command| {
+                command.arg(&attempt.to_be_bytes()[..]).arg(&*self.core.terms.channel);
+            });
+            let reopened = line.route.run(name.as_bytes(), Op::Write(asked)).await;
             written(&reopened.map_err(failed)?)
         })
     }
@@ -471,27 +569,65 @@ fn unexpected(value: &Value) -> StoreError {
     StoreError::new(StoreErrorKind::Unknown, format!("the server answered {kind} where that makes no sense"))
 }
 
+/// A pending record without an expiry: somebody took it away, or restored the record without one.
+fn damaged() -> StoreError {
+    StoreError::new(
+        StoreErrorKind::Corrupt,
+        "the record is pending and has lost its expiry, so nobody can tell whether its lease holds; it is left alone: \
+         delete the key once no handler is running for it",
+    )
+}
+
+fn too_large(bytes: usize, most: usize) -> StoreError {
+    let message = format!("the server takes values of {most} bytes at most, and this one has {bytes}");
+    StoreError::new(StoreErrorKind::TooLarge, message)
+}
+
 fn failed(failure: Failure) -> StoreError {
     match failure {
         // A script can't be half done: it looks at everything before its first write.
-        Failure::Refused(Refusal { code, message }) => match &*code {
-            "WRONGTYPE" => StoreError::new(StoreErrorKind::Corrupt, format!("the server refused: {code} {message}")),
-            "NOAUTH" | "WRONGPASS" | "NOPERM" => {
-                let message = format!("the server refused the login or what it may do: {code} {message}");
-                StoreError::new(StoreErrorKind::Misconfigured, message)
-            }
-            _ => StoreError::new(StoreErrorKind::Unavailable, format!("the server refused: {code} {message}")),
-        },
+        Failure::Refused(refusal) => refused(&refusal),
         Failure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
+        }
+        Failure::Unusable(reason) => {
+            StoreError::new(StoreErrorKind::Misconfigured, format!("the server can't be reached: {reason}"))
         }
         Failure::Broken(error) => {
             StoreError::new(StoreErrorKind::Unknown, "the connection broke before the answer came").with_source(error)
         }
         Failure::TimedOut => StoreError::new(StoreErrorKind::Unknown, "the server did not answer in time"),
         Failure::Lost => StoreError::new(StoreErrorKind::Unknown, "the answer got lost on its way"),
-        Failure::Unreplicated(_) => {
-            StoreError::new(StoreErrorKind::Unknown, "fewer replicas than `min_replicas` confirmed it in time")
+        Failure::Unreplicated(_, why) => {
+            let why = why.map_or_else(|| "it in time".to_owned(), |said| format!("it: the server refused: {said}"));
+            let message = format!("fewer replicas than `min_replicas` confirmed {why}");
+            StoreError::new(StoreErrorKind::Unknown, message)
         }
     }
 }
+
+fn refused(Refusal { code, message }: &Refusal) -> StoreError {
+    let (kind, what) = match &**code {
+        DAMAGED => return damaged(),
+        "WRONGTYPE" => (StoreErrorKind::Corrupt, "the server refused"),
+        "OOM" => (StoreErrorKind::Full, "the server is full"),
+        "NOAUTH" | "WRONGPASS" | "NOPERM" => {
+            (StoreErrorKind::Misconfigured, "the server refused the login or what it may do")
+        }
+        // What a script may not do has no code of its own.
+        "ERR" if FORBIDDEN.iter().any(|words| message.contains(words)) => {
+            (StoreErrorKind::Misconfigured, "the server does not allow what the store has to do")
+        }
+        _ => (StoreErrorKind::Unavailable, "the server refused"),
+    };
+    StoreError::new(kind, format!("{what}: {code} {message}"))
+}
+
+/// How servers say in a script that the login lacks a right, or that there is no such command: it may have been renamed.
+const FORBIDDEN: [&str; 5] = [
+    "The user executing the script can't",
+    "ACL failure in script",
+    "ACL permissions",
+    "unknown command",
+    "Unknown Redis command",
+];

@@ -1,11 +1,12 @@
 -- Ends an attempt without a result. KEYS: record. ARGV: owner token, new state, starts to refund, retention, wake channel.
 -- Answers 1 done, 0 refused.
-local record = redis.pcall('GET', KEYS[1])
-if type(record) ~= 'string' or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
+local record = redis.call('GET', KEYS[1])
+if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if string.sub(record, 9, 24) ~= ARGV[1] then return 0 end
 local state = string.sub(record, 6, 6)
 if state == 'R' or state == 'I' then return 1 end
 if state ~= 'P' then return 0 end
+if redis.call('PTTL', KEYS[1]) == -1 then return redis.error_reply('DAMAGED no expiry') end
 local flags = string.byte(record, 7)
 local fingerprint = ''
 if bit.band(flags, 4) ~= 0 then fingerprint = string.sub(record, 33, 64) end

@@ -1,13 +1,14 @@
 //! Which server an operation goes to.
 
+#[cfg(feature = "redis-cluster")]
 use std::sync::Arc;
-
-use redis::Cmd;
+use std::time::Duration;
 
 #[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
 use super::connection::{Background, Connection};
-use super::dispatch::{Answer, Completion, Dispatch, Replicas, Scripts, Terms};
+use super::dispatch::{Answer, Ask, Completion, Dispatch, Replicas, Terms};
+use super::limits::SURE;
 
 /// One server, by the connections that a store has to it.
 pub(super) struct Node {
@@ -15,6 +16,10 @@ pub(super) struct Node {
     plain: Dispatch,
     /// For what replicas have to confirm. A connection of its own: `WAIT` holds up whatever comes behind it.
     confirmed: Option<Dispatch>,
+    /// For renewals, if they have a connection of their own.
+    renewing: Option<Dispatch>,
+    /// For results that a server may refuse by closing the connection, and that take long on a slow line.
+    large: Dispatch,
 }
 
 /// An operation, for one key.
@@ -26,21 +31,36 @@ pub(super) enum Op<'a> {
         ttl_ms: u64,
     },
     Finish(Completion<'a>),
-    /// A command that decides something.
-    Write(Cmd),
+    /// A command that renews leases.
+    Renew(Ask),
+    /// Another command that decides something.
+    Write(Ask),
     /// A command whose answer may get lost with the server.
-    Read(Cmd),
+    Read(Ask),
 }
 
 impl Node {
-    pub(super) fn new(plain: Connection, confirmed: Option<(Connection, Replicas)>, terms: &Terms) -> Self {
+    /// A node by the connections that `connect` makes, each when it is first needed; `plain` is there already if it is
+    /// given. Those for upkeep renew leases by a connection of their own, which no result that is written late holds up.
+    pub(super) fn new(
+        plain: Option<Connection>,
+        connect: impl Fn(Duration) -> Connection,
+        replicas: Option<Replicas>,
+        terms: &Terms,
+        for_upkeep: bool,
+    ) -> Self {
+        // What is ahead of an exchange on its connection may have its own wait.
+        let confirmed = |replicas: Replicas| {
+            let terms = Terms { timeout: replicas.exchange(terms.timeout), ..terms.clone() };
+            Dispatch::new(connect(terms.timeout), terms, Some(replicas))
+        };
+        let unconfirmed = |connection| Dispatch::new(connection, terms.clone(), None);
+        let writing = || replicas.map_or_else(|| unconfirmed(connect(terms.timeout)), confirmed);
         Self {
-            plain: Dispatch::new(plain, terms.clone(), None),
-            confirmed: confirmed.map(|(connection, replicas)| {
-                // What is ahead of an exchange on its connection may have its own wait.
-                let timeout = replicas.exchange(terms.timeout);
-                Dispatch::new(connection, Terms { timeout, ..terms.clone() }, Some(replicas))
-            }),
+            plain: unconfirmed(plain.unwrap_or_else(|| connect(terms.timeout))),
+            confirmed: replicas.map(confirmed),
+            renewing: for_upkeep.then(writing),
+            large: writing(),
         }
     }
 
@@ -53,12 +73,21 @@ impl Node {
         self.confirmed.as_ref().unwrap_or(&self.plain)
     }
 
+    fn finishing(&self, completion: &Completion<'_>) -> &Dispatch {
+        if completion.value.len() < SURE { self.writing() } else { &self.large }
+    }
+
+    fn renewing(&self) -> &Dispatch {
+        self.renewing.as_ref().unwrap_or_else(|| self.writing())
+    }
+
     pub(super) async fn run(&self, op: Op<'_>) -> Answer {
         match op {
             Op::Reserve { key, value, ttl_ms } => self.writing().reserve(key, value, ttl_ms).await,
-            Op::Finish(completion) => self.writing().finish(&completion).await,
-            Op::Write(command) => self.writing().command(command).await,
-            Op::Read(command) => self.plain.command(command).await,
+            Op::Finish(completion) => self.finishing(&completion).finish(&completion).await,
+            Op::Renew(ask) => self.renewing().command(ask).await,
+            Op::Write(ask) => self.writing().command(ask).await,
+            Op::Read(ask) => self.plain.command(ask).await,
         }
     }
 
@@ -67,14 +96,15 @@ impl Node {
     pub(super) async fn run_asking(&self, op: Op<'_>) -> Answer {
         match op {
             Op::Reserve { key, value, ttl_ms } => self.writing().reserve_asking(key, value, ttl_ms).await,
-            Op::Finish(completion) => self.writing().finish_asking(&completion).await,
-            Op::Write(command) => self.writing().command_asking(command).await,
-            Op::Read(command) => self.plain.command_asking(command).await,
+            Op::Finish(completion) => self.finishing(&completion).finish_asking(&completion).await,
+            Op::Renew(ask) => self.renewing().command_asking(ask).await,
+            Op::Write(ask) => self.writing().command_asking(ask).await,
+            Op::Read(ask) => self.plain.command_asking(ask).await,
         }
     }
 }
 
-/// The servers of a store.
+/// How operations get to the servers of a store.
 pub(super) enum Route {
     /// One server, and what keeps looking where it is.
     One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<Background>),
@@ -82,34 +112,14 @@ pub(super) enum Route {
     Cluster(Arc<Cluster>),
 }
 
-/// How operations get to their servers.
-pub(super) struct Router {
-    route: Route,
-    scripts: Arc<Scripts>,
-    one_key: bool,
-}
-
-impl Router {
-    pub(super) fn new(route: Route, terms: Terms) -> Self {
-        Self { route, scripts: terms.scripts, one_key: terms.one_key }
-    }
-
-    pub(super) fn scripts(&self) -> &Scripts {
-        &self.scripts
-    }
-
-    /// Whether a command may name one key only.
-    pub(super) fn one_key(&self) -> bool {
-        self.one_key
-    }
-
+impl Route {
     /// Runs `op`, whose key is `key`.
     #[cfg_attr(not(feature = "redis-cluster"), expect(unused_variables, reason = "one server has all keys"))]
     pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
-        match &self.route {
-            Route::One(node, _) => node.run(op).await,
+        match self {
+            Self::One(node, _) => node.run(op).await,
             #[cfg(feature = "redis-cluster")]
-            Route::Cluster(cluster) => cluster.run(key, op).await,
+            Self::Cluster(cluster) => cluster.run(key, op).await,
         }
     }
 }

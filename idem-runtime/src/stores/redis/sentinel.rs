@@ -50,30 +50,27 @@ struct Primary {
 }
 
 impl Sentinels {
+    /// The sentinels of the primary that is called `name`; one at least.
     pub(super) fn new(
-        sentinels: Vec<Client>,
+        sentinels: &[Client],
         name: String,
         template: ConnectionInfo,
         clock: &Arc<dyn Clock>,
         timeout: Duration,
-    ) -> Result<Self, RedisError> {
-        if sentinels.is_empty() {
-            return Err((ErrorKind::EmptySentinelList, "no sentinel is named").into());
-        }
-        let connect = |client: Client| {
-            let connection =
-                Connection::ours(Place::At(Box::new(client.clone())), Arc::clone(clock), timeout.min(PATIENCE))?;
-            Ok::<_, RedisError>((client, connection))
+    ) -> Self {
+        let connect = |client: &Client| {
+            let place = Place::At(Box::new(client.clone()));
+            (client.clone(), Connection::ours(place, Arc::clone(clock), timeout.min(PATIENCE)))
         };
-        Ok(Self {
+        Self {
             name,
             template,
-            each: sentinels.into_iter().map(connect).collect::<Result<_, _>>()?,
+            each: sentinels.iter().map(connect).collect(),
             clock: Arc::clone(clock),
             known: Mutex::default(),
             version: watch::channel(0).0,
             announced: Notify::new(),
-        })
+        }
     }
 
     /// Counts the primaries that were found.
@@ -227,7 +224,7 @@ mod tests {
         let client = Client::open("redis://localhost").unwrap();
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
         let template = client.get_connection_info().clone();
-        let sentinels = Sentinels::new(vec![client], "name".to_owned(), template, &clock, PATIENCE).unwrap();
+        let sentinels = Sentinels::new(&[client], "name".to_owned(), template, &clock, PATIENCE);
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(1, 3), 1));
         assert_eq!(sentinels.learn(&primary(1, 3), true), (primary(1, 3), 1), "nothing has changed");
         assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));

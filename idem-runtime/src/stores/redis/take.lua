@@ -1,15 +1,27 @@
 -- Replaces the record that was met by a new pending one, or tells how long its lease still holds.
 -- KEYS: record. ARGV: what was met (state, then bytes 9 to 32), its lease and retention, new record ('' to only ask), its
 -- retention, wake channel. Milliseconds throughout.
--- Answers the milliseconds that are left, 0 lapsed and left alone, -2 replaced; or the record that is there now, if it is
--- not the one that was met, -1 if there is none.
-local record = redis.pcall('GET', KEYS[1])
-if type(record) ~= 'string' then return -1 end
-local state = string.sub(record, 6, 6)
-if string.sub(record, 1, 5) ~= 'idem\1' or state .. string.sub(record, 9, 32) ~= ARGV[1] then return record end
-if state == 'P' then
+-- Answers the milliseconds that are left, 0 lapsed and left alone, -2 replaced, -1 there is none; or, if it is not the one
+-- that was met, the record that is there now and the milliseconds that are left of its lease, if it is pending.
+local record = redis.call('GET', KEYS[1])
+if not record then return -1 end
+local ours, pending = string.sub(record, 1, 5) == 'idem\1', string.sub(record, 6, 6) == 'P'
+local retention
+if ours and pending then
+  retention = redis.call('PTTL', KEYS[1])
+  if retention == -1 then return redis.error_reply('DAMAGED no expiry') end
+end
+if not ours or string.sub(record, 6, 6) .. string.sub(record, 9, 32) ~= ARGV[1] then
+  local left = 0
+  if retention then
+    local fingerprint = bit.band(string.byte(record, 7), 4) * 8
+    if #record >= 48 + fingerprint then left = math.max(0, retention - struct.unpack('>I8', record, 41 + fingerprint)) end
+  end
+  return { record, left }
+end
+if pending then
   -- Every renewal sets the whole retention anew, so what has passed of it is the age of the lease.
-  local left = tonumber(ARGV[2]) - (tonumber(ARGV[3]) - redis.call('PTTL', KEYS[1]))
+  local left = tonumber(ARGV[2]) - (tonumber(ARGV[3]) - retention)
   if left > 0 then return left end
 end
 if ARGV[4] == '' then return 0 end

@@ -25,8 +25,9 @@ const POLL: Duration = Duration::from_millis(50);
 const SAFETY_POLL: Duration = Duration::from_secs(2);
 /// How long it may take to subscribe: a server that hangs is asked again, or another one.
 const SUBSCRIBE: Duration = Duration::from_secs(5);
-/// The pause before a subscription that broke is made again.
+/// The pause before a subscription that broke is made again; it doubles while none can be made, up to the longest.
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Where publications can be heard.
 #[derive(Clone)]
@@ -65,7 +66,7 @@ impl Source {
     }
 }
 
-/// The waiters of one store handle and the subscription that wakes them.
+/// The waiters of one runtime and the subscription that wakes them.
 pub(super) struct Wakeups {
     source: Option<Source>,
     channel: String,
@@ -92,11 +93,6 @@ impl Wakeups {
 
     pub(super) fn on(self, channel: String) -> Self {
         Self { channel, ..self }
-    }
-
-    /// Where the ends of attempts are published.
-    pub(super) fn channel(&self) -> &str {
-        &self.channel
     }
 
     /// Waits until `key` is published, at most `at_most`. `mark` marks the record and says whether there is something
@@ -136,6 +132,7 @@ impl Wakeups {
 /// Hands publications on to the waiters, over a connection of its own that is made anew whenever it breaks.
 async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
+    let mut pause = RESUBSCRIBE;
     loop {
         let subscribed = async {
             let (client, version) = source.client().await?;
@@ -155,7 +152,10 @@ async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: wa
             live.send_replace(false);
             // Whatever was published meanwhile is lost: everybody asks again.
             waiting.wake_all();
+            pause = RESUBSCRIBE;
+        } else {
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
-        clock.sleep(RESUBSCRIBE).await;
+        clock.sleep(pause).await;
     }
 }

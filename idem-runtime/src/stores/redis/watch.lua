@@ -1,7 +1,7 @@
 -- Asks whatever ends an attempt to wake its waiters. KEYS: record. ARGV: attempt (4 bytes).
 -- Answers 1 if the attempt is pending, 0 if there is nothing to wait for.
-local record = redis.pcall('GETRANGE', KEYS[1], 0, 31)
-if type(record) ~= 'string' or string.sub(record, 1, 6) ~= 'idem\1P' then return 0 end
+local record = redis.call('GETRANGE', KEYS[1], 0, 31)
+if string.sub(record, 1, 6) ~= 'idem\1P' then return 0 end
 if string.sub(record, 25, 28) ~= ARGV[1] then return 0 end
 local flags = string.byte(record, 7)
 -- Keeps the retention, and with it the age of the lease.

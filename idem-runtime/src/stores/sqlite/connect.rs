@@ -1,21 +1,31 @@
 //! Settings, opening a file, and what SQLite's errors mean.
 
+use std::cell::Cell;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rusqlite::ffi::ErrorCode;
+use rusqlite::ffi::{self, ErrorCode};
 use rusqlite::{Connection, OpenFlags};
 
-use super::table::{self, Form, Trouble};
+use super::table::{self, Form, Texts, Trouble};
 use super::{SqliteStore, threads};
 use crate::clock::{Clock, Instant, SystemClock};
-use crate::{StoreError, StoreErrorKind};
+use crate::{Finish, StoreError, StoreErrorKind};
 
 /// The pauses between two tries to get a lock that another process holds: about as long as a transaction.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(2);
+/// What a file without records takes: the pages of the schema, of the table and of its indexes.
+const EMPTY_FILE: u64 = 4 * 4096;
+/// Pages of a bounded file that are kept for clean-up.
+const RESERVED_PAGES: i64 = 8;
+/// Pages in the WAL from which on a renewal or a late write copies them into the file: others do so from 1000 on, so that
+/// no renewal takes so long unless nobody else writes.
+const UPKEEP_CHECKPOINT: u32 = 4000;
+/// Statements that a connection keeps.
+const STATEMENTS: usize = 32;
 
 /// What a commit waits for, which is what a loss of power can take back. The death of a process takes nothing back, and
 /// nothing damages the file.
@@ -57,6 +67,7 @@ pub struct SqliteOptions {
     pub(super) response_timeout: Duration,
     pub(super) queue_capacity: usize,
     pub(super) max_bytes: Option<u64>,
+    pub(super) namespace: String,
 }
 
 impl Default for SqliteOptions {
@@ -68,6 +79,7 @@ impl Default for SqliteOptions {
             response_timeout: Duration::from_secs(10),
             queue_capacity: 16_384,
             max_bytes: None,
+            namespace: String::new(),
         }
     }
 }
@@ -80,15 +92,25 @@ impl SqliteOptions {
         Self { table: table.into(), ..self }
     }
 
+    /// What tells this application's operations from those of others, for the keys that handlers hand on (default: empty).
+    ///
+    /// It enters [`Attempt::child_key`](crate::Attempt::child_key): two applications with the same scopes and keys, in files
+    /// or tables of their own, then never give the same child key to a third party. The records don't depend on it.
+    #[must_use]
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
+    }
+
     /// What a commit waits for; [`Synchronous::Full`] where nothing is said. It holds for this handle only: every process
-    /// that opens the file chooses for its own commits.
+    /// that opens the file chooses for its own commits. The renewal of a lease never waits for the disk: a loss of power
+    /// ends the attempt as well.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
         Self { synchronous, ..self }
     }
 
-    /// How long to wait for a lock that another process or handle holds on the file; 5 s where nothing is said. After it
-    /// the call fails, and nothing was written.
+    /// How long a call waits for a lock that another process or handle holds on the file; 5 s where nothing is said. After
+    /// it the call fails, and nothing was written. Renewals and late writes wait for as long as they make sense.
     #[must_use]
     pub fn busy_timeout(self, busy_timeout: Duration) -> Self {
         Self { busy_timeout, ..self }
@@ -108,7 +130,8 @@ impl SqliteOptions {
     }
 
     /// How large the file may become, with everything else that is in it; the disk is the limit where nothing is said.
-    /// A full store refuses what needs more room, with [`StoreErrorKind::Full`]; it forgets nothing early.
+    /// A full store refuses what needs more room, with [`StoreErrorKind::Full`]; it forgets nothing early. An attempt that
+    /// has begun can always be ended without a result: that takes no room.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes: Some(max_bytes), ..self }
@@ -131,16 +154,46 @@ pub(super) struct Database {
     pub(super) path: PathBuf,
     pub(super) options: SqliteOptions,
     pub(super) clock: Arc<SystemClock>,
+    pub(super) texts: Texts,
 }
 
 /// A connection, and which file it is connected to.
 pub(super) struct Connected {
     pub(super) connection: Connection,
     file: FileId,
+    synchronous: Cell<Synchronous>,
+}
+
+impl Connected {
+    /// Chooses what the next commits wait for.
+    pub(super) fn wait_for_disk(&self, synchronous: Synchronous) -> rusqlite::Result<()> {
+        if self.synchronous.get() != synchronous {
+            self.connection.execute_batch(synchronous.pragma())?;
+            self.synchronous.set(synchronous);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Connected {
+    /// What SQLite says it waits for.
+    pub(super) fn synchronous(&self) -> i64 {
+        self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0)).unwrap()
+    }
+}
+
+impl Synchronous {
+    fn pragma(self) -> &'static str {
+        match self {
+            Self::Full => "PRAGMA synchronous = FULL",
+            Self::Normal => "PRAGMA synchronous = NORMAL",
+        }
+    }
 }
 
 impl Database {
-    fn new(path: &Path, options: SqliteOptions, clock: Arc<SystemClock>) -> Result<Self, StoreError> {
+    pub(super) fn new(path: &Path, options: SqliteOptions, clock: Arc<SystemClock>) -> Result<Self, StoreError> {
         table::check_name(&options.table).map_err(misconfigured)?;
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
@@ -148,7 +201,8 @@ impl Database {
         // Absolute, so that a change of the working directory changes nothing, and `file:` is no URI.
         let path = std::path::absolute(path)
             .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
-        Ok(Self { path, options, clock })
+        let texts = Texts::of(&options.table);
+        Ok(Self { path, options, clock, texts })
     }
 
     /// Connects, and makes the file and the table if they are not there.
@@ -165,6 +219,20 @@ impl Database {
             Failure::Refused(error) => error,
             Failure::Sqlite(error) => not_written(&error),
         })
+    }
+
+    /// Whether a file of the largest size could hold the result, if nothing else were in it.
+    pub(super) fn holds(&self, finish: &Finish) -> bool {
+        let bytes = u64::try_from(finish.payload().stored_bytes()).unwrap_or(u64::MAX);
+        self.options.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
+    }
+
+    /// Connects for renewals and late writes.
+    pub(super) fn reconnect_for_upkeep(&self) -> Result<Connected, StoreError> {
+        let connected = self.reconnect()?;
+        let pragma = format!("PRAGMA wal_autocheckpoint = {UPKEEP_CHECKPOINT}");
+        let set = connected.connection.query_row(&pragma, [], |_| Ok(()));
+        set.map(|()| connected).map_err(|error| not_written(&error))
     }
 
     fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
@@ -186,21 +254,21 @@ impl Database {
             let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
         }
-        let synchronous = match self.options.synchronous {
-            Synchronous::Full => "FULL",
-            Synchronous::Normal => "NORMAL",
-        };
+        let synchronous = self.options.synchronous;
         // `fullfsync` is for macOS, where a plain fsync leaves the data in the disk's own cache.
-        connection.execute_batch(&format!("PRAGMA synchronous = {synchronous}; PRAGMA fullfsync = ON;"))?;
-        self.patiently(|| self.limit_size(&connection))?;
+        connection.execute_batch(&format!("{}; PRAGMA fullfsync = ON;", synchronous.pragma()))?;
+        connection.set_prepared_statement_cache_capacity(STATEMENTS);
+        self.patiently(|| self.limit_size(&connection, false))?;
         self.check_table(&connection, may_create)?;
-        Ok(Connected { connection, file })
+        Ok(Connected { connection, file, synchronous: Cell::new(synchronous) })
     }
 
-    fn limit_size(&self, connection: &Connection) -> rusqlite::Result<()> {
+    /// Bounds the file. The last pages are for clean-up: to remove a row may take one, before others are free.
+    pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
         let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
         let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
+        let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
         // SQLite bounds it by what is there already and by what it can do.
         connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
     }
@@ -302,6 +370,15 @@ fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
     error.sqlite_error_code()
 }
 
+fn extended(error: &rusqlite::Error) -> Option<i32> {
+    error.sqlite_error().map(|error| error.extended_code)
+}
+
+/// What SQLite says while another connection holds the lock.
+pub(super) fn busy() -> rusqlite::Error {
+    rusqlite::Error::SqliteFailure(ffi::Error::new(ffi::SQLITE_BUSY), None)
+}
+
 pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
@@ -328,6 +405,10 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
             (Unavailable, "another process holds the lock on the file")
         }
         Some(ErrorCode::DiskFull) => (Full, "the disk, or the file as far as it may grow, is full"),
+        // The file was removed or replaced; the next call looks what is there.
+        Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
+            (Unavailable, "the file was moved away")
+        }
         Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied | ErrorCode::AuthorizationForStatementDenied) => {
             (Misconfigured, "the file can't be written")
         }
@@ -359,7 +440,7 @@ pub(super) fn failed(trouble: &Trouble) -> StoreError {
         Trouble::Sqlite(error) => not_written(error),
         Trouble::Format(error) => StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(*error),
         Trouble::TooLarge(bytes) => {
-            StoreError::new(StoreErrorKind::TooLarge, format!("SQLite can't hold a result of {bytes} bytes"))
+            StoreError::new(StoreErrorKind::TooLarge, format!("the file can't hold a result of {bytes} bytes"))
         }
     }
 }
@@ -370,4 +451,50 @@ pub(super) fn unavailable(message: String) -> StoreError {
 
 pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use rusqlite::ffi::*;
+
+    use super::*;
+
+    #[test]
+    fn every_failure_of_sqlite_has_its_kind() {
+        use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unknown};
+        // What it means before a commit, what as the answer to one, and whether the connection is to be made anew.
+        let codes = [
+            (SQLITE_BUSY, Unavailable, Unavailable, false),
+            (SQLITE_BUSY_RECOVERY, Unavailable, Unavailable, false),
+            (SQLITE_BUSY_SNAPSHOT, Unavailable, Unavailable, false),
+            (SQLITE_LOCKED, Unavailable, Unavailable, false),
+            (SQLITE_FULL, Full, Full, false),
+            (SQLITE_READONLY, Misconfigured, Unknown, true),
+            (SQLITE_READONLY_DIRECTORY, Misconfigured, Unknown, true),
+            (SQLITE_READONLY_DBMOVED, Unavailable, Unknown, true),
+            (SQLITE_PERM, Misconfigured, Unknown, true),
+            (SQLITE_CANTOPEN, Unavailable, Unknown, true),
+            (SQLITE_IOERR_READ, Unavailable, Unknown, true),
+            (SQLITE_IOERR_WRITE, Unavailable, Unknown, true),
+            (SQLITE_IOERR_FSYNC, Unavailable, Unknown, true),
+            (SQLITE_IOERR_SHMSIZE, Unavailable, Unknown, true),
+            (SQLITE_IOERR_NOMEM, Unavailable, Unknown, true),
+            (SQLITE_NOMEM, Unavailable, Unknown, true),
+            (SQLITE_PROTOCOL, Unavailable, Unknown, true),
+            (SQLITE_INTERRUPT, Unavailable, Unknown, true),
+            (SQLITE_CORRUPT, Corrupt, Unknown, true),
+            (SQLITE_CORRUPT_INDEX, Corrupt, Unknown, true),
+            (SQLITE_NOTADB, Corrupt, Unknown, true),
+            (SQLITE_TOOBIG, TooLarge, Unknown, false),
+            // No such table, another table, a trigger that refuses.
+            (SQLITE_ERROR, Misconfigured, Unknown, true),
+            (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unknown, false),
+        ];
+        for (code, before, commit, anew) in codes {
+            let error = rusqlite::Error::SqliteFailure(Error::new(code), None);
+            assert_eq!(not_written(&error).kind(), before, "{error}");
+            assert_eq!(not_committed(&error).kind(), commit, "{error}");
+            assert_eq!(breaks_connection(&error), anew, "{error}");
+        }
+    }
 }

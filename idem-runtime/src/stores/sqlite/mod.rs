@@ -4,6 +4,9 @@
 //! so the wait for the disk ([`threads`]).
 
 mod connect;
+mod link;
+mod queue;
+mod session;
 mod table;
 mod threads;
 mod within;
@@ -11,37 +14,55 @@ mod within;
 use std::fmt;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 pub use self::connect::{SqliteOptions, Synchronous};
-use self::threads::{Answer, Ask, Core};
+use self::queue::{Answer, Ask};
+use self::threads::{Core, Lane};
 pub use self::within::InSqlite;
 use crate::clock::{SystemClock, race};
 use crate::store::forward;
 use crate::{
-    Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind,
-    StoreFuture, Within, Write,
+    Answers, Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Within, Write,
 };
 
 /// A store in a SQLite file, which the processes of one host share.
 ///
 /// - *Atomicity*: SQLite's transactions; a reservation decides under the lock of the file.
 /// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward makes leases lapse
-///   and retentions end sooner by the step, a step back later: let the clock be slewed, not stepped.
+///   and retentions end sooner by the step, a step back later: let the clock be slewed, not stepped. No renewal cuts short
+///   what an earlier one has confirmed.
 /// - *Durability*: what is confirmed survives the death of every process. Under [`Synchronous::Full`], the default, it
 ///   survives a loss of power too; under [`Synchronous::Normal`] that takes back what came after the last checkpoint.
+///   Renewals of leases never wait for the disk.
 /// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys of
 ///   [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 1 GB; what does not fit is [`StoreErrorKind::TooLarge`].
 ///   A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is [`StoreErrorKind::Full`]. Expired records are cleaned up as
 ///   new ones arrive, and by [`purge`](SqliteStore::purge); the room they leave is used again, the file never shrinks.
 /// - *Cost*: two commits for a first run, which concurrent calls share, one look-up for a replay, one transaction for a
-///   heartbeat, whatever the number of leases. A duplicate that waits is woken at once by its own store, and within some
+///   heartbeat, for up to some thousand leases. A duplicate that waits is woken at once by its own store, and within some
 ///   5 ms by others.
 ///
 /// The records are in one table, `idem_records`, which may lie beside tables of the application's own. The file is put in
 /// WAL mode and stays in it. Removing or replacing it while it is open makes every call fail; copy it with SQLite's own
-/// means. Clones share two threads, which do all work on the file.
+/// means. Clones share up to three threads, which do all work on the file: one writes, one reads, and one renews leases and
+/// makes late writes.
+///
+/// **Tables of your own in the same file.** Only one transaction writes at a time. While one of yours is open, no key is
+/// reserved, no result recorded and no lease renewed; replays go on. So a lease has to be longer than your longest write
+/// transaction. If one takes longer all the same, leases lapse. They are rarely lost by that: the owner tries every half
+/// millisecond to renew them, before all its other writes, and a call that has waited for the lock waits 250 ms more before
+/// it takes over a lease that lapsed meanwhile. Only a process that comes just then, without having waited, can be faster. Keep write transactions short, and never hold one open
+/// while a handler waits for something else; to commit records together with rows of your own, use
+/// [`within`](SqliteStore::within).
+///
+/// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. It
+/// first closes the connections of stores that it has inherited, which it can do only if no call was under way when it was
+/// forked: otherwise every call in it is [`StoreErrorKind::Misconfigured`], as SQLite's record of its locks is wrong there
+/// and would lose writes. That holds for connections of your own to the same file as well, which a store knows nothing of:
+/// close them before you fork.
 ///
 /// ```
 /// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
@@ -109,16 +130,14 @@ impl SqliteStore {
     }
 
     fn new(core: Arc<Core>, clock: Arc<SystemClock>) -> Self {
-        let heartbeats = Heartbeats::new(clock);
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, core }))
+        Self(Shared::new(Arc::new(Open(core)), Arc::new(Heartbeats::new(clock)), Lane::Calls))
     }
 
     /// Waits until late writes and renewals are through, see [`Heartbeats::flush`], and whatever else was asked of the
     /// file before.
     pub async fn flush(&self) {
         self.0.heartbeats.flush().await;
-        // Its answer comes after theirs, and that it comes is all there is to know.
-        let _ = self.0.core.ask_writer(Ask::Pass).await;
+        self.0.core().pass().await;
     }
 
     /// Looks at up to `batch` records that may have expired, removes those that have, and says how many that were. Every
@@ -127,7 +146,7 @@ impl SqliteStore {
     /// # Errors
     /// [`StoreError`] if the file did not confirm.
     pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
-        match self.0.core.ask_writer(Ask::Purge(batch)).await? {
+        match self.0.core().ask(Lane::Calls, Ask::Purge(batch)).await? {
             Answer::Removed(removed) => Ok(removed),
             other => Err(nonsense(&other)),
         }
@@ -148,13 +167,25 @@ forward! { () SqliteStore => shared; }
 
 struct Shared {
     this: Weak<Shared>,
-    heartbeats: Heartbeats,
-    core: Arc<Core>,
+    heartbeats: Arc<Heartbeats>,
+    open: Arc<Open>,
+    lane: Lane,
+    /// The handle with the other lane.
+    upkeep: OnceLock<Arc<Shared>>,
+}
+
+/// What the handles with either lane share; the threads end with it.
+struct Open(Arc<Core>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let database = &self.core.database;
+        let database = &self.open.0.database;
         f.debug_struct("SqliteStore")
             .field("path", &database.path)
             .field("table", &database.options.table)
@@ -162,16 +193,23 @@ impl fmt::Debug for Shared {
     }
 }
 
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.core.close();
-    }
-}
-
 impl Shared {
+    fn new(open: Arc<Open>, heartbeats: Arc<Heartbeats>, lane: Lane) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: OnceLock::new() })
+    }
+
+    /// The threads of this process.
+    fn core(&self) -> &Arc<Core> {
+        self.open.0.here()
+    }
+
+    async fn ask(&self, ask: Ask) -> Result<Answer, StoreError> {
+        self.core().ask(self.lane, ask).await
+    }
+
     /// Asks for a compare-and-set.
     async fn write(&self, ask: Ask) -> Result<Write, StoreError> {
-        match self.core.ask_writer(ask).await? {
+        match self.ask(ask).await? {
             Answer::Write(write) => Ok(write),
             other => Err(nonsense(&other)),
         }
@@ -192,29 +230,37 @@ impl Store for Shared {
         self.this.upgrade().expect("alive while it is borrowed")
     }
 
+    fn upkeep(&self) -> Arc<dyn Store> {
+        if self.lane == Lane::Upkeep {
+            return self.handle();
+        }
+        let new = || Self::new(Arc::clone(&self.open), Arc::clone(&self.heartbeats), Lane::Upkeep);
+        Arc::clone(self.upkeep.get_or_init(new)) as _
+    }
+
+    fn namespace(&self) -> &str {
+        &self.open.0.database.options.namespace
+    }
+
+    fn response_timeout(&self) -> Duration {
+        self.open.0.database.options.response_timeout
+    }
+
     fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
 
     fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
-            match self.core.reserve(request.clone()).await? {
+            match self.core().reserve(self.lane, request.clone()).await? {
                 Answer::Reservation(reservation) => Ok(reservation),
                 other => Err(nonsense(&other)),
             }
         })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease]) -> StoreFuture<'a, Vec<Write>> {
-        StoreFuture::new(async move {
-            if leases.is_empty() {
-                return Ok(Vec::new());
-            }
-            match self.core.ask_writer(Ask::Renew(leases.to_vec())).await? {
-                Answer::Writes(writes) => Ok(writes),
-                other => Err(nonsense(&other)),
-            }
-        })
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        StoreFuture::new(async move { self.core().renew(self.lane, leases, answer).await })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
@@ -227,14 +273,15 @@ impl Store for Shared {
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
+            let core = self.core();
             // Before the first look: from now on the reader looks for commits of others.
-            let _counted = self.core.count_waiter();
-            let waiter = self.core.waiting.join(key.as_str());
+            let _counted = core.count_waiter();
+            let waiter = core.waiting.join(key.as_str());
             let ended = async {
                 loop {
                     let mut woken = pin!(waiter.woken());
                     woken.as_mut().enable();
-                    match self.core.ask_reader(Ask::IsPending(key.clone(), attempt)).await? {
+                    match core.ask(self.lane, Ask::IsPending(key.clone(), attempt)).await? {
                         Answer::IsPending(true) => woken.await,
                         Answer::IsPending(false) => return Ok(()),
                         other => return Err(nonsense(&other)),
@@ -247,7 +294,7 @@ impl Store for Shared {
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            match self.core.ask_reader(Ask::Inspect(key.clone())).await? {
+            match self.ask(Ask::Inspect(key.clone())).await? {
                 Answer::Inspection(inspection) => Ok(inspection),
                 other => Err(nonsense(&other)),
             }

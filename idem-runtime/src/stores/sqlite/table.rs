@@ -4,11 +4,12 @@
 //! write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock before it looks. `now` is
 //! [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
 
+use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use bytes::Bytes;
 use rusqlite::types::{FromSqlError, Value};
-use rusqlite::{Connection, Row, Statement, ToSql, params};
+use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 
 use crate::record::format::FormatError;
 use crate::record::{Parts, signed_millis};
@@ -160,7 +161,20 @@ enum Sql {
 }
 
 impl Sql {
-    const COUNT: usize = Self::Relist as usize + 1;
+    const ALL: [Self; 11] = [
+        Self::Insert,
+        Self::Replace,
+        Self::Select,
+        Self::Pending,
+        Self::Finish,
+        Self::Release,
+        Self::Renew,
+        Self::Reopen,
+        Self::Due,
+        Self::Delete,
+        Self::Relist,
+    ];
+    const COUNT: usize = Self::ALL.len();
 
     fn text(self, table: &str) -> String {
         // The rows that an owner may write to, and those that an attempt may.
@@ -194,7 +208,10 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, starts = max(starts - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
                 ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            Self::Renew => format!(r#"UPDATE "{table}" SET lapses_at = ?5, expires_at = ?6 WHERE {held}"#),
+            // What was confirmed is never cut short, whatever the clock does.
+            Self::Renew => format!(
+                r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
+            ),
             Self::Reopen => format!(
                 r#"UPDATE "{table}" SET state = 'R', starts = 0, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL,
                 lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
@@ -237,24 +254,83 @@ fn after(now: i64, duration: Duration) -> i64 {
     now.saturating_add(signed_millis(duration))
 }
 
+/// The texts of all statements on one table.
+#[derive(Debug)]
+pub(super) struct Texts([String; Sql::COUNT]);
+
+impl Texts {
+    pub(super) fn of(table: &str) -> Self {
+        Self(Sql::ALL.map(|sql| sql.text(table)))
+    }
+}
+
+/// Where the statements come from: prepared for one use of the table, or kept by the connection.
+enum Source<'c> {
+    Name(&'c str),
+    Kept(&'c Texts),
+}
+
+enum Prepared<'c> {
+    Once(Statement<'c>),
+    Kept(CachedStatement<'c>),
+}
+
+impl<'c> Deref for Prepared<'c> {
+    type Target = Statement<'c>;
+
+    fn deref(&self) -> &Statement<'c> {
+        match self {
+            Self::Once(statement) => statement,
+            Self::Kept(statement) => statement,
+        }
+    }
+}
+
+impl<'c> DerefMut for Prepared<'c> {
+    fn deref_mut(&mut self) -> &mut Statement<'c> {
+        match self {
+            Self::Once(statement) => statement,
+            Self::Kept(statement) => statement,
+        }
+    }
+}
+
 /// The table of records on one connection, with its statements prepared when they are first needed.
 pub(crate) struct Table<'c> {
     connection: &'c Connection,
-    name: &'c str,
-    statements: [Option<Statement<'c>>; Sql::COUNT],
+    source: Source<'c>,
+    statements: [Option<Prepared<'c>>; Sql::COUNT],
 }
 
 impl<'c> Table<'c> {
+    /// Statements that live as long as the answer.
     pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
-        Self { connection, name, statements: [const { None }; Sql::COUNT] }
+        Self { connection, source: Source::Name(name), statements: [const { None }; Sql::COUNT] }
+    }
+
+    /// Statements that the connection keeps for the next time.
+    pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
+        Self { connection, source: Source::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
 
     fn sql(&mut self, sql: Sql) -> rusqlite::Result<&mut Statement<'c>> {
         let slot = &mut self.statements[sql as usize];
-        match slot {
-            Some(statement) => Ok(statement),
-            None => Ok(slot.insert(self.connection.prepare(&sql.text(self.name))?)),
+        if slot.is_none() {
+            *slot = Some(match self.source {
+                Source::Name(table) => Prepared::Once(self.connection.prepare(&sql.text(table))?),
+                Source::Kept(texts) => Prepared::Kept(self.connection.prepare_cached(&texts.0[sql as usize])?),
+            });
         }
+        Ok(slot.as_mut().expect("was just filled"))
+    }
+
+    /// Whether the key is held by a lease that has lapsed, but held at `since`.
+    pub(super) fn is_spared(&mut self, request: &Reserve, since: i64, now: i64) -> Result<bool, Trouble> {
+        let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
+        Ok(found.is_some_and(|found| {
+            let held = |at| found.lapses_in(at).is_some_and(|left| !left.is_zero());
+            held(since) && !held(now)
+        }))
     }
 
     /// Reserves, or says what is there.
@@ -263,7 +339,9 @@ impl<'c> Table<'c> {
         if self.put(Sql::Insert, &request.key, &first, Some(request.ttl), now)? {
             return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false });
         }
-        let (record, takeover) = match self.meet(request, now)? {
+        let found = self.find(&request.key, now)?;
+        let meeting = found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default()));
+        let (record, takeover) = match meeting {
             Some(Meeting::Answer(answer)) => return Ok(answer),
             Some(Meeting::Replace { with, takeover }) => (with, takeover),
             None => (first, false),
@@ -274,15 +352,12 @@ impl<'c> Table<'c> {
 
     /// The answer to a reservation that changes nothing; `None` if it has to write.
     pub(crate) fn answer(&mut self, request: &Reserve, now: i64) -> Result<Option<Reservation>, Trouble> {
-        Ok(match self.meet(request, now)? {
+        let found = self.find(&request.key, now)?;
+        let meeting = found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default()));
+        Ok(match meeting {
             Some(Meeting::Answer(answer)) => Some(answer),
             _ => None,
         })
-    }
-
-    fn meet(&mut self, request: &Reserve, now: i64) -> Result<Option<Meeting>, Trouble> {
-        let found = self.find(&request.key, now)?;
-        Ok(found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default())))
     }
 
     /// Writes a pending record. False if there is a row already, when inserting.

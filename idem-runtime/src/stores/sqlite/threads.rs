@@ -1,257 +1,100 @@
-//! The two threads of a store handle, which do all work on the file: no task of the runtime ever waits for a disk.
+//! The threads of a store handle, which do all work on the file: no task of the runtime ever waits for a disk. Each is
+//! started when it is first needed, and has a connection of its own.
 //!
 //! - The *writer* takes everything that waits and makes one transaction of it: one lock, one commit, one wait for the
 //!   disk. Before a commit that waits for the disk it gives those it has just answered a moment to come back; a call that
 //!   comes alone is not delayed.
-//! - The *reader* answers what changes nothing, on a connection of its own, so that it waits for no lock and no disk: in
-//!   WAL mode it sees what is committed. Reservations go through it while most turn out to be replays; what has to be
-//!   written is handed on to the writer, which decides anew.
-//! - While duplicates wait, the reader also looks whether anybody committed anything, and then has them look again.
+//! - The *reader* answers what changes nothing: it waits for no lock and no disk, as in WAL mode it sees what is
+//!   committed. Reservations go through it while most turn out to be replays; what has to be written is handed on to the
+//!   writer, which decides anew. While duplicates wait, the reader also looks whether anybody committed anything, and then
+//!   has them look again.
+//! - The *upkeep* thread renews leases and makes late writes. It waits for no queue of calls; while another connection holds
+//!   the lock, it tries again and again, and the writer of the same handle lets it go first.
+//!
+//! An operation whose caller has gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
+//! some time, and after some bytes of questions or answers; what is left over is the next one's.
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
 use std::time::Duration;
 
-use rusqlite::Statement;
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use super::Synchronous;
-use super::connect::{
-    Connected, Database, breaks_connection, failed, is_busy, not_committed, not_written, unavailable,
-};
-use super::table::{Table, Trouble};
-use crate::clock::{Clock, race, wall_millis};
+use super::connect::{Connected, Database, busy, not_written, unavailable};
+use super::link::Link;
+use super::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
+use super::session::Session;
+use crate::clock::{Clock, Instant, race};
 use crate::stores::waiting::Waiting;
-use crate::sync::lock;
-use crate::{Finish, Inspection, Key, Lease, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write};
+use crate::sync::{Process, lock};
+use crate::{Answers, Lease, Reservation, Reserve, StoreError, StoreErrorKind};
 
-/// Operations in one transaction: a bound on how long other processes wait for the lock.
-const BATCH: usize = 256;
-/// Bytes of results above which a transaction takes no more.
-const BATCH_BYTES: usize = 4 * 1024 * 1024;
-/// Operations in a batch from which on the writer waits for those it has answered, how long, and for how many batches it
-/// does not if they stay away.
+/// Renewals and late writes in one transaction: they are small.
+const UPKEEP_BATCH: usize = 4096;
+/// How long a reservation waits until it takes over a lease that lapsed while the lock was held. The owner of the lease asks
+/// for that lock every millisecond or so.
+pub(super) const SPARED: Duration = Duration::from_millis(250);
+/// The least batch after which the writer waits for those it has answered.
 const COMPANY: usize = 4;
+/// How long it waits for them.
 const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
+/// For how many batches it does not wait, at most, after it has waited in vain.
 const LONGEST_SKIP: u32 = 64;
-/// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
-const CLEANED_UP: u32 = 2;
 /// How often the reader looks for commits of other handles while somebody waits: this, and as much more for each waiter.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
+/// The pauses of the upkeep thread between two tries to get the lock. Short: others may let it go for a moment only.
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
-/// What is asked of a thread.
-#[derive(Debug)]
-pub(super) enum Ask {
-    Reserve(Reserve),
-    Renew(Vec<Lease>),
-    Finish(Lease, Finish),
-    Release(Lease, Release),
-    Reopen(Key, u32),
-    Purge(u32),
-    /// To be answered after everything that was asked before.
-    Pass,
-    Inspect(Key),
-    IsPending(Key, u32),
+/// Which thread a call goes to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lane {
+    /// The writer, or the reader.
+    Calls,
+    Upkeep,
 }
 
-impl Ask {
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Finish(_, finish) => finish.payload().stored_bytes(),
-            _ => 0,
-        }
-    }
-
-    /// The key whose waiters are to look again after this answer.
-    fn wakes(&self, answered: &Answered) -> Option<&Key> {
-        match (self, answered) {
-            (Self::Reserve(Reserve { key, .. }), Ok(Answer::Reservation(Reservation::Reserved { .. })))
-            | (
-                Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _) | Self::Reopen(key, _),
-                Ok(Answer::Write(Write::Done)),
-            ) => Some(key),
-            _ => None,
-        }
-    }
-}
-
-#[derive(Debug)]
-pub(super) enum Answer {
-    Reservation(Reservation),
-    Writes(Vec<Write>),
-    Write(Write),
-    Removed(u64),
-    Passed,
-    Inspection(Option<Inspection>),
-    IsPending(bool),
-}
-
-type Answered = Result<Answer, StoreError>;
-
-struct Op {
-    number: u64,
-    ask: Ask,
-    reply: oneshot::Sender<Answered>,
-}
-
-impl Op {
-    fn answer(self, answer: Answered) {
-        // Whoever has gone away needs no answer.
-        let _ = self.reply.send(answer);
-    }
-}
-
-/// What waits for one thread.
-#[derive(Default)]
-struct Queue {
-    gathered: Mutex<Gathered>,
-    ready: Condvar,
-}
-
-#[derive(Default)]
-struct Gathered {
-    ops: VecDeque<Op>,
-    /// How many operations wake the thread; 0 while it is awake.
-    wakes_at: usize,
-    closed: bool,
-}
-
-impl Queue {
-    /// Adds an operation, unless `capacity` wait already.
-    fn push(&self, op: Op, capacity: usize) -> Result<(), &'static str> {
-        let mut gathered = lock(&self.gathered);
-        if gathered.closed {
-            return Err("the thread of the store has ended");
-        }
-        if gathered.ops.len() >= capacity {
-            return Err("too many calls wait for the file");
-        }
-        gathered.ops.push_back(op);
-        let wakes = gathered.wakes_at > 0 && gathered.ops.len() >= gathered.wakes_at;
-        if wakes {
-            gathered.wakes_at = 0;
-        }
-        drop(gathered);
-        if wakes {
-            self.ready.notify_one();
-        }
-        Ok(())
-    }
-
-    /// Waits for operations, if a time is given for that long, and takes those that are there. False once there will be
-    /// no more.
-    fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
-        let mut gathered = lock(&self.gathered);
-        while gathered.ops.is_empty() {
-            if gathered.closed {
-                return false;
-            }
-            gathered.wakes_at = 1;
-            match at_most {
-                None => gathered = self.ready.wait(gathered).unwrap_or_else(PoisonError::into_inner),
-                Some(at_most) => {
-                    let waited = self.ready.wait_timeout(gathered, at_most).unwrap_or_else(PoisonError::into_inner);
-                    gathered = waited.0;
-                    if waited.1.timed_out() {
-                        gathered.wakes_at = 0;
-                        break;
-                    }
-                }
-            }
-        }
-        let mut bytes = 0;
-        while batch.len() < BATCH && bytes < BATCH_BYTES {
-            let Some(op) = gathered.ops.pop_front() else { break };
-            bytes += op.ask.bytes();
-            batch.push(op);
-        }
-        true
-    }
-
-    /// Waits until `answered` operations more are there, and no longer than `at_most`. Says how many came.
-    fn gather(&self, answered: usize, at_most: Duration) -> usize {
-        let mut gathered = lock(&self.gathered);
-        let before = gathered.ops.len();
-        let expected = (before + answered).min(BATCH);
-        if before >= expected || gathered.closed {
-            return answered;
-        }
-        gathered.wakes_at = expected;
-        let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
-        gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
-        gathered.wakes_at = 0;
-        gathered.ops.len() - before
-    }
-
-    /// Removes an operation that nobody has taken up. False if somebody has.
-    fn forget(&self, number: u64) -> bool {
-        let mut gathered = lock(&self.gathered);
-        let at = gathered.ops.iter().position(|op| op.number == number);
-        at.and_then(|at| gathered.ops.remove(at)).is_some()
-    }
-
-    fn is_closed(&self) -> bool {
-        lock(&self.gathered).closed
-    }
-
-    fn close(&self) {
-        lock(&self.gathered).closed = true;
-        self.ready.notify_all();
-    }
-}
-
-/// What the handle and its threads share.
+/// What the handle and its threads share, in one process.
 pub(super) struct Core {
-    pub(super) database: Database,
+    pub(super) database: Arc<Database>,
     pub(super) waiting: Waiting,
+    process: Process,
+    /// What takes its place in a process that was forked off this one: threads of a parent are not there, and whoever held
+    /// a lock holds it for ever.
+    successor: OnceLock<Arc<Core>>,
     /// How many duplicates wait.
     waiters: AtomicUsize,
     writes: Queue,
     reads: Queue,
+    upkeep: Queue,
+    /// Whether the upkeep thread wants the lock: the writer lets it go first.
+    upkeep_waits: AtomicBool,
+    /// Since when the lock was held, by others and then by the writer, in milliseconds of the wall clock; and until when the
+    /// leases are spared that lapsed meanwhile.
+    locked: Mutex<Option<(i64, Instant)>>,
     numbers: AtomicU64,
     /// How many of 256 reservations were replays lately, or other answers that change nothing.
     replays: AtomicUsize,
 }
 
-/// Opens the file and starts the threads.
+/// Opens the file, and makes it and the table if they are not there.
 pub(super) async fn start(database: Database) -> Result<Arc<Core>, StoreError> {
+    let core = Arc::new(Core::new(Arc::new(database)));
     let (reply, opened) = oneshot::channel();
-    spawn("idem-sqlite", move || {
-        let opened = database.create().and_then(|writer| Ok((writer, database.reconnect()?)));
-        let (writer, reader) = match opened {
-            Ok(connected) => connected,
-            Err(error) => return drop(reply.send(Err(error))),
-        };
-        let core = Arc::new(Core {
-            database,
-            waiting: Waiting::default(),
-            waiters: AtomicUsize::new(0),
-            writes: Queue::default(),
-            reads: Queue::default(),
-            numbers: AtomicU64::new(0),
-            replays: AtomicUsize::new(0),
-        });
-        let reading = Arc::clone(&core);
-        let reading = match spawn("idem-sqlite-read", move || reading.read(reader)) {
-            Ok(reading) => reading,
-            Err(error) => return drop(reply.send(Err(error))),
-        };
-        if reply.send(Ok(Arc::clone(&core))).is_err() {
-            // Nobody waits for the store any more.
-            core.close();
-        }
-        core.write(writer, reading);
-    })?;
-    opened.await.unwrap_or_else(|_| Err(unavailable("the thread of the store has ended".to_owned())))
+    let writer = Arc::clone(&core);
+    core.writes.set_started(true);
+    spawn("idem-sqlite", move || writer.write(Some(reply)))?;
+    opened.await.unwrap_or_else(|_| Err(unavailable("the thread of the store has ended".to_owned())))?;
+    Ok(core)
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, StoreError> {
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreError> {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
-    spawned.map_err(|error| unavailable(format!("no thread can be started: {error}")))
+    spawned.map(drop).map_err(|error| unavailable(format!("no thread can be started: {error}")))
 }
 
 /// Ends the queue of a thread that ends, so that nobody waits for it.
@@ -259,8 +102,7 @@ struct Ending<'a>(&'a Queue);
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        self.0.close();
-        lock(&self.0.gathered).ops.clear();
+        self.0.end();
     }
 }
 
@@ -273,11 +115,57 @@ impl Drop for Counted<'_> {
     }
 }
 
+/// The upkeep thread wants the lock until this is dropped.
+pub(super) struct Wanted<'a>(&'a AtomicBool);
+
+impl<'a> Wanted<'a> {
+    pub(super) fn by(core: &'a Core) -> Self {
+        core.upkeep_waits.store(true, Ordering::SeqCst);
+        Self(&core.upkeep_waits)
+    }
+}
+
+impl Drop for Wanted<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
 impl Core {
+    pub(super) fn new(database: Arc<Database>) -> Self {
+        Self {
+            database,
+            waiting: Waiting::default(),
+            process: Process::this(),
+            successor: OnceLock::new(),
+            waiters: AtomicUsize::new(0),
+            writes: Queue::default(),
+            reads: Queue::default(),
+            upkeep: Queue::default(),
+            upkeep_waits: AtomicBool::new(false),
+            locked: Mutex::default(),
+            numbers: AtomicU64::new(0),
+            replays: AtomicUsize::new(0),
+        }
+    }
+
+    /// The core of this process.
+    pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
+        let mut core = self;
+        while !core.process.is_this() {
+            core = core.successor.get_or_init(|| Arc::new(Self::new(Arc::clone(&core.database))));
+        }
+        core
+    }
+
     /// Lets the threads end once they have done what was asked of them.
     pub(super) fn close(&self) {
-        self.reads.close();
-        self.writes.close();
+        if let Some(successor) = self.successor.get() {
+            successor.close();
+        }
+        if self.process.is_this() {
+            [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
+        }
     }
 
     /// Counts a duplicate that waits.
@@ -286,119 +174,271 @@ impl Core {
         Counted(&self.waiters)
     }
 
-    fn waiters(&self) -> usize {
+    /// Whether the upkeep thread is to get the lock first.
+    pub(super) fn upkeep_waits(&self) -> bool {
+        self.upkeep_waits.load(Ordering::SeqCst)
+    }
+
+    /// Notes that nobody could renew a lease from `since` on, by the wall clock, until just now.
+    pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
+        *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
+    }
+
+    /// Since when nobody could renew a lease, if that was so just now.
+    pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
+        lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
+    }
+
+    pub(super) fn waiters(&self) -> usize {
         self.waiters.load(Ordering::SeqCst)
     }
 
-    pub(super) async fn reserve(&self, request: Reserve) -> Answered {
-        // While most are replays, the reader answers most of them.
-        let queue = if self.replays.load(Ordering::Relaxed) >= 128 { &self.reads } else { &self.writes };
-        let answer = self.ask(queue, Ask::Reserve(request)).await?;
-        let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Reserved { .. }));
-        let before = self.replays.load(Ordering::Relaxed);
-        self.replays.store(before - before / 16 + if changed_nothing { 16 } else { 0 }, Ordering::Relaxed);
+    pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: Reserve) -> Answered {
+        let queue = match lane {
+            Lane::Upkeep => &self.upkeep,
+            // While most are replays, the reader answers most of them.
+            Lane::Calls if self.replays.load(Ordering::Relaxed) >= 128 => &self.reads,
+            Lane::Calls => &self.writes,
+        };
+        let began = self.database.clock.now();
+        let mut answer = self.ask_one(queue, Ask::Reserve(request.clone(), true), self.limit()).await?;
+        if matches!(answer, Answer::Spared) {
+            self.database.clock.sleep(SPARED).await;
+            let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
+            answer = self.ask_one(queue, Ask::Reserve(request, false), left).await?;
+        }
+        if lane == Lane::Calls {
+            let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Reserved { .. }));
+            let before = self.replays.load(Ordering::Relaxed);
+            self.replays.store(before - before / 16 + if changed_nothing { 16 } else { 0 }, Ordering::Relaxed);
+        }
         Ok(answer)
     }
 
-    pub(super) async fn ask_writer(&self, ask: Ask) -> Answered {
-        self.ask(&self.writes, ask).await
+    /// How long a call may take.
+    fn limit(&self) -> Duration {
+        self.database.options.response_timeout
     }
 
-    pub(super) async fn ask_reader(&self, ask: Ask) -> Answered {
-        self.ask(&self.reads, ask).await
+    pub(super) async fn ask(self: &Arc<Self>, lane: Lane, ask: Ask) -> Answered {
+        let queue = match lane {
+            Lane::Upkeep => &self.upkeep,
+            Lane::Calls if ask.reads() => &self.reads,
+            Lane::Calls => &self.writes,
+        };
+        self.ask_one(queue, ask, self.limit()).await
     }
 
-    async fn ask(&self, queue: &Queue, ask: Ask) -> Answered {
-        let options = &self.database.options;
+    /// Waits until everything is done that was asked for before.
+    pub(super) async fn pass(self: &Arc<Self>) {
+        // That the answers come is all there is to know.
+        if self.upkeep.is_started() {
+            let _ = self.ask_one(&self.upkeep, Ask::Pass, self.limit()).await;
+        }
+        let _ = self.ask_one(&self.writes, Ask::Pass, self.limit()).await;
+    }
+
+    async fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> Answered {
         let (reply, answer) = oneshot::channel();
-        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        queue.push(Op { number, ask, reply }, options.queue_capacity).map_err(|why| unavailable(why.to_owned()))?;
+        let op = self.op(queue, ask, Reply::One(reply));
+        let number = op.number;
+        self.push(queue, std::iter::once(op))?;
         // Outside of a runtime nobody polls again: the operation was handed over, and that is all.
         let answered = match Handle::try_current() {
-            Ok(_) => race(answer, self.database.clock.sleep(options.response_timeout)).await,
+            Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
             Err(_) => Some(answer.await),
         };
         match answered {
             Some(Ok(answer)) => answer,
             Some(Err(_)) => Err(unknown("the thread of the store has ended")),
-            None if self.reads.forget(number) || self.writes.forget(number) => {
+            None if [&self.reads, &self.writes, &self.upkeep].iter().any(|queue| queue.forget(number)) => {
                 Err(unavailable("the file was busy for too long; nothing was written".to_owned()))
             }
             None => Err(unknown("no answer from the file in time")),
         }
     }
 
-    /// The writer.
-    fn write(&self, connected: Connected, reading: JoinHandle<()>) {
-        let _ending = Ending(&self.writes);
-        let (mut connected, mut reading) = (Some(connected), Some(reading));
-        let mut batch = Vec::with_capacity(BATCH);
-        while self.writes.take(&mut batch, None) {
-            match connected.take().map_or_else(|| self.database.reconnect(), Ok) {
-                Ok(connected) => {
-                    self.write_to(&connected, &mut batch);
-                    // The last connection to be closed tidies the file up. If the reader's were closed at the same
-                    // moment, each would take the other's for one that stays.
-                    if self.writes.is_closed()
-                        && let Some(reading) = reading.take()
-                    {
-                        let _ = reading.join();
-                    }
+    /// Renews `leases`, each an operation of its own: what one can't have, the others may.
+    pub(super) async fn renew(
+        self: &Arc<Self>,
+        lane: Lane,
+        leases: &[Lease],
+        answer: &Answers<'_>,
+    ) -> Result<(), StoreError> {
+        let (reply, mut answers) = mpsc::unbounded_channel();
+        let queue = if lane == Lane::Upkeep { &self.upkeep } else { &self.writes };
+        let op =
+            |(at, lease): (usize, &Lease)| self.op(queue, Ask::Renew(lease.clone()), Reply::Lease(at, reply.clone()));
+        self.push(queue, leases.iter().enumerate().map(op))?;
+        drop(reply);
+        let all = async {
+            let (mut answered, mut outcome) = (0, Ok(()));
+            while let Some((at, said)) = answers.recv().await {
+                answered += 1;
+                match said {
+                    Ok(Answer::Write(write)) => answer(at, write),
+                    Ok(other) => outcome = Err(super::nonsense(&other)),
+                    Err(error) => outcome = Err(error),
                 }
-                Err(error) => fail(&mut batch, &error),
             }
-        }
+            match answered == leases.len() {
+                true => outcome,
+                false => Err(unknown("the thread of the store has ended")),
+            }
+        };
+        let in_time = race(all, self.database.clock.sleep(self.limit())).await;
+        in_time.unwrap_or_else(|| Err(unknown("no answer from the file in time")))
     }
 
-    /// Writes until the connection is of no use any more, or the store is closed.
-    fn write_to(&self, connected: &Connected, batch: &mut Vec<Op>) {
-        let mut writer = match Session::new(self, connected, "BEGIN IMMEDIATE") {
-            Ok(writer) => writer,
-            Err(error) => return fail(batch, &not_written(&error)),
+    fn op(&self, queue: &Queue, ask: Ask, reply: Reply) -> Op {
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let asked_at = std::ptr::eq(queue, std::ptr::from_ref(&self.upkeep)).then(|| self.database.clock.now());
+        Op { number, asked_at, ask, reply }
+    }
+
+    /// Hands operations to a thread, and starts it if there is none.
+    fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
+        let is = |other: &Queue| std::ptr::eq(queue, other);
+        // Leases are as many as there are handlers: there is no sense in a limit.
+        let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.options.queue_capacity };
+        if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
+            return Ok(());
+        }
+        let core = Arc::clone(self);
+        let started = match () {
+            () if is(&self.writes) => spawn("idem-sqlite", move || core.write(None)),
+            () if is(&self.reads) => spawn("idem-sqlite-read", move || core.read()),
+            () => spawn("idem-sqlite-keep", move || core.keep_up()),
         };
-        let mut company = Company::default();
-        loop {
-            let answered = batch.len();
-            if !writer.write(batch, true) {
-                return;
-            }
-            // Where a commit waits for no disk, it is cheap, and the tasks had better work meanwhile.
-            if self.database.options.synchronous == Synchronous::Full {
-                company.wait(&self.writes, answered);
-            }
-            if !self.writes.take(batch, None) {
-                return;
+        started.inspect_err(|_| queue.set_started(false))
+    }
+
+    /// The writer. `opened` hears whether the file could be opened, which is made if it is not there.
+    fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
+        let _ending = Ending(&self.writes);
+        let link = Link::new();
+        if let Some(opened) = opened {
+            let created = link.open(|| self.database.create());
+            let is_store = created.is_ok();
+            if opened.send(created).is_err() || !is_store {
+                // Nobody waits for it any more, or there is none.
+                self.close();
             }
         }
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut company = Company::default();
+        while self.writes.take(&mut batch, None) {
+            let answered = batch.len();
+            // Where a commit waits for no disk, it is cheap, and the tasks had better work meanwhile.
+            let waits = self.database.options.synchronous == Synchronous::Full;
+            let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| {
+                while session.write(batch, true) {
+                    if !waits {
+                        self.writes.take_more(batch, BATCH);
+                    }
+                    if batch.is_empty() {
+                        return true;
+                    }
+                    // Others are under way, so the connection is not at rest in any case.
+                    session.tell_now();
+                }
+                false
+            };
+            while !batch.is_empty() {
+                self.on(&link, Database::reconnect, &mut batch, write);
+            }
+            if waits {
+                company.wait(&self.writes, answered);
+            }
+        }
+        link.close();
     }
 
     /// The reader.
-    fn read(&self, connected: Connected) {
+    fn read(self: &Arc<Self>) {
         let _ending = Ending(&self.reads);
-        let mut connected = Some(connected);
+        let link = Link::new();
         let mut batch = Vec::with_capacity(BATCH);
+        let mut version = None;
         while self.reads.take(&mut batch, self.poll()) {
-            match connected.take().map_or_else(|| self.database.reconnect(), Ok) {
-                Ok(connected) => self.read_from(&connected, &mut batch),
-                Err(error) => fail(&mut batch, &error),
+            loop {
+                let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
+                if !self.on(&link, Database::reconnect, &mut batch, read) {
+                    version = None;
+                    // Whoever waits asks, and learns what is wrong.
+                    self.waiting.wake_all();
+                }
+                if batch.is_empty() {
+                    break;
+                }
             }
-            // Whoever waits asks, and learns what is wrong.
-            self.waiting.wake_all();
+        }
+        link.close();
+    }
+
+    /// The upkeep thread.
+    fn keep_up(self: &Arc<Self>) {
+        let _ending = Ending(&self.upkeep);
+        let link = Link::new();
+        let mut batch = Vec::with_capacity(BATCH);
+        while self.upkeep.take(&mut batch, None) {
+            let _wanted = Wanted::by(self);
+            let mut pause = FIRST_PAUSE;
+            while !batch.is_empty() {
+                let connect = Database::reconnect_for_upkeep;
+                let keep_up = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.keep_up(batch);
+                self.on(&link, connect, &mut batch, keep_up);
+                if batch.is_empty() {
+                    break;
+                }
+                // Another connection holds the lock.
+                thread::park_timeout(pause);
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                self.upkeep.take_more(&mut batch, UPKEEP_BATCH);
+                self.give_up(&mut batch);
+            }
+        }
+        link.close();
+    }
+
+    /// Drops what nobody waits for any more, and refuses what has waited for too long.
+    fn give_up(&self, batch: &mut Vec<Op>) {
+        let now = self.database.clock.now();
+        let late = |op: &Op| op.asked_at.is_some_and(|asked_at| now.saturating_since(asked_at) >= self.limit());
+        for op in batch.extract_if(.., |op| op.is_abandoned() || late(op)) {
+            op.answer(Err(not_written(&busy())));
         }
     }
 
-    fn read_from(&self, connected: &Connected, batch: &mut Vec<Op>) {
-        let mut reader = match Session::new(self, connected, "BEGIN") {
-            Ok(reader) => reader,
-            Err(error) => return fail(batch, &not_written(&error)),
-        };
-        let mut version = None;
-        while reader.read(batch, &mut version) && self.reads.take(batch, self.poll()) {}
+    /// Has the batch worked off on the connection of `link`, which is opened if it is not there, and closed if it is of no
+    /// use any more. False if it is not there now.
+    fn on(
+        self: &Arc<Self>,
+        link: &Arc<Link>,
+        connect: fn(&Database) -> Result<Connected, StoreError>,
+        batch: &mut Vec<Op>,
+        work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>) -> bool,
+    ) -> bool {
+        if let Err(error) = link.open(|| connect(&self.database)) {
+            batch.drain(..).for_each(|op| op.answer(Err(same(&error))));
+            return false;
+        }
+        let mut told = Vec::with_capacity(batch.len());
+        let mut slot = link.lock();
+        let healthy = slot.as_ref().is_some_and(|connected| work(&mut Session::new(self, connected, &mut told), batch));
+        if !healthy {
+            *slot = None;
+        }
+        drop(slot);
+        for (reply, answer) in told {
+            reply.say(answer);
+        }
+        healthy
     }
 
     /// Hands an operation from the reader to the writer. If that has ended, the caller hears that nobody answers.
-    fn hand_on(&self, op: Op) {
-        let _ = self.writes.push(op, usize::MAX);
+    pub(super) fn hand_on(self: &Arc<Self>, op: Op) {
+        let _ = self.push(&self.writes, std::iter::once(op));
     }
 
     /// How soon the reader looks for commits of others; `None` while nobody waits.
@@ -442,223 +482,11 @@ impl Company {
     }
 }
 
-fn fail(batch: &mut Vec<Op>, error: &StoreError) {
-    for op in batch.drain(..) {
-        op.answer(Err(StoreError::new(error.kind(), error.to_string())));
-    }
+/// An error for one more operation.
+pub(super) fn same(error: &StoreError) -> StoreError {
+    StoreError::new(error.kind(), error.to_string())
 }
 
 fn unknown(message: &str) -> StoreError {
     StoreError::new(StoreErrorKind::Unknown, message)
-}
-
-/// Why a transaction did not come about.
-struct Failure {
-    error: StoreError,
-    /// Whether the connection is of no use any more.
-    broken: bool,
-    /// Whether the operations may do better one by one.
-    alone: bool,
-}
-
-impl Failure {
-    /// Nothing of the transaction was written.
-    fn nothing_written(error: &rusqlite::Error, alone: bool) -> Self {
-        Self { error: not_written(error), broken: breaks_connection(error), alone }
-    }
-}
-
-/// A connection with its prepared statements.
-struct Session<'c> {
-    core: &'c Core,
-    connected: &'c Connected,
-    table: Table<'c>,
-    begin: Statement<'c>,
-    commit: Statement<'c>,
-    version: Statement<'c>,
-    answers: Vec<Answered>,
-}
-
-impl<'c> Session<'c> {
-    fn new(core: &'c Core, connected: &'c Connected, begin: &str) -> rusqlite::Result<Self> {
-        let connection = &connected.connection;
-        Ok(Self {
-            core,
-            connected,
-            table: Table::new(connection, &core.database.options.table),
-            begin: connection.prepare(begin)?,
-            commit: connection.prepare("COMMIT")?,
-            version: connection.prepare("PRAGMA data_version")?,
-            answers: Vec::with_capacity(BATCH),
-        })
-    }
-
-    /// Makes one transaction of the batch and answers it. False if the connection is of no use any more.
-    fn write(&mut self, batch: &mut Vec<Op>, clean_up: bool) -> bool {
-        self.answers.clear();
-        match self.transact(batch, clean_up) {
-            Ok(()) => {
-                if self.core.waiters() > 0 {
-                    let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
-                    ended.for_each(|key| self.core.waiting.wake(key.as_str()));
-                }
-                for (op, answer) in batch.drain(..).zip(self.answers.drain(..)) {
-                    op.answer(answer);
-                }
-                true
-            }
-            // What one of them can't have, the others may; nor is clean-up worth a failure.
-            Err(Failure { alone: true, broken: false, .. }) if clean_up || batch.len() > 1 => {
-                let mut healthy = true;
-                for op in std::mem::take(batch) {
-                    healthy &= self.write(&mut vec![op], false);
-                }
-                healthy
-            }
-            Err(Failure { error, broken, .. }) => {
-                fail(batch, &error);
-                !broken
-            }
-        }
-    }
-
-    /// Gets the lock. Replays need none and are answered at once if it takes a while. False if nothing is left to do.
-    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<bool, Failure> {
-        let Core { database, .. } = self.core;
-        database.check_file(self.connected).map_err(|error| Failure { error, broken: true, alone: false })?;
-        let mut begun = self.begin.execute([]);
-        if begun.as_ref().is_err_and(is_busy) {
-            let now = wall_millis();
-            let mut rest = Vec::with_capacity(batch.len());
-            for op in batch.drain(..) {
-                match &op.ask {
-                    Ask::Reserve(request) => match self.table.answer(request, now) {
-                        Ok(Some(answer)) => op.answer(Ok(Answer::Reservation(answer))),
-                        _ => rest.push(op),
-                    },
-                    _ => rest.push(op),
-                }
-            }
-            *batch = rest;
-            if batch.is_empty() {
-                return Ok(false);
-            }
-            begun = database.patiently(|| self.begin.execute([]));
-        }
-        begun.map(|_| true).map_err(|error| Failure::nothing_written(&error, false))
-    }
-
-    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool) -> Result<(), Failure> {
-        if !self.begin(batch)? {
-            return Ok(());
-        }
-        let connection = &self.connected.connection;
-        let now = wall_millis();
-        let mut reservations = 0;
-        for op in &*batch {
-            let answer = match perform(&mut self.table, &op.ask, now) {
-                // A full disk and the like roll the whole transaction back.
-                Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
-                    return Err(Failure::nothing_written(&error, true));
-                }
-                answer => answer.map_err(|trouble| failed(&trouble)),
-            };
-            self.answers.push(answer);
-            reservations += u32::from(matches!(op.ask, Ask::Reserve(_)));
-        }
-        if clean_up
-            && reservations > 0
-            && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
-        {
-            tracing::debug!(%error, "expired records could not be cleaned up");
-            if connection.is_autocommit() {
-                return Err(Failure::nothing_written(&error, true));
-            }
-        }
-        self.commit.execute([]).map(drop).map_err(|error| {
-            let rolled_back = connection.is_autocommit() || connection.execute_batch("ROLLBACK").is_ok();
-            let failure = not_committed(&error);
-            let alone = failure.kind() == StoreErrorKind::Full;
-            Failure { error: failure, broken: breaks_connection(&error) || !rolled_back, alone }
-        })
-    }
-
-    /// Answers what changes nothing, from one snapshot, and hands the rest on to the writer. False if the connection is
-    /// of no use any more. `version` is what the file was like when waiting duplicates were last told to look.
-    fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> bool {
-        let looked = self.look(batch, version);
-        let Err(failure) = looked else { return true };
-        if !self.connected.connection.is_autocommit() {
-            self.connected.connection.execute_batch("ROLLBACK").ok();
-        }
-        fail(batch, &failure.error);
-        !failure.broken
-    }
-
-    fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
-        let Core { database, .. } = self.core;
-        database.check_file(self.connected).map_err(|error| Failure { error, broken: true, alone: false })?;
-        let failed_to_read = |error: rusqlite::Error| Failure::nothing_written(&error, false);
-        let polls = self.core.waiters() > 0;
-        let transaction = batch.len() + usize::from(polls) > 1;
-        if transaction {
-            self.begin.execute([]).map_err(failed_to_read)?;
-        }
-        if polls {
-            let found = database.patiently(|| self.version.query_row([], |row| row.get(0))).map_err(failed_to_read)?;
-            // Before the look-ups of this batch, so that a commit after them is found by the next poll.
-            if version.replace(found) != Some(found) {
-                self.core.waiting.wake_all();
-            }
-        }
-        let now = wall_millis();
-        let mut answers = Vec::with_capacity(batch.len());
-        for op in &*batch {
-            let answer = database.patiently(|| match &op.ask {
-                Ask::Reserve(request) => quietly(self.table.answer(request, now).map(|it| it.map(Answer::Reservation))),
-                Ask::Inspect(_) | Ask::IsPending(..) => quietly(perform(&mut self.table, &op.ask, now).map(Some)),
-                _ => Ok(Ok(None)),
-            });
-            answers.push(match answer.map_err(Trouble::Sqlite).and_then(|answer| answer) {
-                Err(Trouble::Sqlite(error)) if breaks_connection(&error) => {
-                    return Err(failed_to_read(error));
-                }
-                answer => answer.map_err(|trouble| failed(&trouble)).transpose(),
-            });
-        }
-        if transaction {
-            self.commit.execute([]).map_err(failed_to_read)?;
-        }
-        for (op, answer) in batch.drain(..).zip(answers) {
-            match answer {
-                Some(answer) => op.answer(answer),
-                None => self.core.hand_on(op),
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Sorts out what `patiently` is to judge.
-fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>> {
-    match answer {
-        Err(Trouble::Sqlite(error)) => Err(error),
-        answer => Ok(answer),
-    }
-}
-
-fn perform(table: &mut Table<'_>, ask: &Ask, now: i64) -> Result<Answer, Trouble> {
-    Ok(match ask {
-        Ask::Reserve(request) => Answer::Reservation(table.reserve(request, now)?),
-        Ask::Renew(leases) => {
-            Answer::Writes(leases.iter().map(|lease| table.renew(lease, now)).collect::<Result<_, _>>()?)
-        }
-        Ask::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
-        Ask::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
-        Ask::Reopen(key, attempt) => Answer::Write(table.reopen(key, *attempt, now)?),
-        Ask::Purge(limit) => Answer::Removed(table.clean_up(now, *limit)?),
-        Ask::Pass => Answer::Passed,
-        Ask::Inspect(key) => Answer::Inspection(table.inspect(key, now)?),
-        Ask::IsPending(key, attempt) => Answer::IsPending(table.is_pending(key, *attempt, now)?),
-    })
 }

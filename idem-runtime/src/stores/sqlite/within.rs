@@ -3,13 +3,16 @@
 use std::fmt;
 use std::time::Duration;
 
-use rusqlite::Connection;
+use rusqlite::{Connection, Transaction, TransactionBehavior};
 
+use super::SqliteStore;
 use super::connect::{failed, misconfigured};
 use super::table::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
-use crate::within::{self, Within};
-use crate::{Finish, Inspection, Key, Lease, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write};
+use crate::within::{self, Journal, Within, not_committed, observe_journaled};
+use crate::{
+    Finish, Inspection, Key, Lease, Outcome, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write,
+};
 
 /// How often a call looks whether another one in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
@@ -19,11 +22,12 @@ const POLL: Duration = Duration::from_millis(5);
 pub struct InSqlite<'a> {
     connection: &'a Connection,
     table: String,
+    namespace: String,
 }
 
 impl<'a> InSqlite<'a> {
     pub(super) fn new(connection: &'a Connection) -> Self {
-        Self { connection, table: table::NAME.to_owned() }
+        Self { connection, table: table::NAME.to_owned(), namespace: String::new() }
     }
 }
 
@@ -32,6 +36,14 @@ impl Within<InSqlite<'_>> {
     #[must_use]
     pub fn table(mut self, table: &str) -> Self {
         table.clone_into(&mut self.0.table);
+        self
+    }
+
+    /// The name of this application, for its child keys; see
+    /// [`SqliteOptions::namespace`](super::SqliteOptions::namespace).
+    #[must_use]
+    pub fn namespace(mut self, namespace: &str) -> Self {
+        namespace.clone_into(&mut self.0.namespace);
         self
     }
 }
@@ -55,12 +67,23 @@ fn aborted(trouble: &Trouble) -> StoreError {
 }
 
 impl InSqlite<'_> {
-    fn on_table<T>(&self, work: impl Fn(&mut Table<'_>, i64) -> Result<T, Trouble>) -> Result<T, StoreError> {
-        table::check_name(&self.table).map_err(misconfigured)?;
+    /// A statement about savepoints.
+    fn savepoint(&self, text: &str) -> Result<(), StoreError> {
+        self.check_open()?;
+        self.connection.execute_batch(text).map_err(|error| aborted(&error.into()))
+    }
+
+    fn check_open(&self) -> Result<(), StoreError> {
         if self.connection.is_autocommit() {
             let message = "there is no transaction: SQLite has ended it, after an error or at its `COMMIT`";
             return Err(StoreError::new(StoreErrorKind::Aborted, message));
         }
+        Ok(())
+    }
+
+    fn on_table<T>(&self, work: impl Fn(&mut Table<'_>, i64) -> Result<T, Trouble>) -> Result<T, StoreError> {
+        table::check_name(&self.table).map_err(misconfigured)?;
+        self.check_open()?;
         let tried = work(&mut Table::new(self.connection, &self.table), wall_millis());
         let trouble = match tried {
             Ok(done) => return Ok(done),
@@ -85,6 +108,41 @@ impl within::sealed::Sealed for InSqlite<'_> {}
 impl within::Transaction for InSqlite<'_> {
     const NAME: &'static str = "sqlite";
 
+    fn identity(&self) -> usize {
+        std::ptr::from_ref(self.connection).addr()
+    }
+
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn place(&self) -> &str {
+        &self.table
+    }
+
+    async fn save(&self) -> Result<(), StoreError> {
+        self.savepoint("SAVEPOINT idem")
+    }
+
+    async fn rewind(&self) -> Result<(), StoreError> {
+        self.savepoint("ROLLBACK TO idem")
+    }
+
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), StoreError> {
+        begun();
+        self.savepoint("RELEASE idem")
+    }
+
+    async fn undo(&self) -> Result<(), StoreError> {
+        self.savepoint("ROLLBACK TO idem; RELEASE idem")
+    }
+
+    fn undo_at_once(&self) {
+        if let Err(error) = self.savepoint("ROLLBACK TO idem; RELEASE idem") {
+            tracing::debug!(%error, "a call could not be undone; its transaction is over");
+        }
+    }
+
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         self.on_table(|table, now| table.reserve(request, now))
     }
@@ -98,9 +156,9 @@ impl within::Transaction for InSqlite<'_> {
     }
 
     /// Only one transaction writes at a time, so the attempt that is running is one of this very transaction.
-    async fn wait(&self, _: &Key, at_most: Duration) -> Result<(), StoreError> {
+    async fn wait(&self, _: &Key, at_most: Duration) -> Result<bool, StoreError> {
         SystemClock::default().sleep(at_most.min(POLL)).await;
-        Ok(())
+        Ok(true)
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Inspection>, StoreError> {
@@ -110,4 +168,79 @@ impl within::Transaction for InSqlite<'_> {
     async fn reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
         self.on_table(|table, now| table.reopen(key, attempt, now))
     }
+}
+
+impl SqliteStore {
+    /// Begins a transaction that may write, does `work` in it, commits it, and says how the delivery ended and what to do with
+    /// its message.
+    ///
+    /// If `work` returns `Ok`, the transaction is committed, and only then the [`Outcome`] may say
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit fails, everything is rolled back and the
+    /// message is to be delivered again; an error that a handler recorded (`on_error = record`) is recorded all the same,
+    /// alone.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// use idem_runtime::{Disposition, SqliteStore, idempotent};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = SqliteStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &rusqlite::Transaction<'_>, order: i64) -> Result<usize, AnyError> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES (?1)", [order])?)
+    /// }
+    ///
+    /// let mut connection = rusqlite::Connection::open_in_memory().unwrap();
+    /// connection.execute_batch("CREATE TABLE payments (order_id INTEGER)").unwrap();
+    /// for _delivery in 0..2 {
+    ///     let (paid, outcome) = SqliteStore::transact(&mut connection, async |tx| pay(tx, 42).await).await;
+    ///     assert_eq!(paid.unwrap(), 1);
+    ///     assert_eq!(outcome.disposition(), Disposition::Ack);
+    /// }
+    /// let payments: i64 = connection.query_row("SELECT count(*) FROM payments", [], |row| row.get(0)).unwrap();
+    /// assert_eq!(payments, 1);
+    /// # });
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Dropping the future rolls the transaction back.
+    pub async fn transact<T, E, W>(connection: &mut Connection, work: W) -> (Result<T, E>, Outcome)
+    where
+        W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E>,
+        E: From<rusqlite::Error>,
+    {
+        let tx = match connection.transaction_with_behavior(TransactionBehavior::Immediate) {
+            Ok(tx) => tx,
+            Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
+        };
+        let (result, outcome, journal) = observe_journaled(work(&tx)).await;
+        match result {
+            Ok(done) => match tx.commit() {
+                Ok(()) => (Ok(done), outcome.committed()),
+                Err(error) => (Err(error.into()), not_committed(outcome)),
+            },
+            Err(error) => {
+                drop(tx);
+                match record_failed(connection, &journal).await {
+                    Ok(true) => (Err(error), outcome.committed()),
+                    Ok(false) => (Err(error), outcome),
+                    Err(_) => (Err(error), not_committed(outcome)),
+                }
+            }
+        }
+    }
+}
+
+/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+async fn record_failed(connection: &mut Connection, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.failed.is_empty() {
+        return Ok(false);
+    }
+    let failed = |error: rusqlite::Error| aborted(&error.into());
+    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
+    for record in &journal.failed {
+        let Within(at) = Within(InSqlite::new(&tx)).table(&record.place);
+        record.write(&at).await?;
+    }
+    tx.commit().map_err(failed)?;
+    Ok(true)
 }

@@ -1,0 +1,133 @@
+//! What a store has for each runtime that calls it, and for each process.
+//!
+//! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still while
+//! it is not driven, and end with it. So every runtime that calls has its own. A process that was forked off has nothing of
+//! its parent's but memory: there, everything is made anew, and what was the parent's is never touched again. To drop a
+//! connection would end the parent's session.
+
+use std::mem;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use tokio::runtime::{Handle, Id};
+use tokio::task::AbortHandle;
+
+use crate::sync::{Process, lock};
+
+/// A value for each process.
+pub(super) struct PerProcess<T> {
+    process: Process,
+    /// `None` only while it is dropped.
+    value: Option<T>,
+    /// The value of a process that was forked off this one: only that process writes here.
+    child: OnceLock<Box<PerProcess<T>>>,
+}
+
+impl<T: Default> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self { process: Process::this(), value: Some(T::default()), child: OnceLock::new() }
+    }
+}
+
+impl<T: Default> PerProcess<T> {
+    /// The value of this process.
+    pub(super) fn this(&self) -> &T {
+        let mut of = self;
+        // No lock of the parent's is taken: a thread that is not there any more may have held it at the fork.
+        while !of.process.is_this() {
+            of = of.child.get_or_init(Box::default);
+        }
+        of.value.as_ref().expect("there until it is dropped")
+    }
+}
+
+impl<T> Drop for PerProcess<T> {
+    fn drop(&mut self) {
+        if !self.process.is_this() {
+            mem::forget(self.value.take());
+        }
+    }
+}
+
+/// A value for each runtime.
+pub(super) struct PerRuntime<T> {
+    /// That of the first one, for which nothing is locked. Most programs have no other.
+    first: OnceLock<Local<T>>,
+    others: Mutex<Vec<Arc<Local<T>>>>,
+}
+
+impl<T> Default for PerRuntime<T> {
+    fn default() -> Self {
+        Self { first: OnceLock::new(), others: Mutex::default() }
+    }
+}
+
+struct Local<T> {
+    runtime: Id,
+    /// A task that ends with the runtime.
+    alive: AbortHandle,
+    value: T,
+}
+
+impl<T> Local<T> {
+    fn new(runtime: &Handle, make: impl FnOnce() -> T) -> Self {
+        let alive = runtime.spawn(std::future::pending::<()>()).abort_handle();
+        Self { runtime: runtime.id(), alive, value: make() }
+    }
+}
+
+impl<T> Drop for Local<T> {
+    fn drop(&mut self) {
+        self.alive.abort();
+    }
+}
+
+/// The value of one runtime.
+pub(super) struct Here<'a, T>(Place<'a, T>);
+
+enum Place<'a, T> {
+    First(&'a Local<T>),
+    Other(Arc<Local<T>>),
+}
+
+impl<T> Deref for Here<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match &self.0 {
+            Place::First(local) => &local.value,
+            Place::Other(local) => &local.value,
+        }
+    }
+}
+
+impl<T> PerRuntime<T> {
+    /// The value of the current runtime, which `make` makes if there is none; it is told whether this is the first one.
+    /// `None` outside of a runtime.
+    pub(super) fn here(&self, make: impl Fn(bool) -> T) -> Option<Here<'_, T>> {
+        let runtime = Handle::try_current().ok()?;
+        let first = self.first.get_or_init(|| Local::new(&runtime, || make(true)));
+        if first.runtime == runtime.id() {
+            return Some(Here(Place::First(first)));
+        }
+        let mut others = lock(&self.others);
+        if let Some(local) = others.iter().find(|local| local.runtime == runtime.id()) {
+            return Some(Here(Place::Other(Arc::clone(local))));
+        }
+        // Those whose runtime is gone are of no more use to anybody.
+        others.retain(|local| !local.alive.is_finished());
+        let local = Arc::new(Local::new(&runtime, || make(false)));
+        others.push(Arc::clone(&local));
+        Some(Here(Place::Other(local)))
+    }
+
+    /// The value of any runtime that has not ended.
+    pub(super) fn any(&self) -> Option<Here<'_, T>> {
+        if let Some(first) = self.first.get().filter(|local| !local.alive.is_finished()) {
+            return Some(Here(Place::First(first)));
+        }
+        let others = lock(&self.others);
+        let local = others.iter().rev().find(|local| !local.alive.is_finished())?;
+        Some(Here(Place::Other(Arc::clone(local))))
+    }
+}

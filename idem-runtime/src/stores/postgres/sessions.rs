@@ -1,0 +1,500 @@
+//! The connections of one runtime: a few, which all of its operations share.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::ops::Deref;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use deadpool::managed::Manager as _;
+use deadpool_postgres::{ClientWrapper, Object, Pool, PoolError};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::task::AbortHandle;
+use tokio_postgres::config::{Host, SslMode, SslNegotiation};
+use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
+use tokio_postgres::{Client, Config, Error, NoTls, Socket};
+
+use super::client::Failure;
+use super::sql::Statement;
+use crate::StoreErrorKind;
+use crate::clock::{Clock, Instant, race};
+use crate::sync::lock;
+
+/// How often another connection is tried when the pool's turns out to be broken.
+const CONNECTIONS: usize = 64;
+/// How many times its limit an exchange may take at most, however many bytes go on arriving.
+pub(super) const LONGEST: u32 = 12;
+
+/// How connections are encrypted.
+#[derive(Clone)]
+pub(super) enum Tls {
+    Off,
+    #[cfg(feature = "postgres-tls")]
+    On(tokio_postgres_rustls::MakeRustlsConnect),
+}
+
+/// Where connections come from.
+#[derive(Clone)]
+pub(super) enum Source {
+    /// They are ours.
+    Config(Box<Config>, Tls),
+    /// They are those of the user's own pool.
+    Pool(Pool),
+    /// They are ours, and made as the user's own pool makes them.
+    LikePool(Pool),
+}
+
+/// When bytes were last exchanged, by a clock.
+#[derive(Clone)]
+pub(super) struct Meter {
+    clock: Arc<dyn Clock>,
+    /// Of this connection, and of all connections of the runtime: nanoseconds since the clock's origin.
+    moved: [Arc<AtomicU64>; 2],
+}
+
+impl Meter {
+    fn new(clock: Arc<dyn Clock>) -> Self {
+        Self { clock, moved: Default::default() }
+    }
+
+    fn of_connection(&self) -> Self {
+        Self { clock: Arc::clone(&self.clock), moved: [Arc::default(), Arc::clone(&self.moved[1])] }
+    }
+
+    fn note(&self) {
+        let now = u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX);
+        self.moved.iter().for_each(|moved| moved.store(now, Ordering::Relaxed));
+    }
+
+    fn last(moved: &AtomicU64) -> Instant {
+        Instant::new(Duration::from_nanos(moved.load(Ordering::Relaxed)))
+    }
+
+    /// When anything was last sent or received on any connection.
+    fn pool(&self) -> Instant {
+        Self::last(&self.moved[1])
+    }
+
+    /// When anything was last sent or received on this connection.
+    fn connection(&self) -> Instant {
+        Self::last(&self.moved[0])
+    }
+}
+
+/// What `future` gives, or `None` once nothing has `moved` for `limit`: who is being answered is not given up, if the answer
+/// is long and the line is slow.
+pub(super) async fn unless_stuck<F: Future>(
+    clock: &dyn Clock,
+    limit: Duration,
+    moved: impl Fn() -> Instant,
+    future: F,
+) -> Option<F::Output> {
+    let mut future = std::pin::pin!(future);
+    let mut now = clock.now();
+    let mut until = now.saturating_add(limit);
+    while until > now {
+        if let Some(done) = race(future.as_mut(), clock.sleep(until.saturating_since(now))).await {
+            return Some(done);
+        }
+        now = clock.now();
+        until = moved().saturating_add(limit);
+    }
+    None
+}
+
+/// A connection, and the statements that its session has read already.
+pub(super) struct Session {
+    client: SomeClient,
+    prepared: Mutex<HashMap<usize, tokio_postgres::Statement>>,
+    meter: Meter,
+}
+
+enum SomeClient {
+    Ours(Client, AbortHandle),
+    /// Ends its task by itself.
+    Theirs(ClientWrapper),
+}
+
+impl Deref for Session {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        match &self.client {
+            SomeClient::Ours(client, _) => client,
+            SomeClient::Theirs(client) => client,
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // At once: what is in flight on it is of no more interest.
+        if let SomeClient::Ours(_, task) = &self.client {
+            task.abort();
+        }
+    }
+}
+
+/// The connections of one runtime.
+pub(super) struct Sessions {
+    source: Source,
+    /// The latest one is used first: a lone task then talks to one backend, which is awake.
+    idle: Mutex<Vec<Session>>,
+    room: Semaphore,
+    limit: Duration,
+    meter: Meter,
+}
+
+impl Sessions {
+    pub(super) fn new(source: Source, size: usize, limit: Duration, clock: Arc<dyn Clock>) -> Self {
+        Self { source, idle: Mutex::default(), room: Semaphore::new(size), limit, meter: Meter::new(clock) }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        &*self.meter.clock
+    }
+
+    /// When anything was last sent or received on any of them.
+    pub(super) fn moved(&self) -> Instant {
+        self.meter.pool()
+    }
+
+    /// A connection that nobody else uses.
+    pub(super) async fn take(&self) -> Result<Taken<'_>, Failure> {
+        if let Some(taken) = self.take_idle() {
+            return Ok(taken);
+        }
+        let late = || Err(Failure::not_sent("no connection was free, or could be made, in time"));
+        let taken = unless_stuck(self.clock(), self.limit, || self.moved(), async {
+            match &self.source {
+                Source::Pool(pool) => self.take_theirs(pool).await,
+                _ => self.take_ours().await,
+            }
+        });
+        taken.await.unwrap_or_else(late)
+    }
+
+    /// One that is there already, for which nobody has to wait.
+    fn take_idle(&self) -> Option<Taken<'_>> {
+        let room = self.room.try_acquire().ok()?;
+        let session = lock(&self.idle).pop().filter(|session| !session.is_closed())?;
+        Some(Taken(Kind::Ours { session: Some(session), sessions: self, _room: room }))
+    }
+
+    async fn take_ours(&self) -> Result<Taken<'_>, Failure> {
+        let closed = || Failure::not_sent("the connections are closed");
+        let room = self.room.acquire().await.map_err(|_| closed())?;
+        loop {
+            let idle = lock(&self.idle).pop();
+            let session = match idle {
+                // One that broke while it lay there has sent nothing.
+                Some(session) if session.is_closed() => continue,
+                Some(session) => session,
+                None => self.connect().await?,
+            };
+            return Ok(Taken(Kind::Ours { session: Some(session), sessions: self, _room: room }));
+        }
+    }
+
+    async fn take_theirs(&self, pool: &Pool) -> Result<Taken<'_>, Failure> {
+        for _ in 0..CONNECTIONS {
+            let object = pool.get().await.map_err(|error| match error {
+                PoolError::Backend(error) => Failure::not_connected(&error),
+                PoolError::NoRuntimeSpecified => {
+                    Failure::new(StoreErrorKind::Misconfigured, format!("the pool can't be used: {error}"))
+                }
+                error => Failure::not_sent(&error.to_string()),
+            })?;
+            if !object.is_closed() {
+                return Ok(Taken(Kind::Theirs { object: Some(object) }));
+            }
+            drop(Object::take(object));
+        }
+        Err(Failure::not_sent("every connection breaks as soon as it is made"))
+    }
+
+    async fn connect(&self) -> Result<Session, Failure> {
+        let meter = self.meter.of_connection();
+        let client = match &self.source {
+            Source::Config(config, tls) => {
+                let (client, task) = match tls {
+                    Tls::Off => connect_plain(config, &meter).await,
+                    #[cfg(feature = "postgres-tls")]
+                    Tls::On(tls) => spawn(config, Metered { tls: tls.clone(), meter: meter.clone() }).await,
+                }
+                .map_err(|error| Failure::not_connected(&error))?;
+                SomeClient::Ours(client, task)
+            }
+            Source::Pool(pool) | Source::LikePool(pool) => {
+                let client = pool.manager().create().await;
+                SomeClient::Theirs(client.map_err(|error| Failure::not_connected(&error))?)
+            }
+        };
+        Ok(Session { client, prepared: Mutex::default(), meter })
+    }
+
+    /// Asks the server to end what it still does for a connection that nobody waits for any more.
+    fn cancel(&self, session: Session) {
+        let Source::Config(config, tls) = &self.source else { return };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (token, tls, limit) = (session.cancel_token(), tls.clone(), self.limit);
+        let (clock, plain) = (Arc::clone(&self.meter.clock), is_metered(config));
+        runtime.spawn(async move {
+            let cancel = async {
+                match tls {
+                    Tls::Off if plain => token.cancel_query(Plain).await,
+                    Tls::Off => token.cancel_query(NoTls).await,
+                    #[cfg(feature = "postgres-tls")]
+                    Tls::On(tls) => token.cancel_query(tls).await,
+                }
+            };
+            race(cancel, clock.sleep(limit)).await;
+            drop(session);
+        });
+    }
+}
+
+/// A connection that is used by one exchange at a time, and goes back to the others afterwards.
+pub(super) struct Taken<'a>(Kind<'a>);
+
+enum Kind<'a> {
+    // The place is given back after the connection.
+    Ours { session: Option<Session>, sessions: &'a Sessions, _room: SemaphorePermit<'a> },
+    Theirs { object: Option<Object> },
+}
+
+impl Deref for Taken<'_> {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        const THERE: &str = "there until it is given up";
+        match &self.0 {
+            Kind::Ours { session, .. } => session.as_ref().expect(THERE),
+            Kind::Theirs { object } => object.as_ref().expect(THERE),
+        }
+    }
+}
+
+impl Taken<'_> {
+    /// The statement as this session knows it.
+    pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
+        match &self.0 {
+            Kind::Ours { session: Some(session), .. } => {
+                let known = lock(&session.prepared).get(&statement.place).cloned();
+                if let Some(known) = known {
+                    return Ok(known);
+                }
+                let prepared = session.prepare_typed(&statement.text, statement.types).await?;
+                lock(&session.prepared).insert(statement.place, prepared.clone());
+                Ok(prepared)
+            }
+            Kind::Theirs { object: Some(object) } => {
+                object.prepare_typed_cached(&statement.text, statement.types).await
+            }
+            _ => unreachable!("given up"),
+        }
+    }
+
+    /// When anything was last sent or received on it, as far as that can be told.
+    pub(super) fn moved(&self) -> Instant {
+        match &self.0 {
+            Kind::Ours { session: Some(session), .. } => session.meter.connection(),
+            _ => Instant::new(Duration::ZERO),
+        }
+    }
+
+    /// Gives the connection up. If the server may still be at something, it is asked to end that.
+    pub(super) fn give_up(mut self, cancel: bool) {
+        match &mut self.0 {
+            Kind::Ours { session, sessions, .. } => match session.take() {
+                Some(session) if cancel => sessions.cancel(session),
+                session => drop(session),
+            },
+            Kind::Theirs { object } => drop(object.take().map(Object::take)),
+        }
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        if let Kind::Ours { session, sessions, .. } = &mut self.0
+            && let Some(session) = session.take()
+            && !session.is_closed()
+        {
+            lock(&sessions.idle).push(session);
+        }
+    }
+}
+
+/// Connects, and has a task of this runtime carry what is said.
+async fn spawn<T>(config: &Config, tls: T) -> Result<(Client, AbortHandle), Error>
+where
+    T: MakeTlsConnect<Socket>,
+    T::Stream: Send + 'static,
+{
+    let (client, connection) = config.connect(tls).await?;
+    let task = tokio::spawn(async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(%error, "a connection to PostgreSQL broke");
+        }
+    });
+    Ok((client, task.abort_handle()))
+}
+
+/// Whether what goes over unencrypted connections can be seen: a server that is reached by a name or an address of its own.
+fn is_metered(config: &Config) -> bool {
+    !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
+}
+
+async fn connect_plain(config: &Config, meter: &Meter) -> Result<(Client, AbortHandle), Error> {
+    if !is_metered(config) {
+        return spawn(config, NoTls).await;
+    }
+    // The driver hands its socket to whoever encrypts it, and to nobody else. "Encrypted" by [`Plain`], what is sent is the
+    // same as without.
+    let mut config = config.clone();
+    config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
+    spawn(&config, Metered { tls: Plain, meter: meter.clone() }).await
+}
+
+/// Leaves a connection as it is.
+#[derive(Clone, Copy)]
+struct Plain;
+
+impl MakeTlsConnect<Socket> for Plain {
+    type Stream = PlainStream;
+    type TlsConnect = Self;
+    type Error = io::Error;
+
+    fn make_tls_connect(&mut self, _: &str) -> io::Result<Self> {
+        Ok(Self)
+    }
+}
+
+impl TlsConnect<Socket> for Plain {
+    type Stream = PlainStream;
+    type Error = io::Error;
+    type Future = std::future::Ready<io::Result<PlainStream>>;
+
+    fn connect(self, stream: Socket) -> Self::Future {
+        std::future::ready(Ok(PlainStream(stream)))
+    }
+}
+
+struct PlainStream(Socket);
+
+impl TlsStream for PlainStream {
+    fn channel_binding(&self) -> ChannelBinding {
+        ChannelBinding::none()
+    }
+}
+
+impl AsyncRead for PlainStream {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for PlainStream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+/// What encrypts as `tls` does, and notes when bytes are exchanged.
+#[derive(Clone)]
+struct Metered<T> {
+    tls: T,
+    meter: Meter,
+}
+
+impl<T: MakeTlsConnect<Socket>> MakeTlsConnect<Socket> for Metered<T>
+where
+    T::TlsConnect: Send + 'static,
+    <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
+{
+    type Stream = MeteredStream<T::Stream>;
+    type TlsConnect = Metered<T::TlsConnect>;
+    type Error = T::Error;
+
+    fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, T::Error> {
+        Ok(Metered { tls: self.tls.make_tls_connect(domain)?, meter: self.meter.clone() })
+    }
+}
+
+impl<C: TlsConnect<Socket> + Send + 'static> TlsConnect<Socket> for Metered<C>
+where
+    C::Future: Send,
+{
+    type Stream = MeteredStream<C::Stream>;
+    type Error = C::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Stream, C::Error>> + Send>>;
+
+    fn connect(self, stream: Socket) -> Self::Future {
+        Box::pin(async move { Ok(MeteredStream { stream: self.tls.connect(stream).await?, meter: self.meter }) })
+    }
+}
+
+struct MeteredStream<S> {
+    stream: S,
+    meter: Meter,
+}
+
+impl<S: TlsStream + Unpin> TlsStream for MeteredStream<S> {
+    fn channel_binding(&self) -> ChannelBinding {
+        self.stream.channel_binding()
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for MeteredStream<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
+        if buf.filled().len() > before {
+            self.meter.note();
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for MeteredStream<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
+        self.meter.note();
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
+        self.meter.note();
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,183 @@
+//! How large a value the server takes.
+//!
+//! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with that. So
+//! such a value is not sent: the limit is asked for when the store connects, and learned from failures where that is not
+//! allowed, or where something in between has one of its own. Values that may be too large have a connection to
+//! themselves, whose end takes nobody else with it.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use redis::Value;
+
+use super::connection::{Failure, Refusal};
+use super::{failed, too_large};
+use crate::StoreError;
+use crate::clock::{Clock, Instant};
+use crate::sync::lock;
+
+/// The least that a server can be told to take, so a smaller value is never the reason.
+pub(super) const SURE: usize = 1024 * 1024;
+/// What it takes where it was told nothing.
+const DEFAULT: usize = 512 * 1024 * 1024;
+/// As many connections in a row break under a large value until it is taken for the reason.
+const BREAKS: u32 = 4;
+/// How long what was learned counts: a server can be told to take more, and a network may have been the reason.
+const LEARNED_FOR: Duration = Duration::from_secs(60);
+
+/// The limits of the servers of a store, which are those of the strictest of them.
+#[derive(Debug)]
+pub(super) struct Limits {
+    /// What servers said that they take; [`UNTOLD`] if none did.
+    told: AtomicUsize,
+    learned: Mutex<Learned>,
+}
+
+/// No server has said anything.
+const UNTOLD: usize = usize::MAX;
+
+#[derive(Default, Debug)]
+struct Learned {
+    /// Values of this size are too large, until then.
+    too_large: Option<(usize, Instant)>,
+    /// The least value under which the latest connections broke, and how many did.
+    broke: Option<(usize, u32)>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { told: AtomicUsize::new(UNTOLD), learned: Mutex::default() }
+    }
+}
+
+impl Limits {
+    /// Notes that a server takes values of `most` bytes.
+    pub(super) fn tell(&self, most: usize) {
+        self.told.fetch_min(most, Ordering::Relaxed);
+    }
+
+    /// Notes what `other` was told, too.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn tell_all_of(&self, other: &Self) {
+        self.tell(other.told.load(Ordering::Relaxed));
+    }
+
+    /// Refuses a value that no server would take.
+    pub(super) fn check(&self, bytes: usize, clock: &dyn Clock) -> Result<(), StoreError> {
+        if bytes < SURE {
+            return Ok(());
+        }
+        let told = match self.told.load(Ordering::Relaxed) {
+            UNTOLD => DEFAULT,
+            told => told,
+        };
+        let learned = lock(&self.learned).too_large.filter(|(_, until)| *until > clock.now());
+        match learned {
+            _ if bytes > told => Err(too_large(bytes, told)),
+            Some((least, _)) if bytes >= least => Err(too_large(bytes, least - 1)),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the answer to a write of `bytes` means.
+    pub(super) fn learn(
+        &self,
+        bytes: usize,
+        answer: Result<Value, Failure>,
+        clock: &dyn Clock,
+    ) -> Result<Value, StoreError> {
+        if bytes < SURE {
+            return answer.map_err(failed);
+        }
+        let mut learned = lock(&self.learned);
+        let is_reason = match &answer {
+            Ok(_) => {
+                learned.broke = learned.broke.filter(|(least, _)| *least > bytes);
+                false
+            }
+            Err(Failure::Refused(refusal)) => is_about_size(refusal),
+            Err(Failure::Broken(_)) => {
+                let (least, breaks) = learned.broke.unwrap_or((bytes, 0));
+                learned.broke = Some((least.min(bytes), breaks + 1));
+                bytes >= least && breaks + 1 >= BREAKS
+            }
+            Err(_) => false,
+        };
+        if !is_reason {
+            return answer.map_err(failed);
+        }
+        learned.too_large = Some((bytes, clock.now().saturating_add(LEARNED_FOR)));
+        learned.broke = None;
+        Err(too_large(bytes, bytes - 1))
+    }
+}
+
+/// Whether the server refused to read what it was sent.
+fn is_about_size(Refusal { message, .. }: &Refusal) -> bool {
+    message.starts_with("Protocol error: invalid bulk length")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use redis::{ErrorKind, RedisError};
+
+    use super::*;
+    use crate::{ManualClock, StoreErrorKind};
+
+    const MIB: usize = 1024 * 1024;
+
+    fn kind<T: std::fmt::Debug>(answer: Result<T, StoreError>) -> StoreErrorKind {
+        answer.unwrap_err().kind()
+    }
+
+    #[test]
+    fn what_was_told_counts() {
+        let (limits, clock) = (Limits::default(), ManualClock::new());
+        limits.tell(3 * MIB);
+        limits.tell(2 * MIB);
+        assert!(limits.check(2 * MIB, &clock).is_ok());
+        assert_eq!(kind(limits.check(2 * MIB + 1, &clock)), StoreErrorKind::TooLarge);
+        assert_eq!(kind(Limits::default().check(DEFAULT + 1, &clock)), StoreErrorKind::TooLarge);
+        // A server can be told to take more than by default.
+        let limits = Limits::default();
+        limits.tell(2 * DEFAULT);
+        assert!(limits.check(DEFAULT + 1, &clock).is_ok());
+    }
+
+    #[test]
+    fn a_refusal_is_believed_for_a_while() {
+        let (limits, clock) = (Limits::default(), ManualClock::new());
+        let refused = || {
+            let message = "Protocol error: invalid bulk length";
+            Err(Failure::Refused(Refusal { code: "ERR".into(), message: message.into() }))
+        };
+        assert_eq!(kind(limits.learn(3 * MIB, refused(), &clock)), StoreErrorKind::TooLarge);
+        assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
+        assert!(limits.check(3 * MIB - 1, &clock).is_ok());
+        // Whatever shared a connection with it is not too large.
+        assert_eq!(kind(limits.learn(10, refused(), &clock)), StoreErrorKind::Unavailable);
+        clock.advance(LEARNED_FOR);
+        assert!(limits.check(3 * MIB, &clock).is_ok());
+    }
+
+    #[test]
+    fn connections_that_break_again_and_again_are_a_reason() {
+        let (limits, clock) = (Limits::default(), ManualClock::new());
+        let broken = || Err(Failure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
+        for _ in 1..BREAKS {
+            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);
+            assert_eq!(kind(limits.learn(10, broken(), &clock)), StoreErrorKind::Unknown);
+        }
+        // One that gets through begins the count anew.
+        limits.learn(4 * MIB, Ok(Value::Int(1)), &clock).unwrap();
+        for _ in 1..BREAKS {
+            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);
+        }
+        assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::TooLarge);
+        assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
+        assert!(limits.check(2 * MIB, &clock).is_ok());
+    }
+}

@@ -1,0 +1,212 @@
+//! The connections of each tokio runtime that uses a store.
+//!
+//! A connection is read and written by tasks of the runtime it was opened on. If that runtime is idle, blocked or gone,
+//! so is the connection. Nobody shares one with another runtime, therefore: each that uses the store has connections,
+//! queues and subscriptions of its own, opened when it first needs them and closed with it. A process that was forked
+//! off has none of its parent's.
+
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard, Weak};
+
+use tokio::runtime::{Handle, Id};
+
+use super::connection::{Background, Failure};
+use super::route::Route;
+use super::wake::Wakeups;
+use crate::sync::Process;
+
+/// A value of each process: one that was forked off gets its own, and neither uses nor drops that of its parent.
+///
+/// A lock in it may be held for ever in the child, by a thread that is not there; and a socket that is dropped there is
+/// no longer watched for the parent, either, as they share the system's list of watched sockets.
+pub(super) struct PerProcess<T> {
+    process: Process,
+    value: Option<T>,
+    child: OnceLock<Box<Self>>,
+}
+
+impl<T> PerProcess<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { process: Process::this(), value: Some(value), child: OnceLock::new() }
+    }
+
+    /// The value of this process.
+    pub(super) fn here(&self) -> &T
+    where
+        T: Default,
+    {
+        let mut at = self;
+        while !at.process.is_this() {
+            at = at.child.get_or_init(|| Box::new(Self::new(T::default())));
+        }
+        at.first()
+    }
+
+    /// The value of the process in which this was made.
+    fn first(&self) -> &T {
+        self.value.as_ref().expect("taken by `drop` only")
+    }
+}
+
+impl<T: Default> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
+impl<T> Drop for PerProcess<T> {
+    fn drop(&mut self) {
+        if let Some(value) = self.value.take()
+            && !self.process.is_this()
+        {
+            std::mem::forget(value);
+        }
+    }
+}
+
+/// What one runtime has of a store.
+pub(super) struct Line {
+    pub(super) route: Route,
+    pub(super) wakeups: Wakeups,
+    /// Ends with the runtime.
+    tenant: OnceLock<Background>,
+}
+
+impl Line {
+    pub(super) fn new(route: Route, wakeups: Wakeups) -> Self {
+        Self { route, wakeups, tenant: OnceLock::new() }
+    }
+}
+
+/// The lines of one handle.
+#[derive(Default)]
+pub(super) struct Lines(PerProcess<Table>);
+
+#[derive(Default)]
+struct Table {
+    /// That of the runtime which came first. It is found without a lock, and most applications have no other.
+    first: OnceLock<First>,
+    others: RwLock<Vec<(Id, Arc<Line>)>>,
+}
+
+struct First {
+    runtime: Id,
+    line: Line,
+    /// Whether its runtime has not ended.
+    lives: AtomicBool,
+}
+
+impl Table {
+    fn first(&self, runtime: Id) -> Option<&Line> {
+        let first = self.first.get()?;
+        (first.runtime == runtime && first.lives.load(Ordering::Relaxed)).then_some(&first.line)
+    }
+
+    fn other(&self, runtime: Id) -> Option<Arc<Line>> {
+        let others = self.others.read().unwrap_or_else(PoisonError::into_inner);
+        others.iter().find(|(id, _)| *id == runtime).map(|(_, line)| Arc::clone(line))
+    }
+
+    fn others(&self) -> RwLockWriteGuard<'_, Vec<(Id, Arc<Line>)>> {
+        self.others.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A line that was found.
+pub(super) enum Found<'a> {
+    First(&'a Line),
+    Other(Arc<Line>),
+}
+
+impl Deref for Found<'_> {
+    type Target = Line;
+
+    fn deref(&self) -> &Line {
+        match self {
+            Self::First(line) => line,
+            Self::Other(line) => line,
+        }
+    }
+}
+
+impl Lines {
+    /// The line of the current runtime; `open` opens it.
+    pub(super) fn here(self: &Arc<Self>, open: impl FnOnce() -> Line) -> Result<Found<'_>, Failure> {
+        let Ok(runtime) = Handle::try_current() else {
+            let reason = "there is no tokio runtime here, which its connections need: call it from one";
+            return Err(Failure::Unusable(reason.into()));
+        };
+        // No runtime of this process has the name of one that its parent had before, so what is found is this process's.
+        match self.0.first().first(runtime.id()) {
+            Some(line) => Ok(Found::First(line)),
+            None => Ok(self.find_or_open(&runtime, open)),
+        }
+    }
+
+    /// Adds the line of a runtime that has none.
+    pub(super) fn add(self: &Arc<Self>, (runtime, line): (Handle, Line)) {
+        self.find_or_open(&runtime, || line);
+    }
+
+    fn find_or_open(self: &Arc<Self>, runtime: &Handle, open: impl FnOnce() -> Line) -> Found<'_> {
+        let (table, id) = (self.0.here(), runtime.id());
+        if let Some(line) = table.first(id) {
+            return Found::First(line);
+        }
+        if let Some(line) = table.other(id) {
+            return Found::Other(line);
+        }
+        let mut open = Some(open);
+        let mut open = || open.take().expect("opened once")();
+        let first = table.first.get_or_init(|| First { runtime: id, line: open(), lives: AtomicBool::new(true) });
+        if let Some(line) = table.first(id) {
+            self.settle(runtime, &first.line);
+            return Found::First(line);
+        }
+        let line = {
+            let mut others = table.others();
+            if let Some((_, line)) = others.iter().find(|(other, _)| *other == id) {
+                return Found::Other(Arc::clone(line));
+            }
+            let line = Arc::new(open());
+            others.push((id, Arc::clone(&line)));
+            line
+        };
+        self.settle(runtime, &line);
+        Found::Other(line)
+    }
+
+    /// Has `line` end with its runtime: one that ends drops its tasks, and this one tells of it.
+    fn settle(self: &Arc<Self>, runtime: &Handle, line: &Line) {
+        let tenant = Tenant { lines: Arc::downgrade(self), runtime: runtime.id() };
+        let task = runtime.spawn(async move {
+            let _tenant = tenant;
+            std::future::pending::<()>().await;
+        });
+        line.tenant.get_or_init(|| Background(task.abort_handle()));
+    }
+}
+
+/// Lives as long as its runtime.
+struct Tenant {
+    lines: Weak<Lines>,
+    runtime: Id,
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        let Some(lines) = self.lines.upgrade() else { return };
+        let table = lines.0.here();
+        if let Some(first) = table.first.get().filter(|first| first.runtime == self.runtime) {
+            // Its connections have ended with the tasks that read them.
+            first.lives.store(false, Ordering::Relaxed);
+        }
+        let gone = {
+            let mut others = table.others();
+            others.iter().position(|(id, _)| *id == self.runtime).map(|at| others.swap_remove(at))
+        };
+        // Closes its connections, outside of the lock.
+        drop(gone);
+    }
+}

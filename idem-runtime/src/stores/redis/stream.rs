@@ -1,0 +1,233 @@
+//! Opens a stream to a server, and notes whenever something moves on it.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::future::select_ok;
+use redis::aio::MultiplexedConnection;
+use redis::io::tcp::{TcpSettings, socket2};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, ErrorKind, RedisError};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use super::connection::Background;
+use crate::clock::{Clock, Instant};
+
+/// How many commands the driver of a connection takes over before callers queue for it.
+const DRIVER_QUEUE: usize = 1024;
+/// How much may be sent without a word for each further time limit: the system takes it at once, and the line need not.
+const SENT_IN_TIME: u64 = 256 * 1024;
+
+/// When something moved on a connection last.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    clock: Arc<dyn Clock>,
+    /// In nanoseconds since the clock's origin.
+    moved_at: AtomicU64,
+    /// Bytes sent since the last byte that came.
+    unheard: AtomicU64,
+}
+
+impl Pulse {
+    pub(super) fn new(clock: &Arc<dyn Clock>) -> Self {
+        let pulse = Self { clock: Arc::clone(clock), moved_at: AtomicU64::new(0), unheard: AtomicU64::new(0) };
+        pulse.heard();
+        pulse
+    }
+
+    /// Something came.
+    pub(super) fn heard(&self) {
+        self.unheard.store(0, Ordering::Relaxed);
+        self.moved();
+    }
+
+    fn sent(&self, bytes: usize) {
+        self.unheard.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.moved();
+    }
+
+    fn moved(&self) {
+        let now = self.clock.now().since_origin().as_nanos();
+        self.moved_at.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    pub(super) fn moved_at(&self) -> Instant {
+        Instant::new(Duration::from_nanos(self.moved_at.load(Ordering::Relaxed)))
+    }
+
+    /// How long nothing may move, if an exchange has `timeout` for that.
+    pub(super) fn patience(&self, timeout: Duration) -> Duration {
+        let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME;
+        timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
+    }
+}
+
+/// A connection that was just opened.
+pub(super) struct Opened {
+    pub(super) connection: MultiplexedConnection,
+    pub(super) pulse: Arc<Pulse>,
+    /// Whether each byte moves the pulse, or only those who use the connection can.
+    pub(super) sees_bytes: bool,
+    /// The task that reads and writes, unless the client has started it.
+    pub(super) driver: Option<Background>,
+}
+
+/// Opens a connection to where `client` leads, on the current runtime.
+pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Opened, RedisError> {
+    let info = client.get_connection_info();
+    match info.addr() {
+        ConnectionAddr::Tcp(host, port) => {
+            let stream = tcp(host, *port, info.tcp_settings()).await?;
+            over(info, clock, |pulse| std::future::ready(Ok(Noted { stream, pulse }))).await
+        }
+        #[cfg(unix)]
+        ConnectionAddr::Unix(path) => {
+            let stream = tokio::net::UnixStream::connect(path).await?;
+            over(info, clock, |pulse| std::future::ready(Ok(Noted { stream, pulse }))).await
+        }
+        #[cfg(feature = "redis-tls")]
+        ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None } if tls::trusts_somebody() => {
+            let stream = tcp(host, *port, info.tcp_settings()).await?;
+            over(info, clock, |pulse| tls::connect(host, Noted { stream, pulse })).await
+        }
+        // The certificates of a user's client can't be had from it.
+        _ => {
+            let connection = client.get_multiplexed_async_connection_with_config(&config()).await?;
+            Ok(Opened { connection, pulse: Arc::new(Pulse::new(clock)), sees_bytes: false, driver: None })
+        }
+    }
+}
+
+/// The time limits are ours.
+fn config() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new()
+        .set_connection_timeout(None)
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(DRIVER_QUEUE)
+}
+
+/// A connection over the stream that `stream` makes with a pulse.
+async fn over<S, F>(
+    info: &ConnectionInfo,
+    clock: &Arc<dyn Clock>,
+    stream: impl FnOnce(Arc<Pulse>) -> F,
+) -> Result<Opened, RedisError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    F: Future<Output = Result<S, RedisError>>,
+{
+    let pulse = Arc::new(Pulse::new(clock));
+    let stream = stream(Arc::clone(&pulse)).await?;
+    let (connection, driver) = MultiplexedConnection::new_with_config(info.redis_settings(), stream, config()).await?;
+    let driver = Some(Background(tokio::spawn(driver).abort_handle()));
+    Ok(Opened { connection, pulse, sees_bytes: true, driver })
+}
+
+async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream, RedisError> {
+    let addresses = tokio::net::lookup_host((host, port)).await?;
+    let tries: Vec<_> = addresses.map(|address| Box::pin(TcpStream::connect(address))).collect();
+    if tries.is_empty() {
+        return Err((ErrorKind::InvalidClientConfig, "the host has no address").into());
+    }
+    let (stream, _) = select_ok(tries).await?;
+    // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
+    let loopback = stream.peer_addr().is_ok_and(|address| address.ip().is_loopback());
+    stream.set_nodelay(settings.nodelay() || !loopback)?;
+    let socket = socket2::SockRef::from(&stream);
+    if let Some(keepalive) = settings.keepalive() {
+        socket.set_tcp_keepalive(keepalive)?;
+    }
+    #[cfg(any(target_os = "android", target_os = "fuchsia", target_os = "linux"))]
+    if let Some(timeout) = settings.user_timeout() {
+        socket.set_tcp_user_timeout(Some(timeout))?;
+    }
+    Ok(stream)
+}
+
+#[cfg(feature = "redis-tls")]
+mod tls {
+    use std::sync::Arc;
+
+    use redis::{ErrorKind, RedisError};
+    use rustls::pki_types::ServerName;
+    use rustls::{ClientConfig, RootCertStore};
+    use tokio::io::{AsyncRead, AsyncWrite};
+    use tokio_rustls::TlsConnector;
+    use tokio_rustls::client::TlsStream;
+
+    /// Whether the system names authorities to trust. If not, the client may know some.
+    pub(super) fn trusts_somebody() -> bool {
+        !rustls_native_certs::load_native_certs().certs.is_empty()
+    }
+
+    pub(super) async fn connect<S>(host: &str, stream: S) -> Result<TlsStream<S>, RedisError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        let name = ServerName::try_from(host.to_owned()).map_err(|_| {
+            RedisError::from((ErrorKind::InvalidClientConfig, "the host is no name that TLS can check"))
+        })?;
+        Ok(TlsConnector::from(Arc::new(config)).connect(name, stream).await?)
+    }
+}
+
+/// A stream that notes what moves.
+struct Noted<S> {
+    stream: S,
+    pulse: Arc<Pulse>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        if buffer.filled().len() > before {
+            self.pulse.heard();
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> Noted<S> {
+    fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(Ok(bytes)) = written {
+            self.pulse.sent(bytes);
+        }
+        written
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Noted<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.note(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
+        self.note(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,119 @@
+//! The connections of this process, and what a child does with those that it inherits.
+//!
+//! SQLite keeps a list of the files that this process has open and of the locks it holds on them. A forked child inherits
+//! the list and the connections, but not the locks. A connection that it opened beside them would rely on locks that
+//! nobody holds: whoever closes the file last would then remove its WAL, and with it what the child has committed. So a
+//! child closes what it has inherited before it opens anything. That is safe while no thread was at work with it when the
+//! process was forked. Whether one was shows in the lock of its [`Link`], which a thread holds for as long as it is inside
+//! SQLite.
+
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
+use std::time::Duration;
+
+use rusqlite::config::DbConfig;
+
+use super::connect::{Connected, misconfigured};
+use crate::StoreError;
+use crate::sync::{Process, lock};
+
+/// All connections in the memory of this process.
+static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
+/// Held by whoever closes a connection for good.
+static CLOSING: Mutex<()> = Mutex::new(());
+/// How often a child looks whether the list is free, and the pause in between: its own threads hold it for a moment, a
+/// thread of its parent for ever.
+const LOOKS: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// The connection of one thread.
+pub(super) struct Link {
+    process: Process,
+    connected: Mutex<Option<Connected>>,
+}
+
+impl Link {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self { process: Process::this(), connected: Mutex::default() })
+    }
+
+    /// The connection, if there is one. Whoever uses it or closes it holds this lock.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Option<Connected>> {
+        lock(&self.connected)
+    }
+
+    /// Connects, unless there is a connection.
+    ///
+    /// # Errors
+    /// Those of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited what it
+    /// can't close.
+    pub(super) fn open(
+        self: &Arc<Self>,
+        connect: impl FnOnce() -> Result<Connected, StoreError>,
+    ) -> Result<(), StoreError> {
+        let mut connected = self.lock();
+        if connected.is_none() {
+            self.enlist()?;
+            *connected = Some(connect()?);
+        }
+        Ok(())
+    }
+
+    fn enlist(self: &Arc<Self>) -> Result<(), StoreError> {
+        let mut links = list()?;
+        for link in links.iter().filter_map(Weak::upgrade).filter(|link| !link.process.is_this()) {
+            link.let_go()?;
+        }
+        links.retain(|other| other.strong_count() > 0);
+        if !links.iter().any(|other| Weak::as_ptr(other) == Arc::as_ptr(self)) {
+            links.push(Arc::downgrade(self));
+        }
+        Ok(())
+    }
+
+    /// Closes the connection of another process, unless that was at work with it.
+    fn let_go(&self) -> Result<(), StoreError> {
+        let mut connected = match self.connected.try_lock() {
+            Ok(connected) => connected,
+            Err(TryLockError::Poisoned(connected)) => connected.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(forked_at_work()),
+        };
+        let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
+        // Otherwise it would look whether it is the last one, and remove the WAL of those that are there.
+        let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
+        let closed = match quiet {
+            Ok(_) => connection.close().map_err(|(connection, _)| connection),
+            Err(_) => Err(connection),
+        };
+        closed.map_err(|connection| {
+            // Not even its `drop` may try again.
+            std::mem::forget(connection);
+            forked_at_work()
+        })
+    }
+
+    /// Closes the connection. One after the other: the last one of a process tidies the file up, and of two that close at
+    /// the same moment each would take the other for one that stays.
+    pub(super) fn close(&self) {
+        let _one_at_a_time = lock(&CLOSING);
+        *self.lock() = None;
+    }
+}
+
+fn list() -> Result<MutexGuard<'static, Vec<Weak<Link>>>, StoreError> {
+    for _ in 0..LOOKS {
+        match LINKS.try_lock() {
+            Ok(links) => return Ok(links),
+            Err(TryLockError::Poisoned(links)) => return Ok(links.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::park_timeout(PAUSE),
+        }
+    }
+    Err(forked_at_work())
+}
+
+fn forked_at_work() -> StoreError {
+    misconfigured(
+        "this process was forked while its parent was at work in SQLite, which can't be used here any more: fork before \
+         stores are opened, or while nothing is asked of them"
+            .to_owned(),
+    )
+}

@@ -1,0 +1,259 @@
+//! What is asked of the threads of a store handle, and how it waits for them.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::clock::Instant;
+use crate::sync::lock;
+use crate::{Finish, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, StoreError, Write};
+
+/// Operations that one transaction takes.
+pub(super) const BATCH: usize = 256;
+/// Bytes of results, asked or answered, above which a transaction takes no more.
+pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
+
+/// What is asked of a thread.
+#[derive(Debug)]
+pub(super) enum Ask {
+    /// And whether a lease is spared that lapsed while the lock was held.
+    Reserve(Reserve, bool),
+    Renew(Lease),
+    Finish(Lease, Finish),
+    Release(Lease, Release),
+    Reopen(Key, u32),
+    Purge(u32),
+    /// To be answered after everything that was asked before.
+    Pass,
+    Inspect(Key),
+    IsPending(Key, u32),
+}
+
+impl Ask {
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Finish(_, finish) => finish.payload().stored_bytes(),
+            _ => 0,
+        }
+    }
+
+    /// Whether it only reads.
+    pub(super) fn reads(&self) -> bool {
+        matches!(self, Self::Inspect(_) | Self::IsPending(..))
+    }
+
+    /// The key whose waiters are to look again after this answer.
+    pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
+        match (self, answered) {
+            (Self::Reserve(Reserve { key, .. }, _), Ok(Answer::Reservation(Reservation::Reserved { .. })))
+            | (
+                Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _) | Self::Reopen(key, _),
+                Ok(Answer::Write(Write::Done)),
+            ) => Some(key),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Answer {
+    Reservation(Reservation),
+    /// A lease that lapsed while the lock was held: its owner is to have a moment to renew it.
+    Spared,
+    Write(Write),
+    Removed(u64),
+    Passed,
+    Inspection(Option<Inspection>),
+    IsPending(bool),
+}
+
+impl Answer {
+    pub(super) fn bytes(&self) -> usize {
+        let record = match self {
+            Self::Reservation(Reservation::Finished(record)) => record,
+            Self::Inspection(Some(inspection)) => &inspection.record,
+            _ => return 0,
+        };
+        record.state.payload().map_or(0, Payload::stored_bytes)
+    }
+}
+
+pub(super) type Answered = Result<Answer, StoreError>;
+
+/// Who is to hear the answer.
+pub(super) enum Reply {
+    One(oneshot::Sender<Answered>),
+    /// One of several leases: its place among them.
+    Lease(usize, mpsc::UnboundedSender<(usize, Answered)>),
+}
+
+pub(super) struct Op {
+    pub(super) number: u64,
+    /// When it was asked for; kept for the upkeep thread only, which gives up by it.
+    pub(super) asked_at: Option<Instant>,
+    pub(super) ask: Ask,
+    pub(super) reply: Reply,
+}
+
+impl Reply {
+    pub(super) fn say(self, answer: Answered) {
+        // Whoever has gone away needs no answer.
+        match self {
+            Self::One(reply) => drop(reply.send(answer)),
+            Self::Lease(at, reply) => drop(reply.send((at, answer))),
+        }
+    }
+}
+
+impl Op {
+    pub(super) fn answer(self, answer: Answered) {
+        self.reply.say(answer);
+    }
+
+    /// Whether it need not be done any more: its caller has gone, and it ends no attempt.
+    pub(super) fn is_abandoned(&self) -> bool {
+        let gone = match &self.reply {
+            Reply::One(reply) => reply.is_closed(),
+            Reply::Lease(_, reply) => reply.is_closed(),
+        };
+        gone && !matches!(self.ask, Ask::Finish(..) | Ask::Release(..))
+    }
+}
+
+/// What waits for one thread.
+#[derive(Default)]
+pub(super) struct Queue {
+    gathered: Mutex<Gathered>,
+    ready: Condvar,
+}
+
+#[derive(Default)]
+struct Gathered {
+    ops: VecDeque<Op>,
+    /// How many operations wake the thread; 0 while it is awake.
+    wakes_at: usize,
+    /// Whether there is a thread.
+    started: bool,
+    closed: bool,
+}
+
+impl Queue {
+    /// Adds operations, unless more than `capacity` would wait then. True if there is no thread yet: it is up to the caller.
+    pub(super) fn push(&self, ops: impl ExactSizeIterator<Item = Op>, capacity: usize) -> Result<bool, &'static str> {
+        let mut gathered = lock(&self.gathered);
+        if gathered.closed {
+            return Err("the thread of the store has ended");
+        }
+        let len = gathered.ops.len().saturating_add(ops.len());
+        if len > capacity {
+            let before = gathered.ops.len();
+            gathered.ops.retain(|op| !op.is_abandoned());
+            if len - (before - gathered.ops.len()) > capacity {
+                return Err("too many calls wait for the file");
+            }
+        }
+        gathered.ops.extend(ops);
+        let starts = !std::mem::replace(&mut gathered.started, true);
+        let wakes = gathered.wakes_at > 0 && gathered.ops.len() >= gathered.wakes_at;
+        if wakes {
+            gathered.wakes_at = 0;
+        }
+        drop(gathered);
+        if wakes {
+            self.ready.notify_one();
+        }
+        Ok(starts)
+    }
+
+    /// Waits for operations, if a time is given for that long, and takes those that are there. False once there will be
+    /// no more.
+    pub(super) fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
+        let mut gathered = lock(&self.gathered);
+        while gathered.ops.is_empty() {
+            if gathered.closed {
+                return false;
+            }
+            gathered.wakes_at = 1;
+            match at_most {
+                None => gathered = self.ready.wait(gathered).unwrap_or_else(PoisonError::into_inner),
+                Some(at_most) => {
+                    let waited = self.ready.wait_timeout(gathered, at_most).unwrap_or_else(PoisonError::into_inner);
+                    gathered = waited.0;
+                    if waited.1.timed_out() {
+                        gathered.wakes_at = 0;
+                        break;
+                    }
+                }
+            }
+        }
+        gathered.fill(batch, BATCH);
+        true
+    }
+
+    /// Takes what is there now, until there are `at_most`.
+    pub(super) fn take_more(&self, batch: &mut Vec<Op>, at_most: usize) {
+        lock(&self.gathered).fill(batch, at_most);
+    }
+
+    /// Waits until `answered` operations more are there, and no longer than `at_most`. Says how many came.
+    pub(super) fn gather(&self, answered: usize, at_most: Duration) -> usize {
+        let mut gathered = lock(&self.gathered);
+        let before = gathered.ops.len();
+        let expected = (before + answered).min(BATCH);
+        if before >= expected || gathered.closed {
+            return answered;
+        }
+        gathered.wakes_at = expected;
+        let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
+        gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
+        gathered.wakes_at = 0;
+        gathered.ops.len().saturating_sub(before)
+    }
+
+    /// Removes an operation that nobody has taken up. False if somebody has.
+    pub(super) fn forget(&self, number: u64) -> bool {
+        let mut gathered = lock(&self.gathered);
+        let at = gathered.ops.iter().position(|op| op.number == number);
+        at.and_then(|at| gathered.ops.remove(at)).is_some()
+    }
+
+    /// Whether there is a thread, or somebody is starting one.
+    pub(super) fn is_started(&self) -> bool {
+        lock(&self.gathered).started
+    }
+
+    /// Somebody is starting a thread, or has not been able to; then what waits for it is dropped.
+    pub(super) fn set_started(&self, started: bool) {
+        let mut gathered = lock(&self.gathered);
+        gathered.started = started;
+        if !started {
+            gathered.ops.clear();
+        }
+    }
+
+    /// Closes the queue, and drops what is in it.
+    pub(super) fn end(&self) {
+        self.close();
+        lock(&self.gathered).ops.clear();
+    }
+
+    pub(super) fn close(&self) {
+        lock(&self.gathered).closed = true;
+        self.ready.notify_all();
+    }
+}
+
+impl Gathered {
+    fn fill(&mut self, batch: &mut Vec<Op>, at_most: usize) {
+        let mut bytes = batch.iter().map(|op| op.ask.bytes()).sum::<usize>();
+        while batch.len() < at_most && bytes < BATCH_BYTES {
+            let Some(op) = self.ops.pop_front() else { break };
+            if !op.is_abandoned() {
+                bytes += op.ask.bytes();
+                batch.push(op);
+            }
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The time of a simulation: a clock whose sleepers the simulation wakes itself, also while a task of it blocks.
+#![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use super::simulation::Tasks;
+use crate::attempt::Entered;
+use crate::clock::{Clock, Instant, Sleep, SplitMix, Task};
+use crate::outcome::Observation;
+use crate::sync::lock;
+
+thread_local! {
+    /// The tasks of the simulation that runs on this thread.
+    static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
+}
+
+/// The clock of a [`Simulation`](crate::testing::Simulation): its time passes while nothing else can go on.
+///
+/// It is the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler follows it as well.
+#[derive(Clone)]
+pub struct SimulatedClock(Arc<Time>);
+
+struct Time {
+    runtime: tokio::runtime::Handle,
+    origin: tokio::time::Instant,
+    state: Mutex<State>,
+}
+
+struct State {
+    random: SplitMix,
+    /// Who sleeps, by when they wake and in which order they fell asleep.
+    sleepers: BTreeMap<(Instant, u64), Waker>,
+    fell_asleep: u64,
+    /// What was spawned since the simulation looked last.
+    spawned: Vec<Task>,
+    /// Looks again when somebody falls asleep or is spawned.
+    simulation: Option<Waker>,
+}
+
+impl SimulatedClock {
+    /// The clock of a runtime whose time is paused.
+    pub(super) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
+        let _entered = runtime.enter();
+        let state = State {
+            random: SplitMix(seed),
+            sleepers: BTreeMap::new(),
+            fell_asleep: 0,
+            spawned: Vec::new(),
+            simulation: None,
+        };
+        Self(Arc::new(Time { runtime: runtime.clone(), origin: tokio::time::Instant::now(), state: Mutex::new(state) }))
+    }
+
+    /// Lets time jump, as it does for a process that was stopped: everything that was due in between is late.
+    ///
+    /// To let it pass, await [`sleep`](Clock::sleep).
+    pub fn advance(&self, duration: Duration) {
+        let _entered = self.0.runtime.enter();
+        // The jump is made by the first poll; what it yields for is up to the caller.
+        let jump = pin!(tokio::time::advance(duration));
+        let _ = jump.poll(&mut Context::from_waker(Waker::noop()));
+    }
+
+    /// Blocks the thread of the task that calls this for `duration`, as `std::thread::sleep` would. The other tasks of the
+    /// simulation, and what the library does by itself, go on meanwhile: they are on other threads.
+    ///
+    /// What was spawned by `tokio::spawn`, or sleeps by `tokio::time`, is on the runtime of the thread that blocks, and waits.
+    /// Outside of [`Simulation::run`](crate::testing::Simulation::run) time jumps, as in [`advance`](SimulatedClock::advance).
+    pub fn block(&self, duration: Duration) {
+        let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
+        // What is polled in here is in no call of the one that blocks.
+        let (mut nowhere, mut nobody) = (None, None);
+        let _entered = Entered::enter(&mut nowhere);
+        let _observation = Observation::enter(&mut nobody);
+        let until = self.now().saturating_add(duration);
+        loop {
+            self.wake_sleepers();
+            if tasks.poll_another(self) {
+                continue;
+            }
+            let now = self.now();
+            if now >= until || tasks.is_exhausted() {
+                return;
+            }
+            let next = self.next_wake().map_or(until, |next| next.min(until));
+            self.advance(next.saturating_since(now));
+        }
+    }
+
+    /// Makes `tasks` those that go on while one of them blocks, until the answer is dropped.
+    pub(super) fn running(tasks: &Rc<Tasks>) -> Running {
+        Running(RUNNING.replace(Some(Rc::clone(tasks))))
+    }
+
+    /// Wakes those whose time has come.
+    pub(super) fn wake_sleepers(&self) {
+        let now = self.now();
+        loop {
+            let due = {
+                let mut state = lock(&self.0.state);
+                match state.sleepers.first_entry() {
+                    Some(first) if first.key().0 <= now => first.remove(),
+                    _ => return,
+                }
+            };
+            due.wake();
+        }
+    }
+
+    /// When the next one wakes.
+    pub(super) fn next_wake(&self) -> Option<Instant> {
+        lock(&self.0.state).sleepers.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    /// What was spawned since this was asked last. `simulation` is woken when there is more.
+    pub(super) fn take_spawned(&self) -> Vec<Task> {
+        std::mem::take(&mut lock(&self.0.state).spawned)
+    }
+
+    /// Has `simulation` woken when somebody falls asleep or is spawned.
+    pub(super) fn tells(&self, simulation: Option<&Waker>) {
+        let earlier = std::mem::replace(&mut lock(&self.0.state).simulation, simulation.cloned());
+        drop(earlier);
+    }
+
+    /// The same moment for the runtime.
+    pub(super) fn of_the_runtime(&self, at: Instant) -> tokio::time::Instant {
+        self.0.origin + at.since_origin()
+    }
+
+    fn tell(&self) {
+        let simulation = lock(&self.0.state).simulation.clone();
+        if let Some(simulation) = simulation {
+            simulation.wake();
+        }
+    }
+}
+
+impl fmt::Debug for SimulatedClock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SimulatedClock").field(&self.now()).finish()
+    }
+}
+
+impl Clock for SimulatedClock {
+    fn now(&self) -> Instant {
+        let _entered = self.0.runtime.enter();
+        Instant::new(self.0.origin.elapsed())
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        Box::pin(Sleeper { clock: self.clone(), until: self.now().saturating_add(duration), asleep: None })
+    }
+
+    fn entropy(&self) -> u128 {
+        let random = &mut lock(&self.0.state).random;
+        (u128::from(random.next()) << 64) | u128::from(random.next())
+    }
+
+    fn spawn(&self, task: Task) {
+        lock(&self.0.state).spawned.push(task);
+        self.tell();
+    }
+}
+
+struct Sleeper {
+    clock: SimulatedClock,
+    until: Instant,
+    asleep: Option<u64>,
+}
+
+impl Future for Sleeper {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if self.clock.now() >= self.until {
+            return Poll::Ready(());
+        }
+        let this = &mut *self;
+        let waker = cx.waker().clone();
+        let earlier = {
+            let mut state = lock(&this.clock.0.state);
+            let number = *this.asleep.get_or_insert_with(|| {
+                state.fell_asleep += 1;
+                state.fell_asleep
+            });
+            state.sleepers.insert((this.until, number), waker)
+        };
+        // Not under the lock: with the last waker of a task goes the task.
+        if earlier.is_none() {
+            this.clock.tell();
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let Some(number) = self.asleep else { return };
+        let waker = lock(&self.clock.0.state).sleepers.remove(&(self.until, number));
+        drop(waker);
+    }
+}
+
+/// Ends what [`SimulatedClock::running`] began.
+pub(super) struct Running(Option<Rc<Tasks>>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        RUNNING.set(self.0.take());
+    }
+}

@@ -1,0 +1,95 @@
+//! Calls that are dropped, thousands of them, at each of their awaits and at any other moment, on every real store.
+//!
+//! A call is dropped by whoever made it (a time-out, a `select!`), with its task, with its runtime, or on a thread that has no
+//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. Whatever order its
+//! writes land in: once late writes are through every key is free, recorded, or interrupted by a body that did not return,
+//! and it stays so.
+//!
+//! `IDEM_DROPS_SEED` repeats the draws of a run. The order in which servers do things is their own.
+#![allow(
+    clippy::option_option,
+    clippy::unused_async,
+    reason = "looked at or not, and found or not; a store in memory opens at once"
+)]
+// Deep futures: a store, its lanes and its connection, within a test.
+#![recursion_limit = "256"]
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
+#![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
+
+#[path = "drops/look.rs"]
+mod look;
+#[path = "drops/rigs.rs"]
+mod rigs;
+#[path = "drops/scene.rs"]
+mod scene;
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use idem_runtime::{Heartbeats, OnCrash};
+use idem_tests::proxy::Line;
+
+use rigs::Rig;
+use scene::{Load, Scene};
+
+/// Longer than any of these tests drops calls, so that nothing lapses meanwhile; and longer than a store may take to answer.
+const LEASE: Duration = Duration::from_secs(6);
+/// How long a store may take to answer.
+const ANSWER: Duration = Duration::from_secs(3);
+const EVEN: Line = Line::Pass;
+/// What is sent at the same time over another connection may arrive so much later.
+const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
+
+/// A test for each store: how it is opened, on which lines, and how many calls are made in each scene under load.
+macro_rules! stores {
+    ($($store:ident: $open:expr, $lines:expr, $calls:literal;)*) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $store() {
+            play(stringify!($store), $open.await, &$lines, $calls).await;
+        }
+    )*};
+}
+
+stores! {
+    memory: rigs::memory(), [EVEN], 3000;
+    sqlite: rigs::sqlite(), [EVEN], 900;
+    redis: rigs::redis(), [EVEN, UNEVEN], 900;
+    valkey: rigs::valkey(), [EVEN, UNEVEN], 900;
+    cluster: rigs::cluster(), [EVEN, UNEVEN], 700;
+    sentinel: rigs::sentinel(), [EVEN, UNEVEN], 700;
+    cached: rigs::cached(), [EVEN, UNEVEN], 700;
+    postgres: rigs::postgres(), [EVEN, UNEVEN], 700;
+    pgbouncer: rigs::pgbouncer(), [EVEN, UNEVEN], 700;
+    // One store on two emulators, and both take their time.
+    dynoxide: rigs::dynoxide(), [EVEN], 256;
+    ministack: rigs::ministack(), [UNEVEN], 256;
+}
+
+async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
+    let seed = std::env::var("IDEM_DROPS_SEED").map_or(1, |seed| seed.parse().expect("a number"));
+    let mut scenes = Vec::new();
+    for line in lines {
+        rig.lines.iter().for_each(|proxy| proxy.set(*line));
+        for load in [Load::Lone, Load::Busy, Load::Replays] {
+            for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+                let mut scene = Scene::new(store, scenes.len(), *line, load, on_crash);
+                scene.drop_calls(&rig, seed, if load == Load::Lone { calls / 5 } else { calls }).await;
+                for handle in [&rig.store, &rig.peer] {
+                    Heartbeats::flush(handle.heartbeats()).await;
+                }
+                scene.look(&rig).await;
+                scenes.push(scene);
+            }
+        }
+    }
+    // Nothing that is still on its way lands later than that.
+    tokio::time::sleep(LEASE).await;
+    let (mut figures, mut problems) = (String::new(), String::new());
+    for scene in &mut scenes {
+        scene.look_again(&rig).await;
+        writeln!(figures, "{scene}").expect("a text");
+        scene.problems.iter().take(3).for_each(|problem| writeln!(problems, "  {problem}").expect("a text"));
+    }
+    println!("{figures}");
+    assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
+}

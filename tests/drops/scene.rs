@@ -1,0 +1,427 @@
+//! Calls, their bodies, the ways to drop them, and the book of what bodies did.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use idem_runtime::{
+    Error, InProgress, Json, Key, OnCrash, Operation, Outcome, Policy, Record, Store, current, observe, record_values,
+    run,
+};
+use idem_tests::chance::Chance;
+use idem_tests::proxy::Line;
+use idem_tests::yields;
+use tokio::task::JoinError;
+
+use crate::LEASE;
+use crate::rigs::Rig;
+
+const TTL: Duration = Duration::from_secs(3600);
+/// How many tasks make calls under load.
+const TASKS: usize = 64;
+/// The awaits at which calls are dropped one after the other: more than a call has that nothing holds up.
+const AWAITS: usize = 6;
+/// Keys that are finished before anything is dropped.
+const FINISHED: usize = 40;
+
+/// What goes on beside a call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Load {
+    /// Nothing.
+    Lone,
+    /// 64 tasks make calls, most of them for keys of their own.
+    Busy,
+    /// 64 tasks make calls, most of them for keys that have a result.
+    Replays,
+}
+
+/// How a call ends.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// Nobody drops it.
+    Whole,
+    /// Dropped when it is pending for the nth time.
+    AtAwait(usize),
+    /// The same, on a thread that has no runtime.
+    Elsewhere(usize),
+    /// Dropped by a time-out.
+    TimedOut(Duration),
+    /// Dropped by a `select!`, once other tasks have had so many turns.
+    Selected(u32),
+    /// Its task is aborted.
+    Aborted(Duration),
+    /// Its runtime ends, after so many turns.
+    WithItsRuntime(u32),
+}
+
+/// What a body does.
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    turns: u32,
+    sleep: Option<Duration>,
+    succeeds: bool,
+}
+
+/// Why a call has no result.
+#[derive(Debug)]
+pub enum Failure {
+    Of(Error),
+    TheBodys,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Of(error)
+    }
+}
+
+/// A body that began.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Run {
+    pub attempt: u32,
+    /// Whether it returned `Ok`, if it returned.
+    pub returned: Option<bool>,
+}
+
+/// What is known of a key.
+#[derive(Clone, Default, Debug)]
+pub struct Book {
+    pub runs: Vec<Run>,
+    /// What was recorded when it was first looked at; `None` if it has been called since.
+    pub first_look: Option<Option<Record>>,
+}
+
+impl Book {
+    /// The attempt whose result is recorded.
+    pub fn result(&self) -> Option<u32> {
+        self.runs.iter().find(|run| run.returned == Some(true)).map(|run| run.attempt)
+    }
+
+    /// Whether a body began and did not return.
+    pub fn unreturned(&self) -> bool {
+        self.runs.iter().any(|run| run.returned.is_none())
+    }
+}
+
+#[derive(Default, Debug)]
+pub struct Books(Mutex<Vec<Book>>);
+
+impl Books {
+    fn open(&self) -> usize {
+        let mut books = self.0.lock().unwrap();
+        books.push(Book::default());
+        books.len() - 1
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    pub fn of(&self, key: usize) -> Book {
+        self.0.lock().unwrap()[key].clone()
+    }
+
+    pub fn looked(&self, key: usize, found: Option<Option<Record>>) {
+        self.0.lock().unwrap()[key].first_look = found;
+    }
+
+    fn began(&self, key: usize, attempt: u32) -> usize {
+        let runs = &mut self.0.lock().unwrap()[key].runs;
+        runs.push(Run { attempt, returned: None });
+        runs.len() - 1
+    }
+
+    fn returned(&self, key: usize, run: usize, succeeded: bool) {
+        self.0.lock().unwrap()[key].runs[run].returned = Some(succeeded);
+    }
+}
+
+/// Calls under one load, on one kind of line, under one policy.
+#[derive(Debug)]
+pub struct Calls {
+    /// The number of the scene.
+    number: usize,
+    load: Load,
+    on_crash: OnCrash,
+    made: AtomicUsize,
+    dropped: AtomicUsize,
+    refused: AtomicUsize,
+    /// How long a whole call took of late, in microseconds.
+    usual: AtomicU64,
+    books: Arc<Books>,
+    /// What callers must not be told, and drops must not do.
+    told: Mutex<Vec<String>>,
+}
+
+/// The calls of one scene, and what was found afterwards.
+pub struct Scene {
+    store: &'static str,
+    line: Line,
+    calls: Arc<Calls>,
+    took: Duration,
+    /// Keys that nobody holds are held.
+    pub held: BTreeSet<usize>,
+    /// Keys that count as interrupted, and no body was.
+    pub interrupted: BTreeSet<usize>,
+    /// What is wrong otherwise.
+    pub others: usize,
+    /// All of it, in words.
+    pub problems: Vec<String>,
+}
+
+impl fmt::Display for Scene {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { store, line, calls, took, others, .. } = self;
+        let (load, on_crash) = (format!("{:?}", calls.load), format!("{:?}", calls.on_crash));
+        let line = if *line == Line::Pass { "even" } else { "uneven" };
+        let counts = [&calls.made, &calls.dropped, &calls.refused];
+        let [made, dropped, refused] = counts.map(|count| count.load(Ordering::Relaxed));
+        let (keys, held, interrupted) = (calls.books.len(), self.held.len(), self.interrupted.len());
+        write!(f, "{store:10} {load:8} {line:7} {on_crash:6} {dropped:4} of {made:4} calls dropped in {took:.1?}; ")?;
+        write!(f, "of {keys:4} keys {held:3} held ({:2} %), ", 100 * held / keys)?;
+        write!(f, "{interrupted:3} interrupted without a body, {others:3} otherwise wrong; ")?;
+        write!(f, "{refused:3} calls refused by the store")
+    }
+}
+
+impl Scene {
+    pub fn new(store: &'static str, number: usize, line: Line, load: Load, on_crash: OnCrash) -> Self {
+        let calls = Calls {
+            number,
+            load,
+            on_crash,
+            made: AtomicUsize::new(0),
+            dropped: AtomicUsize::new(0),
+            refused: AtomicUsize::new(0),
+            usual: AtomicU64::new(1000),
+            books: Arc::default(),
+            told: Mutex::default(),
+        };
+        Self {
+            store,
+            line,
+            calls: Arc::new(calls),
+            took: Duration::ZERO,
+            held: BTreeSet::new(),
+            interrupted: BTreeSet::new(),
+            others: 0,
+            problems: Vec::new(),
+        }
+    }
+
+    pub fn calls(&self) -> &Arc<Calls> {
+        &self.calls
+    }
+
+    /// Drops calls, and waits until those that were not dropped have ended.
+    pub async fn drop_calls(&mut self, rig: &Rig, seed: u64, how_many: usize) {
+        let started = Instant::now();
+        let chance = Chance::seeded(seed).of(self.calls.number);
+        for _ in 0..FINISHED {
+            let key = self.calls.books.open();
+            let (result, _) = self.calls.fresh(&rig.store, key).await;
+            assert!(result.is_ok(), "{result:?}");
+        }
+        let tasks = if self.calls.load == Load::Lone { 1 } else { TASKS };
+        let at_work: Vec<_> = (0..tasks)
+            .map(|task| {
+                let (calls, store, mut chance) = (Arc::clone(&self.calls), Arc::clone(&rig.store), chance.of(task));
+                tokio::spawn(async move {
+                    for _ in 0..how_many / tasks {
+                        calls.drop_one(&store, &mut chance).await;
+                    }
+                })
+            })
+            .collect();
+        for task in at_work {
+            task.await.expect("no panic");
+        }
+        self.took = started.elapsed();
+        let told = std::mem::take(&mut *self.calls.told.lock().unwrap());
+        self.others += told.len();
+        self.problems.extend(told);
+    }
+}
+
+impl Calls {
+    pub fn key(&self, key: usize) -> Key {
+        Key::new("drops", format!("{}-{key}", self.number)).expect("a valid key")
+    }
+
+    pub fn on_crash(&self) -> OnCrash {
+        self.on_crash
+    }
+
+    pub fn books(&self) -> &Books {
+        &self.books
+    }
+
+    async fn drop_one(&self, store: &Arc<dyn Store>, chance: &mut Chance) {
+        let n = self.made.fetch_add(1, Ordering::Relaxed);
+        let again = if self.load == Load::Replays { 85 } else { 15 };
+        let key = match chance.percent(again) {
+            // Finished, free, interrupted, or with somebody else at work.
+            true if self.load == Load::Replays => chance.below(FINISHED),
+            true => chance.below(self.books.len()),
+            false => self.books.open(),
+        };
+        let work = Work {
+            turns: if chance.percent(50) { 0 } else { 1 + u32::try_from(chance.below(3)).expect("small") },
+            sleep: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
+            succeeds: chance.percent(85),
+        };
+        let longest = Duration::from_micros(2 * self.usual.load(Ordering::Relaxed));
+        let turns = u32::try_from(chance.below(60)).expect("small");
+        let way = match chance.below(100) {
+            0..45 => Way::AtAwait(1 + n % AWAITS),
+            45..50 => Way::Elsewhere(1 + n % AWAITS),
+            50..62 => Way::TimedOut(chance.up_to(longest)),
+            62..77 => Way::Selected(turns),
+            77..90 => Way::Aborted(chance.up_to(longest)),
+            90..94 => Way::WithItsRuntime(turns),
+            _ => Way::Whole,
+        };
+        let in_progress = match chance.percent(50) {
+            true => InProgress::Reject,
+            false => InProgress::Wait(Duration::from_millis(20)),
+        };
+        let asked = Instant::now();
+        let call = Box::pin(self.call(store, key, work, in_progress));
+        match way.lead(call).await {
+            Ok(None) => {
+                self.dropped.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(Panicked) => self.told.lock().unwrap().push(format!("{}: its drop panicked: {way:?}", self.key(key))),
+            Ok(Some((result, outcome))) => {
+                if outcome.executed() {
+                    let took = u64::try_from(asked.elapsed().as_micros()).expect("short");
+                    let usual = self.usual.load(Ordering::Relaxed);
+                    self.usual.store((3 * usual + took) / 4, Ordering::Relaxed);
+                }
+                self.judge(key, &result);
+            }
+        }
+    }
+
+    /// What a caller is told while others are being dropped.
+    fn judge(&self, key: usize, result: &Result<u32, Failure>) {
+        match result {
+            Err(Failure::TheBodys | Failure::Of(Error::InProgress { .. })) => {}
+            Err(Failure::Of(Error::Interrupted { .. })) if self.on_crash == OnCrash::Fail => {}
+            Err(Failure::Of(Error::Store { source, .. })) if source.is_transient() => {
+                self.refused.fetch_add(1, Ordering::Relaxed);
+            }
+            Ok(attempt) if self.books.of(key).result() == Some(*attempt) => {}
+            told => {
+                let problem = format!("{}: a caller was told {told:?}: {:?}", self.key(key), self.books.of(key));
+                self.told.lock().unwrap().push(problem);
+            }
+        }
+    }
+
+    /// One call of a handler that enters what it does in the books, and returns which attempt it was.
+    fn call(
+        &self,
+        store: &Arc<dyn Store>,
+        key: usize,
+        work: Work,
+        in_progress: InProgress,
+    ) -> impl Future<Output = (Result<u32, Failure>, Outcome)> + Send + 'static {
+        let policy = Policy::new(TTL).lease(LEASE).on_crash(self.on_crash).in_progress(in_progress);
+        let operation = Operation::new(&**store, Ok(self.key(key)), policy);
+        let books = Arc::clone(&self.books);
+        let body = async move {
+            let attempt = current().expect("inside").number();
+            let run = books.began(key, attempt);
+            yields(work.turns).await;
+            if let Some(sleep) = work.sleep {
+                tokio::time::sleep(sleep).await;
+            }
+            books.returned(key, run, work.succeeds);
+            if work.succeeds { Ok(attempt) } else { Err(Failure::TheBodys) }
+        };
+        observe(run(operation, record_values::<Json>(), body))
+    }
+
+    /// A call that does nothing but look what becomes of it.
+    pub async fn fresh(&self, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
+        self.call(store, key, Work { turns: 0, sleep: None, succeeds: true }, InProgress::Reject).await
+    }
+}
+
+type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// A call that is let go of when it is pending for the nth time.
+struct UpTo<T> {
+    call: Call<T>,
+    left: usize,
+}
+
+impl<T> Future for UpTo<T> {
+    type Output = Option<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Poll::Ready(told) = self.call.as_mut().poll(cx) {
+            return Poll::Ready(Some(told));
+        }
+        self.left -= 1;
+        if self.left == 0 { Poll::Ready(None) } else { Poll::Pending }
+    }
+}
+
+impl Way {
+    /// Leads a call to its end, and says what it told; `None` if it was dropped.
+    async fn lead<T: Send + 'static>(self, mut call: Call<T>) -> Result<Option<T>, Panicked> {
+        Ok(match self {
+            Self::Whole => Some(call.await),
+            Self::AtAwait(n) => UpTo { call, left: n }.await,
+            Self::Elsewhere(n) => {
+                let mut call = UpTo { call, left: n };
+                let told = (&mut call).await;
+                std::thread::spawn(move || drop(call)).join().map_err(|_| Panicked)?;
+                told
+            }
+            Self::TimedOut(limit) => tokio::time::timeout(limit, call).await.ok(),
+            Self::Selected(turns) => tokio::select! {
+                biased;
+                told = &mut call => Some(told),
+                () = yields(turns) => None,
+            },
+            Self::Aborted(after) => {
+                let task = tokio::spawn(call);
+                tokio::time::sleep(after).await;
+                task.abort();
+                ended(task.await)?
+            }
+            Self::WithItsRuntime(turns) => {
+                let end = move || {
+                    let runtime =
+                        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+                    let task = runtime.spawn(call);
+                    runtime.block_on(yields(turns));
+                    drop(runtime);
+                    task
+                };
+                let (sender, task) = tokio::sync::oneshot::channel();
+                std::thread::spawn(move || sender.send(end()).ok());
+                ended(task.await.map_err(|_| Panicked)?.await)?
+            }
+        })
+    }
+}
+
+/// A panic in the drop of a call.
+struct Panicked;
+
+fn ended<T>(task: Result<T, JoinError>) -> Result<Option<T>, Panicked> {
+    match task {
+        Ok(told) => Ok(Some(told)),
+        Err(error) if error.is_cancelled() => Ok(None),
+        Err(_) => Err(Panicked),
+    }
+}

@@ -1,0 +1,307 @@
+//! What is said of a delivery as a whole: nothing that failed is acknowledged, and nothing that is in doubt goes unsaid.
+
+use std::sync::Mutex;
+
+use idem_runtime::{Backoff, Doubt, Uncertain};
+
+use super::super::*;
+
+fn retries(outcome: &Outcome) -> Duration {
+    match outcome.disposition() {
+        Disposition::Retry { after } => {
+            assert!(!after.is_zero(), "a hot loop: {outcome:?}");
+            after
+        }
+        other => panic!("{other:?}: {outcome:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_delivery_that_fails_after_a_call_that_succeeded_is_not_acknowledged() {
+    let world = World::new();
+    for replayed in [false, true] {
+        let (_, outcome) = observe(async {
+            world.call_result(POLICY).await?;
+            Err::<(), Error>(std::io::Error::other("the commit was refused").into_error())
+        })
+        .await;
+        assert_eq!((outcome.executed(), outcome.replayed(), outcome.recorded()), (!replayed, replayed, true));
+        retries(&outcome);
+    }
+    assert_eq!(world.runs(), 1);
+}
+
+trait IntoError {
+    fn into_error(self) -> Error;
+}
+
+impl IntoError for std::io::Error {
+    /// Any error will do.
+    fn into_error(self) -> Error {
+        Error::MissingKey { scope: self.to_string() }
+    }
+}
+
+#[tokio::test]
+async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_recorded() {
+    let world = World::new();
+    let running = world.hang(POLICY).await;
+    let (result, outcome) = observe(async {
+        let _ = world.call_result(POLICY).await;
+        Ok::<_, Error>(())
+    })
+    .await;
+    assert!(result.is_ok());
+    assert_eq!(outcome.refused(), Some(Refusal::InProgress));
+    retries(&outcome);
+    drop(running);
+
+    // An earlier call counts as much as the last one.
+    let running = world.hang(POLICY).await;
+    let other = Operation::new(&world.store, Ok(World::key("other")), POLICY);
+    let (_, outcome) = observe(async {
+        let _ = world.call_result(POLICY).await;
+        run(other, record_values::<Json>(), world.body()).await
+    })
+    .await;
+    assert!(outcome.recorded(), "of the last one");
+    retries(&outcome);
+    drop(running);
+
+    let world = World::new();
+    for _ in 0..2 {
+        let failing =
+            run(world.operation(POLICY), record_results::<Json>(), async { Err::<u32, _>(Failure::Declined(1)) });
+        let (_, outcome) = observe(async {
+            let _ = failing.await;
+            Ok::<_, Error>(())
+        })
+        .await;
+        assert_eq!(outcome.disposition(), Disposition::Ack, "the consumer has dealt with a failure that is final");
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_is_cut_off_says_how_far_it_came() {
+    // While its key is being reserved.
+    let world = World::new();
+    world.store.next(Call::Reserve, Fault::Hang);
+    let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
+    assert!(outcome.observed() && outcome.cancelled() && !outcome.executed() && !outcome.uncertain(), "{outcome:?}");
+    retries(&outcome);
+
+    // While its body runs.
+    let world = World::new();
+    let hanging = run(world.operation(POLICY), record_values::<Json>(), std::future::pending::<Result<u32, Error>>());
+    let (_, outcome) = observe(cut_off(Box::pin(hanging))).await;
+    assert!(outcome.cancelled() && outcome.executed() && outcome.uncertain() && !outcome.recorded(), "{outcome:?}");
+    assert_eq!((outcome.key().unwrap().text(), outcome.attempt()), ("k", Some(1)));
+    retries(&outcome);
+    assert_eq!(world.state().await, State::Released);
+
+    // While its result is being recorded, which goes on without it.
+    let world = World::new();
+    world.store.next(Call::Finish, Fault::Slow(3));
+    let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
+    assert!(outcome.cancelled() && outcome.executed() && outcome.uncertain() && !outcome.recorded(), "{outcome:?}");
+    retries(&outcome);
+    world.store.heartbeats().flush().await;
+    assert!(world.call(POLICY).await.1.replayed());
+}
+
+/// Polls `call` once, and drops it: a time-out around it.
+async fn cut_off(mut call: std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>>) -> Result<u32, Failure> {
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    Err(Failure::Declined(0))
+}
+
+#[tokio::test]
+async fn a_panic_ends_the_delivery_and_not_the_consumer() {
+    for (policy, left) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
+        let world = World::new();
+        let body = async {
+            tokio::task::yield_now().await;
+            panic!("on purpose");
+        };
+        let call = run(world.operation(policy), record_values::<Json>(), body);
+        let (result, outcome): (Result<u32, Error>, _) = observe(call).catch_panics().await;
+        let error = result.unwrap_err();
+        assert!(matches!(&error, Error::Panicked { key: Some(key), attempt: Some(1), .. } if key.text() == "k"));
+        assert!(error.is_uncertain() && error.to_string().contains("panicked in attempt 1"), "{error}");
+        assert!(outcome.executed() && outcome.uncertain() && !outcome.recorded());
+        retries(&outcome);
+        assert_eq!(world.state().await, left);
+    }
+    // Where no call is.
+    let (result, outcome) = observe(async { panic!("on purpose") }).catch_panics().await;
+    let _: Result<(), Error> = result.map_err(|error| {
+        assert!(matches!(error, Error::Panicked { key: None, attempt: None, .. }) && !error.is_uncertain());
+        error
+    });
+    assert!(!outcome.observed() && !outcome.uncertain());
+    retries(&outcome);
+}
+
+#[tokio::test]
+async fn a_call_in_a_task_of_its_own_is_observed_there() {
+    let store = MemoryStore::new();
+    let call = move || {
+        let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
+        run(operation, record_values::<Json>(), async { Ok::<_, Error>(1) })
+    };
+    let (joined, outcome) = observe(tokio::spawn(call())).await;
+    assert_eq!(joined.unwrap().unwrap(), 1);
+    assert!(!outcome.observed(), "nobody can tell");
+    retries(&outcome);
+    let (result, outcome) = tokio::spawn(observe(call())).await.unwrap();
+    assert_eq!((result.unwrap(), outcome.disposition()), (1, Disposition::Ack));
+}
+
+#[tokio::test]
+async fn an_observation_inside_of_another_hides_nothing() {
+    let world = World::new();
+    let (_, outcome) = observe(async {
+        let (result, inner) = observe(world.call_result(POLICY)).await;
+        assert_eq!(inner.disposition(), Disposition::Ack);
+        result
+    })
+    .await;
+    assert_eq!((outcome.executed(), outcome.disposition()), (true, Disposition::Ack));
+}
+
+#[tokio::test]
+async fn retries_slow_down() {
+    let policy = POLICY.backoff(Backoff::new(Duration::from_secs(1), Duration::from_secs(8)));
+    let world = World::new();
+    for attempt in 1..=6 {
+        let (_, outcome) = world.call_failing(policy).await;
+        let most = Duration::from_secs(8).min(Duration::from_secs(1) * (1 << (attempt - 1)));
+        let after = retries(&outcome);
+        assert!((most / 2..=most).contains(&after), "attempt {attempt}: {after:?}");
+    }
+    for seed in 0..1_000 {
+        assert!(!Backoff::new(Duration::ZERO, Duration::ZERO).after(u32::MAX, seed).is_zero());
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
+    let world = World::new();
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let mut deliveries = 0;
+    while idem_runtime::Clock::now(&world.clock).since_origin() < Duration::from_secs(600) {
+        let (_, outcome) = driving(&world.clock, world.call(POLICY)).await;
+        world.clock.advance(retries(&outcome));
+        deliveries += 1;
+    }
+    assert!(deliveries <= 16, "a broker that delivers twenty times gives up: {deliveries}");
+    world.store.always(Call::Reserve, Fault::None);
+    world.call_failing(POLICY).await.0.unwrap_err();
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let (_, outcome) = driving(&world.clock, world.call(POLICY)).await;
+    assert!(retries(&outcome) <= Duration::from_secs(1), "another outage");
+}
+
+#[tokio::test]
+async fn a_mistake_of_the_deployment_costs_no_message() {
+    let world = World::new();
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    let (result, outcome) = world.call(POLICY).await;
+    assert!(result.unwrap_err().is_misconfigured() && outcome.misconfigured());
+    retries(&outcome);
+    let clash = idem_runtime::KeyProblem::InvalidScope;
+    let error = Error::InvalidKey { scope: "a/b".to_owned(), reason: clash };
+    assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
+    // A message that is wrong is another matter.
+    let (result, outcome) =
+        observe(run(Operation::new(&world.store, Key::new("test", ""), POLICY), record_values::<Json>(), world.body()))
+            .await;
+    assert!(!result.unwrap_err().is_misconfigured() && !outcome.misconfigured());
+    assert_eq!((outcome.disposition(), outcome.refused()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
+}
+
+#[tokio::test]
+async fn what_can_not_be_recorded_is_never_tried_again_at_once() {
+    let world = World::new();
+    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
+    assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
+    assert!(outcome.uncertain() && outcome.executed() && !outcome.recorded());
+    retries(&outcome);
+}
+
+#[tokio::test]
+async fn a_mismatch_shows_both_payloads_and_how_old_the_record_is() {
+    let world = World::new();
+    let call = |payload: &'static str| {
+        run(world.operation(POLICY).fingerprint(payload), record_values::<Json>(), world.body())
+    };
+    call("a").await.unwrap();
+    world.clock.advance(Duration::from_secs(90));
+    let Err(Error::FingerprintMismatch { payloads, .. }) = call("b").await else { panic!("another payload") };
+    assert_eq!(payloads.presented, Some(idem_runtime::Fingerprint::of("b").unwrap()));
+    assert_eq!(payloads.recorded, Some(idem_runtime::Fingerprint::of("a").unwrap()));
+    assert_eq!(payloads.age, Some(Duration::from_secs(90)));
+    let text = call("b").await.unwrap_err().to_string();
+    for part in [payloads.presented.unwrap().short().to_string(), payloads.recorded.unwrap().short().to_string()] {
+        assert!(text.contains(&part) && text.contains("90s ago"), "{text}");
+    }
+}
+
+static DOUBTS: Mutex<Vec<(String, u32, Doubt)>> = Mutex::new(Vec::new());
+
+fn note(uncertain: Uncertain<'_>) {
+    let Uncertain { key, attempt, cause, .. } = uncertain;
+    DOUBTS.lock().unwrap().push((key.text().to_owned(), attempt, cause));
+    panic!("a hook that is wrong harms nobody");
+}
+
+/// What the hook was told of `key` since it was asked last.
+fn noted(key: &str) -> Vec<(u32, Doubt)> {
+    let mut doubts = DOUBTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let told = doubts.iter().filter(|(it, ..)| it == key).map(|(_, attempt, cause)| (*attempt, *cause)).collect();
+    doubts.retain(|(it, ..)| it != key);
+    told
+}
+
+#[tokio::test]
+async fn whatever_is_in_doubt_is_told_once() {
+    let world = World::new();
+    let policy = POLICY.on_uncertain(note);
+    let operation = |policy| Operation::new(&world.store, Ok(World::key("doubted")), policy);
+    let hanging =
+        |policy| run(operation(policy), record_values::<Json>(), std::future::pending::<Result<u32, Error>>());
+
+    let mut dropped = Box::pin(hanging(policy));
+    assert!(poll_once(dropped.as_mut()).await.is_pending());
+    drop(dropped);
+    assert_eq!(noted("doubted"), [(1, Doubt::Cancelled)]);
+
+    let panicking = run(operation(policy), record_values::<Json>(), async { panic!("on purpose") });
+    let (_, outcome): (Result<u32, Error>, _) = observe(panicking).catch_panics().await;
+    assert!(outcome.uncertain());
+    assert_eq!(noted("doubted"), [(2, Doubt::Panicked)]);
+
+    let slow = policy.timeout(LEASE * 2);
+    assert!(matches!(driving(&world.clock, hanging(slow)).await, Err(Error::TimedOut { .. })));
+    assert_eq!(noted("doubted"), [(3, Doubt::TimedOut)]);
+
+    world.store.next(Call::Finish, Fault::Slow(1));
+    let mut late = Box::pin(run(operation(policy), record_values::<Json>(), async {
+        world.clock.advance(LEASE * 2);
+        Ok::<u32, Error>(4)
+    }));
+    assert!(poll_once(late.as_mut()).await.is_pending());
+    let mut successor = Box::pin(hanging(policy.on_crash(OnCrash::Fail)));
+    // A caller under `fail` does not take over from a body that may have had its effect.
+    assert!(matches!(successor.as_mut().await, Err(Error::Interrupted { .. })));
+    assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
+    assert!(late.await.is_ok(), "nobody has taken over");
+
+    // What is refused before its body, and what ends as it should, leaves no doubt.
+    assert!(run(operation(policy), record_values::<Json>(), world.body()).await.is_ok(), "a replay");
+    let mut replayed = Box::pin(hanging(policy));
+    assert!(poll_once(replayed.as_mut()).await.is_ready());
+    assert_eq!(noted("doubted"), []);
+}

@@ -1,0 +1,291 @@
+//! What keeps a lease, and what ends one: beats on a thread of the library's own, bodies that block, bodies that hang, and
+//! stores that take no results.
+
+use std::sync::Arc;
+use std::thread;
+
+use idem_runtime::{Clock, Instant, Sleep, SystemClock, Task};
+
+use super::super::*;
+
+/// Time that a test drives, and the library's own thread.
+#[derive(Clone, Debug)]
+struct OwnThread(ManualClock);
+
+impl Clock for OwnThread {
+    fn now(&self) -> Instant {
+        self.0.now()
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        self.0.sleep(duration)
+    }
+
+    fn entropy(&self) -> u128 {
+        self.0.entropy()
+    }
+
+    fn spawn(&self, task: Task) {
+        SystemClock::default().spawn(task);
+    }
+}
+
+/// Blocks this thread until `done`.
+fn block_until(what: &str, mut done: impl FnMut() -> bool) {
+    for _ in 0..60_000 {
+        if done() {
+            return;
+        }
+        #[expect(clippy::disallowed_methods, reason = "this thread is to block")]
+        thread::sleep(Duration::from_millis(1));
+    }
+    panic!("{what} never happens");
+}
+
+#[test]
+fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
+    let clock = ManualClock::new();
+    let memory = MemoryStore::with_clock(OwnThread(clock.clone()));
+    let store = FaultyStore::new(&memory);
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
+    let body = async {
+        for beats in 1..=30 {
+            // The task sleeps until the next beat before time goes on.
+            block_until("the sleep", || clock.next_wake().is_some());
+            clock.advance(LEASE / 3);
+            block_until("a beat", || store.count(Call::Renew) >= beats);
+            let mut other = Box::pin(observe(run(
+                Operation::new(&memory.peer(), Ok(World::key("k")), POLICY),
+                record_values::<Json>(),
+                async { Ok::<_, Error>(2) },
+            )));
+            let Poll::Ready((result, _)) = other.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+                panic!("memory answers at once")
+            };
+            assert!(matches!(result, Err(Error::InProgress { .. })), "taken over while it ran: {result:?}");
+        }
+        Ok::<_, Error>(1)
+    };
+    assert_eq!(runtime.block_on(run(operation, record_values::<Json>(), body)).unwrap(), 1);
+}
+
+#[test]
+fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
+    let mut call = Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()));
+    assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
+    // The first try fails, so that it takes a task, and time that passes.
+    store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    drop(runtime);
+    drop(call);
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(store.heartbeats().flush());
+    let found = runtime.block_on(store.inspect(&World::key("k"))).unwrap().unwrap();
+    assert_eq!(found.record.state, State::Released);
+    assert_eq!(store.count(Call::Release), 3);
+}
+
+#[tokio::test]
+async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
+    let world = World::new();
+    let polls = Cell::new(0);
+    let body = poll_fn(|_| {
+        polls.set(polls.get() + 1);
+        Poll::<Result<u32, Error>>::Pending
+    });
+    let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), body));
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    // The process is stopped for longer than its lease.
+    world.clock.advance(LEASE);
+    for _ in 0..5 {
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        settle().await;
+        world.clock.advance(Duration::from_secs(5));
+    }
+    assert_eq!(polls.get(), 1, "nobody knows whether it still holds its key");
+    world.store.always(Call::Renew, Fault::None);
+    settle().await;
+    world.clock.advance(Duration::from_secs(5));
+    settle().await;
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    assert_eq!(polls.get(), 2, "renewed");
+
+    // Somebody else has it.
+    world.clock.advance(LEASE * 2);
+    assert!(world.call(POLICY).await.1.took_over());
+    assert!(matches!(driving(&world.clock, call).await, Err(Error::LeaseLost { .. })));
+    assert_eq!(polls.get(), 2);
+}
+
+#[tokio::test]
+async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
+    for (policy, left) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
+        let world = World::new();
+        let policy = policy.timeout(LEASE * 4);
+        let began = world.clock.now();
+        let call = observe(run(
+            world.operation(policy),
+            record_values::<Json>(),
+            std::future::pending::<Result<u32, Error>>(),
+        ));
+        let (result, outcome) = driving(&world.clock, call).await;
+        let Err(Error::TimedOut { attempt: 1, timeout, .. }) = result else { panic!("{result:?}") };
+        let took = world.clock.now().saturating_since(began);
+        assert!(timeout == LEASE * 4 && (timeout..timeout + LEASE).contains(&took), "{took:?}");
+        assert!(outcome.executed() && outcome.uncertain() && !outcome.recorded());
+        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
+        assert_eq!(world.state().await, left);
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_can_not_be_cancelled_is_left_to_lapse() {
+    let world = World::new();
+    // Not polled at all: its thread is stuck.
+    let call = world.hang(POLICY.timeout(LEASE)).await;
+    for _ in 0..6 {
+        settle().await;
+        world.clock.advance(LEASE / 2);
+    }
+    settle().await;
+    assert!(world.call(POLICY).await.1.took_over());
+    drop(call);
+    assert!(world.call(POLICY).await.1.replayed(), "the late end of the first attempt is refused");
+}
+
+#[tokio::test]
+async fn a_renewal_that_hangs_costs_no_other_lease() {
+    let world = World::new();
+    let stuck = world.hang(POLICY).await;
+    let others: Vec<_> = futures::future::join_all((0..5).map(async |n| {
+        let operation = Operation::new(&world.store, Ok(World::key(&format!("other {n}"))), POLICY);
+        let mut call = Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        call
+    }))
+    .await;
+    // Every other renewal never ends; they are asked for again beside it.
+    for _ in 0..30 {
+        world.store.next(Call::Renew, Fault::Hang);
+        for _ in 0..4 {
+            settle().await;
+            world.clock.advance(LEASE / 12);
+        }
+    }
+    settle().await;
+    for n in 0..5 {
+        let other = Operation::new(&world.store, Ok(World::key(&format!("other {n}"))), POLICY);
+        let result = run(other, record_values::<Json>(), world.body()).await;
+        assert!(matches!(result, Err(Error::InProgress { .. })), "{n}: {result:?}");
+    }
+    drop((stuck, others));
+}
+
+#[tokio::test]
+async fn a_store_that_is_full_for_a_moment_gets_the_result() {
+    for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured, StoreErrorKind::Unavailable] {
+        // Whether the body was ever pending makes no difference.
+        for pends in [false, true] {
+            let world = World::new();
+            world.store.always(Call::Finish, Fault::Before(kind));
+            let body = async {
+                if pends {
+                    tokio::task::yield_now().await;
+                }
+                world.body().await
+            };
+            let mut call = Box::pin(observe(run(world.operation(POLICY), record_values::<Json>(), body)));
+            for _ in 0..10 {
+                assert!(poll_once(call.as_mut()).await.is_pending());
+                settle().await;
+                world.clock.advance(Duration::from_millis(50));
+            }
+            world.store.always(Call::Finish, Fault::None);
+            let (result, outcome) = driving(&world.clock, call).await;
+            assert_eq!(result.unwrap(), 1, "{kind:?}");
+            assert!(outcome.recorded() && outcome.result_stored());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
+    for kind in [StoreErrorKind::Full, StoreErrorKind::Unknown] {
+        let world = World::new();
+        world.store.always(Call::Finish, Fault::BeforeResult(kind));
+        let began = world.clock.now();
+        let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
+        assert_eq!(result.unwrap(), 1, "{kind:?}");
+        assert!(outcome.recorded() && !outcome.result_stored(), "{kind:?}");
+        let took = world.clock.now().saturating_since(began);
+        assert!((LEASE / 2..LEASE).contains(&took), "{took:?}");
+        assert!(matches!(world.call(POLICY).await.0, Err(Error::ResultUnavailable { .. })));
+        assert_eq!(world.runs(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
+    let world = World::new();
+    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Full));
+    let began = world.clock.now();
+    let (result, _) = driving(&world.clock, world.call(POLICY)).await;
+    assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
+    assert_eq!(world.clock.now().saturating_since(began), LEASE, "one lease, and no longer");
+}
+
+#[tokio::test]
+async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
+    let world = World::new();
+    // It is recorded, the answer is lost, and no other gets through until after the next beat.
+    world.store.next(Call::Finish, Fault::After);
+    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    let mut call = Box::pin(observe(run(world.operation(POLICY), record_values::<Json>(), world.body())));
+    while world.store.count(Call::Renew) == 0 {
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        settle().await;
+        world.clock.advance(Duration::from_secs(1));
+    }
+    // The beat is refused, and the tries go on.
+    for _ in 0..3 {
+        settle().await;
+        world.clock.advance(Duration::from_secs(1));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+    }
+    world.store.always(Call::Finish, Fault::None);
+    let (result, outcome) = driving(&world.clock, call).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(outcome.recorded());
+}
+
+#[tokio::test]
+async fn an_attempt_that_has_ended_holds_no_lease() {
+    let world = World::new();
+    let kept = Cell::new(None);
+    run(world.operation(POLICY), record_values::<Json>(), async {
+        let attempt = current().expect("inside");
+        assert_eq!(attempt.lease_remaining(), LEASE);
+        kept.set(Some(attempt));
+        Ok::<_, Error>(1)
+    })
+    .await
+    .unwrap();
+    assert_eq!(kept.take().unwrap().lease_remaining(), Duration::ZERO);
+}
+
+#[test]
+fn a_lease_that_a_store_can_not_keep_is_told_at_the_start() {
+    #[derive(Clone, Debug)]
+    struct Slow(Arc<MemoryStore>);
+    let policy = POLICY.lease(Duration::from_secs(1));
+    assert!(policy.check_with(&MemoryStore::new()).is_ok());
+    let store = FaultyStore::new(&*Slow(Arc::new(MemoryStore::new())).0).answers_within(Duration::from_secs(5));
+    let problem = policy.check_with(&store).unwrap_err();
+    assert!(problem.to_string().contains("`lease` is 1s, and one call of the store may take 5s"), "{problem}");
+    assert!(POLICY.check_with(&store).is_ok());
+}

@@ -1,0 +1,284 @@
+//! Faults that cost no lease, or none but those of the keys they are about: bodies that go on while their processes,
+//! runtimes, lines and stores are hindered, and duplicates that would take over if they could.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use idem_runtime::{Error, Json, Key, Operation, Policy, record_values, run};
+use idem_tests::proxy::Line;
+use idem_tests::race::{self, Crew, Event, Keys, Place, Rules, Work};
+use idem_tests::stores;
+
+use crate::Fault;
+use crate::rigs::{Rig, set_all};
+
+/// How many bodies a process holds side by side.
+const HELD: usize = 6;
+/// A lease has time for so many calls at least, one after the other, as fast as the machine is at the moment.
+const CALLS_IN_A_LEASE: u32 = 30;
+const LONGEST_LEASE: Duration = Duration::from_secs(3);
+/// How long a store is full for.
+const MOMENT: Duration = Duration::from_millis(500);
+
+/// Brings `fault` about in `rig`, and shows that leases are kept.
+pub async fn play(rig: impl Rig, fault: Fault) {
+    let mut scene = Scene::new(rig).await;
+    match fault {
+        Fault::threads_blocked => scene.threads_blocked().await,
+        Fault::runtimes_stand_still => scene.runtimes_stand_still().await,
+        Fault::process_forked => scene.process_forked().await,
+        Fault::bodies_paused => scene.bodies_paused().await,
+        Fault::lines_slow => scene.lines_slow().await,
+        Fault::record_locked => scene.record_locked().await,
+        Fault::node_stopped => scene.node_stopped().await,
+        Fault::full_for_a_moment => scene.full_for_a_moment().await,
+        _ => unreachable!("{fault:?}"),
+    }
+}
+
+struct Scene<R> {
+    rig: R,
+    crew: Crew,
+}
+
+impl<R: Rig> Scene<R> {
+    async fn new(rig: R) -> Self {
+        let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
+        crew.set_env(rig.env());
+        let pace = CALLS_IN_A_LEASE * longest_call(&rig.spec()).await;
+        let lease = pace.clamp(crew.orders().lease, LONGEST_LEASE);
+        crew.orders().lease = lease;
+        Self { rig, crew }
+    }
+
+    fn lease(&mut self) -> Duration {
+        self.crew.orders().lease
+    }
+
+    /// Starts a process whose bodies for the keys from `begin` on are held, and one that delivers those messages again and
+    /// again until they are acknowledged; once all bodies have begun.
+    async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
+        self.crew.orders().place = place;
+        let holder = self.crew.start(begin, keys, work);
+        self.crew.orders().place = Place::One;
+        let (Keys::Together(count) | Keys::Beside(count, _)) = keys else { unreachable!("side by side: {keys:?}") };
+        let begin = if place == Place::BegunElsewhere { begin + 1 } else { begin };
+        self.crew
+            .until("the bodies have begun", |lines| {
+                let of = |key| move |line: &race::Line| line.key == key && matches!(line.event, Event::Began(_));
+                (begin..begin + count).all(|key| lines.iter().any(of(key)))
+            })
+            .await;
+        let duplicates = self.crew.start(begin, Keys::Together(count), Work::Some);
+        self.crew.until("duplicates have come", |lines| lines.iter().any(|line| line.worker == duplicates)).await;
+        holder
+    }
+
+    /// Waits until everybody has ended, and says which attempts took effect.
+    async fn ended(&mut self, keys: usize) -> Vec<Vec<u32>> {
+        self.crew.ended().await;
+        self.crew.audit(keys, &Rules::STRICT).await.0
+    }
+
+    /// What `worker` was told, of which key, in calls that it has begun after `since`.
+    fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
+        let lines = self.crew.lines();
+        let of_worker = || lines.iter().filter(|line| line.worker == worker);
+        let asked = of_worker().filter(|line| line.event == Event::Asked && line.at > since);
+        let calls: HashSet<u32> = asked.map(|line| line.call).collect();
+        let told = of_worker().filter(|line| line.event.ends_a_call() && calls.contains(&line.call));
+        told.map(|line| (line.key, line.event.clone())).collect()
+    }
+
+    /// Opens the gates of `holders`, and waits until everybody has ended: for each of `keys`, of all that there are, one body
+    /// ran.
+    async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
+        for holder in holders {
+            self.crew.open_gate(*holder);
+        }
+        let effects = self.ended(all).await;
+        let again: Vec<usize> = keys.into_iter().filter(|key| effects[*key].len() != 1).collect();
+        let lines: Vec<_> = self.crew.lines().into_iter().filter(|line| again.contains(&line.key)).collect();
+        let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
+        let lines = lines.join("\n");
+        assert!(again.is_empty(), "these keys were taken over: {again:?}{lines}");
+    }
+
+    async fn threads_blocked(&mut self) {
+        let one = self.hold(0, Keys::Together(1), Work::Blocks, Place::One).await;
+        let two = self.hold(1, Keys::Together(2), Work::BlocksInPlace, Place::One).await;
+        tokio::time::sleep(10 * self.lease()).await;
+        self.ran_once(&[one, two], 0..3, 3).await;
+    }
+
+    async fn runtimes_stand_still(&mut self) {
+        let one = self.hold(0, Keys::Together(2), Work::Quiet, Place::OpenedElsewhere).await;
+        let two = self.hold(2, Keys::Together(2), Work::Quiet, Place::BegunElsewhere).await;
+        tokio::time::sleep(10 * self.lease()).await;
+        self.ran_once(&[one, two], 0..5, 5).await;
+    }
+
+    async fn process_forked(&mut self) {
+        self.crew.orders().place = Place::Forked;
+        self.crew.start(0, Keys::Together(HELD), Work::Long);
+        let keys = 1 + 4 * HELD;
+        self.ran_once(&[], 0..keys, keys).await;
+    }
+
+    async fn bodies_paused(&mut self) {
+        // Half of them are taken over.
+        let stopped: Vec<_> = (0..4).map(|key| self.crew.start(key, Keys::Together(1), Work::Polled)).collect();
+        self.crew
+            .until("the bodies are polled", |lines| {
+                let polled = |worker| lines.iter().any(|line| line.worker == worker && line.event == Event::Polled);
+                stopped.iter().all(|worker| polled(*worker))
+            })
+            .await;
+        for worker in &stopped {
+            self.stop(*worker).await;
+        }
+        tokio::time::sleep(2 * self.lease()).await;
+        let successors = self.crew.start(0, Keys::Together(2), Work::Held);
+        self.crew
+            .until("they are taken over", |lines| {
+                let holds = |key| {
+                    move |line: &race::Line| line.worker == successors && line.key == key && line.event == Event::Held
+                };
+                (0..2).all(|key| lines.iter().any(holds(key)))
+            })
+            .await;
+        let woken = race::now();
+        for worker in &stopped {
+            self.crew.signal(*worker, "-CONT");
+        }
+        self.crew
+            .until("who was taken over is told, and the others go on", |lines| {
+                let since = |worker: u32| lines.iter().filter(move |line| line.worker == worker && line.at > woken);
+                let told = |worker| since(worker).any(|line| line.event.ends_a_call());
+                let goes_on = |worker| since(worker).filter(|line| line.event == Event::Polled).count() > 3;
+                stopped[..2].iter().all(|worker| told(*worker)) && stopped[2..].iter().all(|worker| goes_on(*worker))
+            })
+            .await;
+        for worker in &stopped[..2] {
+            let told = self.told(*worker, 0);
+            assert!(matches!(told[0], (_, Event::LeaseLost)), "{told:?}");
+            let lines = self.crew.lines();
+            let polled = |line: &&race::Line| line.worker == *worker && line.call == 1 && line.event == Event::Polled;
+            let polls = lines.iter().filter(|line| line.at > woken).filter(polled).count();
+            assert!(polls <= 1, "the body was polled {polls} times after its key had been taken over");
+        }
+        let all = [&stopped[..], &[successors]].concat();
+        self.ran_once(&all, 2..4, 4).await;
+    }
+
+    /// Stops `worker`, where it keeps nobody else from working.
+    async fn stop(&self, worker: u32) {
+        loop {
+            self.crew.signal(worker, "-STOP");
+            if !self.rig.is_held_up().await {
+                return;
+            }
+            self.crew.signal(worker, "-CONT");
+        }
+    }
+
+    async fn lines_slow(&mut self) {
+        let (held, replayed) = (2, 8);
+        let (bytes, bytes_per_second) = self.rig.slow_line();
+        self.crew.orders().bytes = bytes;
+        self.crew.orders().lease = self.lease().max(Duration::from_secs(3));
+        self.crew.start(held, Keys::Together(replayed), Work::Some);
+        self.crew.ended().await;
+        set_all(self.rig.lines(), Line::Slow(bytes_per_second));
+        let since = race::now();
+        let holder = self.hold(0, Keys::Beside(held, replayed), Work::Quiet, Place::One).await;
+        tokio::time::sleep(3 * self.lease()).await;
+        self.crew
+            .until("results are replayed", |lines| {
+                let told = |line: &&race::Line| line.worker == holder && line.event.ends_a_call();
+                lines.iter().filter(told).count() >= 2 * replayed
+            })
+            .await;
+        let told = self.told(holder, since);
+        let lost: Vec<_> = told.iter().filter(|(_, event)| !matches!(event, Event::Replayed(_))).collect();
+        assert!(lost.is_empty(), "of {} replays {} are lost: {lost:?}", told.len(), lost.len());
+        self.ran_once(&[holder], 0..held, held + replayed).await;
+    }
+
+    async fn record_locked(&mut self) {
+        self.crew.orders().lease = self.lease().max(self.rig.lease_of_locked());
+        let holder = self.hold(0, Keys::Beside(HELD, 2), Work::Quiet, Place::One).await;
+        let lease = self.lease();
+        let (times, locked) = self.rig.locked_for(lease);
+        for _ in 0..times {
+            self.rig.break_down(Fault::record_locked).await;
+            let since = race::now();
+            tokio::time::sleep(locked).await;
+            if self.rig.goes_on_beside_a_lock() {
+                assert!(!self.told(holder, since).is_empty(), "the process that is locked out serves other keys");
+            }
+            self.rig.heal(Fault::record_locked).await;
+            tokio::time::sleep(locked / 4).await;
+        }
+        self.ran_once(&[holder], 1..HELD + 2, HELD + 2).await;
+    }
+
+    async fn node_stopped(&mut self) {
+        let (held, beside) = (2 * HELD, 2 * HELD);
+        let healthy: Vec<usize> = (0..held + beside).filter(|key| self.rig.is_of_a_healthy_node(*key)).collect();
+        let holder = self.hold(0, Keys::Beside(held, beside), Work::Quiet, Place::One).await;
+        self.rig.break_down(Fault::node_stopped).await;
+        let since = race::now();
+        tokio::time::sleep(3 * self.lease()).await;
+        let told = self.told(holder, since);
+        for key in healthy.iter().filter(|key| **key >= held) {
+            let goes_on = |(it, event): &(usize, Event)| it == key && matches!(event, Event::Replayed(_));
+            assert!(told.iter().any(goes_on), "key {key} of a healthy node waits for another one: {told:?}");
+            let refused = |(it, event): &&(usize, Event)| it == key && !matches!(event, Event::Replayed(_));
+            assert_eq!(told.iter().find(refused), None, "a healthy node");
+        }
+        self.rig.heal(Fault::node_stopped).await;
+        self.ran_once(&[holder], healthy, held + beside).await;
+    }
+
+    async fn full_for_a_moment(&mut self) {
+        self.crew.orders().lease = self.lease().max(Duration::from_secs(4));
+        let mut keys = 0;
+        for fault in self.rig.moments() {
+            let holder = self.hold(keys, Keys::Together(HELD), Work::Quiet, Place::One).await;
+            keys += HELD;
+            self.rig.break_down(*fault).await;
+            let since = race::now();
+            self.crew.open_gate(holder);
+            let ended = |line: &&race::Line| line.worker == holder && line.event == Event::Ended && line.at >= since;
+            self.crew.until("the bodies have ended", |lines| lines.iter().filter(ended).count() == HELD).await;
+            tokio::time::sleep(MOMENT).await;
+            self.rig.heal(*fault).await;
+            self.crew
+                .until("their callers are told", |lines| {
+                    let told = |line: &&race::Line| line.worker == holder && line.event.ends_a_call();
+                    lines.iter().filter(told).count() >= HELD
+                })
+                .await;
+            let told = self.told(holder, 0);
+            let recorded = |(_, event): &(usize, Event)| matches!(event, Event::Ran(_));
+            assert!(told.iter().all(recorded), "{fault:?}: {told:?}");
+        }
+        self.ran_once(&[], 0..keys, keys).await;
+    }
+}
+
+/// How long the longest of some calls takes that nothing hinders.
+async fn longest_call(spec: &str) -> Duration {
+    const LEASE: Duration = Duration::from_secs(30);
+    const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
+    let store = stores::open(spec, LEASE).await;
+    let mut longest = Duration::ZERO;
+    for n in 0..10 {
+        let asked = Instant::now();
+        let operation = Operation::new(&*store, Key::new("pace", n), POLICY);
+        run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.expect("runs");
+        longest = longest.max(asked.elapsed());
+    }
+    longest
+}

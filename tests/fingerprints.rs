@@ -1,0 +1,491 @@
+//! Fingerprints and JSON: whatever serde can be given, equal JSON has equal fingerprints and other JSON has others.
+
+use std::collections::BTreeMap;
+
+use idem_runtime::Fingerprint;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree as _;
+use proptest::test_runner::TestRunner;
+use serde::Serialize;
+use serde::ser::{
+    SerializeMap as _, SerializeSeq as _, SerializeStruct as _, SerializeStructVariant as _, SerializeTuple as _,
+    SerializeTupleStruct as _, SerializeTupleVariant as _, Serializer,
+};
+use serde_json::Value;
+
+const NAMES: [&str; 4] = ["a", "b", "1", "true"];
+
+fn name(index: u8) -> &'static str {
+    NAMES[usize::from(index) % NAMES.len()]
+}
+
+/// Everything that the data model of serde has.
+#[derive(Clone, Debug)]
+enum Data {
+    Bool(bool),
+    I8(i8),
+    I16(i16),
+    I32(i32),
+    I64(i64),
+    I128(i128),
+    U8(u8),
+    U16(u16),
+    U32(u32),
+    U64(u64),
+    U128(u128),
+    F32(f32),
+    F64(f64),
+    Char(char),
+    Str(String),
+    Bytes(Vec<u8>),
+    None,
+    Some(Box<Data>),
+    Unit,
+    UnitStruct,
+    UnitVariant(u8),
+    NewtypeStruct(Box<Data>),
+    NewtypeVariant(u8, Box<Data>),
+    Seq(Vec<Data>),
+    Tuple(Vec<Data>),
+    TupleStruct(Vec<Data>),
+    TupleVariant(u8, Vec<Data>),
+    Map(Vec<(Data, Data)>),
+    Struct(Vec<(u8, Data)>),
+    StructVariant(u8, Vec<(u8, Data)>),
+    /// What `Display` shows.
+    Shown(u8),
+}
+
+impl Serialize for Data {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Bool(value) => serializer.serialize_bool(*value),
+            Self::I8(value) => serializer.serialize_i8(*value),
+            Self::I16(value) => serializer.serialize_i16(*value),
+            Self::I32(value) => serializer.serialize_i32(*value),
+            Self::I64(value) => serializer.serialize_i64(*value),
+            Self::I128(value) => serializer.serialize_i128(*value),
+            Self::U8(value) => serializer.serialize_u8(*value),
+            Self::U16(value) => serializer.serialize_u16(*value),
+            Self::U32(value) => serializer.serialize_u32(*value),
+            Self::U64(value) => serializer.serialize_u64(*value),
+            Self::U128(value) => serializer.serialize_u128(*value),
+            Self::F32(value) => serializer.serialize_f32(*value),
+            Self::F64(value) => serializer.serialize_f64(*value),
+            Self::Char(value) => serializer.serialize_char(*value),
+            Self::Str(value) => serializer.serialize_str(value),
+            Self::Bytes(value) => serializer.serialize_bytes(value),
+            Self::None => serializer.serialize_none(),
+            Self::Some(value) => serializer.serialize_some(value),
+            Self::Unit => serializer.serialize_unit(),
+            Self::UnitStruct => serializer.serialize_unit_struct("S"),
+            Self::UnitVariant(variant) => serializer.serialize_unit_variant("E", 0, name(*variant)),
+            Self::NewtypeStruct(value) => serializer.serialize_newtype_struct("S", value),
+            Self::NewtypeVariant(variant, value) => serializer.serialize_newtype_variant("E", 0, name(*variant), value),
+            Self::Seq(values) => {
+                let mut seq = serializer.serialize_seq(None)?;
+                values.iter().try_for_each(|value| seq.serialize_element(value))?;
+                seq.end()
+            }
+            Self::Tuple(values) => {
+                let mut tuple = serializer.serialize_tuple(values.len())?;
+                values.iter().try_for_each(|value| tuple.serialize_element(value))?;
+                tuple.end()
+            }
+            Self::TupleStruct(values) => {
+                let mut tuple = serializer.serialize_tuple_struct("S", values.len())?;
+                values.iter().try_for_each(|value| tuple.serialize_field(value))?;
+                tuple.end()
+            }
+            Self::TupleVariant(variant, values) => {
+                let mut tuple = serializer.serialize_tuple_variant("E", 0, name(*variant), values.len())?;
+                values.iter().try_for_each(|value| tuple.serialize_field(value))?;
+                tuple.end()
+            }
+            Self::Map(entries) => {
+                let mut map = serializer.serialize_map(None)?;
+                entries.iter().try_for_each(|(key, value)| map.serialize_entry(key, value))?;
+                map.end()
+            }
+            Self::Struct(fields) => {
+                let mut object = serializer.serialize_struct("S", fields.len())?;
+                fields.iter().try_for_each(|(field, value)| object.serialize_field(name(*field), value))?;
+                object.end()
+            }
+            Self::StructVariant(variant, fields) => {
+                let mut object = serializer.serialize_struct_variant("E", 0, name(*variant), fields.len())?;
+                fields.iter().try_for_each(|(field, value)| object.serialize_field(name(*field), value))?;
+                object.end()
+            }
+            Self::Shown(text) => serializer.collect_str(name(*text)),
+        }
+    }
+}
+
+impl Data {
+    fn any(&self, is: &impl Fn(&Self) -> bool) -> bool {
+        is(self)
+            || match self {
+                Self::Some(value) | Self::NewtypeStruct(value) | Self::NewtypeVariant(_, value) => value.any(is),
+                Self::Seq(values) | Self::Tuple(values) | Self::TupleStruct(values) | Self::TupleVariant(_, values) => {
+                    values.iter().any(|value| value.any(is))
+                }
+                Self::Map(entries) => entries.iter().any(|(key, value)| key.any(is) || value.any(is)),
+                Self::Struct(fields) | Self::StructVariant(_, fields) => fields.iter().any(|(_, value)| value.any(is)),
+                _ => false,
+            }
+    }
+
+    /// Whether a `Value` holds another number than the text has.
+    fn is_more_than_a_value(&self) -> bool {
+        self.any(&|data| match data {
+            Self::I128(value) => i64::try_from(*value).is_err() && u64::try_from(*value).is_err(),
+            Self::U128(value) => u64::try_from(*value).is_err(),
+            _ => false,
+        })
+    }
+
+    /// Whether `serde_json::to_value` makes another number of it than `serde_json::to_string` does.
+    fn is_widened(&self) -> bool {
+        self.any(&|data| match data {
+            Self::F32(value) => {
+                let text = serde_json::to_string(value).unwrap();
+                text != "null" && text.parse() != Ok(f64::from(*value))
+            }
+            _ => false,
+        })
+    }
+}
+
+fn leaf() -> impl Strategy<Value = Data> {
+    // Small ones, so that many are equal, and any.
+    let float = prop_oneof![(-4_i8..4).prop_map(f64::from), (-8_i8..8).prop_map(|n| f64::from(n) / 4.0), any::<f64>()];
+    let single =
+        prop_oneof![(-4_i8..4).prop_map(f32::from), (-9_i8..9).prop_map(|n| f32::from(n) / 10.0), any::<f32>()];
+    let odd = prop_oneof![
+        Just(f64::NAN),
+        Just(f64::INFINITY),
+        Just(-0.0),
+        Just(f64::MIN_POSITIVE),
+        Just(5e-324),
+        Just(f64::MAX),
+        Just(1e21),
+        Just(1e23),
+        Just(18_446_744_073_709_551_615.0)
+    ];
+    prop_oneof![
+        any::<bool>().prop_map(Data::Bool),
+        prop_oneof![-2_i8..3, any::<i8>()].prop_map(Data::I8),
+        prop_oneof![-2_i16..3, any::<i16>()].prop_map(Data::I16),
+        prop_oneof![-2_i32..3, any::<i32>()].prop_map(Data::I32),
+        prop_oneof![-2_i64..3, any::<i64>()].prop_map(Data::I64),
+        prop_oneof![-2_i128..3, any::<i128>(), Just(1_000_000_000_000_000_000_000)].prop_map(Data::I128),
+        prop_oneof![0_u8..3, any::<u8>()].prop_map(Data::U8),
+        prop_oneof![0_u16..3, any::<u16>()].prop_map(Data::U16),
+        prop_oneof![0_u32..3, any::<u32>()].prop_map(Data::U32),
+        prop_oneof![0_u64..3, any::<u64>(), Just(u64::MAX)].prop_map(Data::U64),
+        prop_oneof![0_u128..3, any::<u128>()].prop_map(Data::U128),
+        single.prop_map(Data::F32),
+        prop_oneof![4 => float, 1 => odd].prop_map(Data::F64),
+        prop_oneof![Just('a'), Just('1'), any::<char>()].prop_map(Data::Char),
+        prop_oneof![(0_u8..4).prop_map(|n| name(n).to_owned()), ".{0,3}", Just("null".to_owned())].prop_map(Data::Str),
+        prop::collection::vec(0_u8..3, 0..3).prop_map(Data::Bytes),
+        prop_oneof![Just(Data::None), Just(Data::Unit), Just(Data::UnitStruct)],
+        (0_u8..4).prop_map(Data::UnitVariant),
+        (0_u8..4).prop_map(Data::Shown),
+    ]
+}
+
+fn key() -> impl Strategy<Value = Data> {
+    // What is no name in JSON is refused by serde_json, and by nobody here.
+    let wrapped = leaf().prop_flat_map(|data| {
+        prop_oneof![
+            Just(data.clone()),
+            Just(Data::NewtypeStruct(Box::new(data.clone()))),
+            Just(Data::Some(Box::new(data)))
+        ]
+    });
+    prop_oneof![8 => (0_u8..4).prop_map(|n| Data::Str(name(n).to_owned())), 4 => leaf(), 1 => wrapped]
+}
+
+fn data() -> impl Strategy<Value = Data> {
+    leaf().prop_recursive(3, 12, 3, |inner| {
+        let values = || prop::collection::vec(inner.clone(), 0..3);
+        let fields = || prop::collection::vec((0_u8..4, inner.clone()), 0..3);
+        let boxed = || inner.clone().prop_map(Box::new);
+        prop_oneof![
+            boxed().prop_map(Data::Some),
+            boxed().prop_map(Data::NewtypeStruct),
+            (0_u8..4, boxed()).prop_map(|(variant, value)| Data::NewtypeVariant(variant, value)),
+            values().prop_map(Data::Seq),
+            values().prop_map(Data::Tuple),
+            values().prop_map(Data::TupleStruct),
+            (0_u8..4, values()).prop_map(|(variant, values)| Data::TupleVariant(variant, values)),
+            prop::collection::vec((key(), inner.clone()), 0..3).prop_map(Data::Map),
+            fields().prop_map(Data::Struct),
+            (0_u8..4, fields()).prop_map(|(variant, fields)| Data::StructVariant(variant, fields)),
+        ]
+    })
+}
+
+/// A number of JSON by its value: sign, digits without zeros at their ends, exponent of the last one.
+type Number = (bool, String, i64);
+
+/// JSON read by somebody else.
+#[derive(Clone, PartialEq, Debug)]
+enum Json {
+    Null,
+    Bool(bool),
+    Number(Number),
+    Text(String),
+    List(Vec<Json>),
+    Object(BTreeMap<String, Json>),
+}
+
+struct Reader<'a>(&'a str);
+
+impl Reader<'_> {
+    fn read(text: &str) -> Json {
+        let mut reader = Reader(text);
+        let value = reader.value();
+        assert!(reader.0.is_empty(), "{text}");
+        value
+    }
+
+    fn take(&mut self, expected: &str) -> bool {
+        let rest = self.0.strip_prefix(expected);
+        self.0 = rest.unwrap_or(self.0);
+        rest.is_some()
+    }
+
+    fn value(&mut self) -> Json {
+        match () {
+            () if self.take("null") => Json::Null,
+            () if self.take("true") => Json::Bool(true),
+            () if self.take("false") => Json::Bool(false),
+            () if self.0.starts_with('"') => Json::Text(self.text()),
+            () if self.take("[") => {
+                let mut values = Vec::new();
+                while !self.take("]") {
+                    values.push(self.value());
+                    self.take(",");
+                }
+                Json::List(values)
+            }
+            () if self.take("{") => {
+                let mut entries = BTreeMap::new();
+                while !self.take("}") {
+                    let name = self.text();
+                    assert!(self.take(":"));
+                    // The last one of a name counts.
+                    entries.insert(name, self.value());
+                    self.take(",");
+                }
+                Json::Object(entries)
+            }
+            () => Json::Number(self.number()),
+        }
+    }
+
+    fn text(&mut self) -> String {
+        let mut escaped = false;
+        let inside = |c: char| {
+            let ends = c == '"' && !escaped;
+            escaped = c == '\\' && !escaped;
+            ends
+        };
+        let end = self.0[1..].find(inside).expect("a text ends") + 2;
+        let (text, rest) = self.0.split_at(end);
+        self.0 = rest;
+        serde_json::from_str(text).expect("a text")
+    }
+
+    fn number(&mut self) -> Number {
+        let end = self.0.find([',', ']', '}']).unwrap_or(self.0.len());
+        let (number, rest) = self.0.split_at(end);
+        self.0 = rest;
+        let (mut digits, mut exponent, mut behind) = (Vec::new(), 0, false);
+        let mut chars = number.chars();
+        for c in chars.by_ref() {
+            match c {
+                '-' => {}
+                '.' => behind = true,
+                'e' | 'E' => break,
+                digit => {
+                    assert!(digit.is_ascii_digit(), "{number}");
+                    digits.push(digit);
+                    exponent -= i64::from(behind);
+                }
+            }
+        }
+        let written = chars.as_str();
+        exponent += if written.is_empty() { 0 } else { written.parse::<i64>().expect("an exponent") };
+        while digits.last() == Some(&'0') {
+            digits.pop();
+            exponent += 1;
+        }
+        let digits: String = digits.into_iter().skip_while(|digit| *digit == '0').collect();
+        if digits.is_empty() { (false, digits, 0) } else { (number.starts_with('-'), digits, exponent) }
+    }
+}
+
+fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
+    Fingerprint::of(value).expect("serializes")
+}
+
+/// The same JSON in other types.
+fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
+    match json {
+        Json::Null => [Data::None, Data::Unit, Data::F64(f64::NAN), Data::UnitStruct][usize::from(dice() % 4)].clone(),
+        Json::Bool(value) => Data::Some(Box::new(Data::Bool(*value))),
+        Json::Number((negative, digits, exponent)) => {
+            let text = format!("{}{digits}e{exponent}", if *negative { "-" } else { "" });
+            let text = if digits.is_empty() { "0".to_owned() } else { text };
+            let (double, single) = (text.parse::<f64>().unwrap(), text.parse::<f32>().unwrap());
+            let whole = match usize::try_from(*exponent) {
+                Ok(zeros) if zeros < 40 => {
+                    format!("{}{digits}{}", if *negative { "-" } else { "" }, "0".repeat(zeros)).parse::<i128>().ok()
+                }
+                _ => None,
+            };
+            let is = |data: &Data| Reader::read(&serde_json::to_string(data).unwrap()) == *json;
+            let mut forms: Vec<_> = [Data::F64(double), Data::F32(single)].into_iter().filter(is).collect();
+            if let Some(whole) = whole {
+                forms.push(Data::I128(whole));
+                forms.extend(i64::try_from(whole).ok().map(Data::I64));
+                forms.extend(u64::try_from(whole).ok().map(Data::U64));
+                forms.extend(u128::try_from(whole).ok().map(Data::U128));
+                forms.extend(i8::try_from(whole).ok().map(Data::I8));
+            }
+            // Only a `u128` that no other type holds has no form here.
+            let big = || format!("{digits}{}", "0".repeat(usize::try_from(*exponent).unwrap())).parse().unwrap();
+            let choice = usize::from(dice());
+            if forms.is_empty() { Data::U128(big()) } else { forms.swap_remove(choice % forms.len()) }
+        }
+        Json::Text(text) => {
+            let mut forms = vec![Data::Str(text.clone()), Data::NewtypeStruct(Box::new(Data::Str(text.clone())))];
+            let mut chars = text.chars();
+            forms.extend(chars.next().filter(|_| chars.as_str().is_empty()).map(Data::Char));
+            let known = NAMES.iter().zip(0_u8..).find(|(name, _)| *name == text).map(|(_, index)| index);
+            forms.extend(known.into_iter().flat_map(|index| [Data::UnitVariant(index), Data::Shown(index)]));
+            forms.swap_remove(usize::from(dice()) % forms.len())
+        }
+        Json::List(values) => {
+            let values: Vec<_> = values.iter().map(|value| retyped(value, dice)).collect();
+            let byte = |value: &Data| match value {
+                Data::U64(byte) => u8::try_from(*byte).ok(),
+                _ => None,
+            };
+            match (dice() % 4, values.iter().map(byte).collect()) {
+                (_, Some(bytes)) => Data::Bytes(bytes),
+                (0, _) => Data::Seq(values),
+                (1, _) => Data::Tuple(values),
+                _ => Data::TupleStruct(values),
+            }
+        }
+        Json::Object(entries) => {
+            let known =
+                |name: &str| NAMES.iter().zip(0_u8..).find(|(known, _)| **known == name).map(|(_, index)| index);
+            let mut retyped: Vec<_> =
+                entries.iter().map(|(name, value)| (name.clone(), retyped(value, dice))).collect();
+            if dice().is_multiple_of(2) {
+                retyped.reverse();
+            }
+            let fields = retyped.iter().map(|(name, value)| Some((known(name)?, value.clone()))).collect();
+            match (dice() % 3, fields, &*retyped) {
+                (0, Some(fields), _) => Data::Struct(fields),
+                (1, _, [(name, value)]) if known(name).is_some() => {
+                    let (variant, value) = (known(name).unwrap(), value.clone());
+                    match value {
+                        Data::Struct(fields) => Data::StructVariant(variant, fields),
+                        Data::Seq(values) => Data::TupleVariant(variant, values),
+                        value => Data::NewtypeVariant(variant, Box::new(value)),
+                    }
+                }
+                _ => Data::Map(
+                    retyped
+                        .into_iter()
+                        .map(|(name, value)| {
+                            let key = match (&*name, dice() % 2) {
+                                ("1", 0) => Data::U16(1),
+                                ("true", 0) => Data::Bool(true),
+                                _ => self::retyped(&Json::Text(name), dice),
+                            };
+                            (key, value)
+                        })
+                        .collect(),
+                ),
+            }
+        }
+    }
+}
+
+/// A few numbers that follow from a seed.
+fn dice(mut seed: u64) -> impl FnMut() -> u8 {
+    move || {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        seed.to_be_bytes()[0]
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// What a consumer that reads the text sees, and one that gets the value.
+    #[test]
+    fn data_is_what_its_json_is(data in data()) {
+        let fingerprint = of(&data);
+        if let Ok(text) = serde_json::to_string(&data) {
+            let read: Value = serde_json::from_str(&text).expect("serde_json reads what it wrote");
+            if !data.is_more_than_a_value() {
+                prop_assert_eq!(fingerprint, of(&read), "{}", text);
+            }
+        }
+        if let Ok(value) = serde_json::to_value(&data) && !data.is_widened() {
+            prop_assert_eq!(fingerprint, of(&value), "{}", value);
+        }
+    }
+
+    #[test]
+    fn equal_json_in_other_types_has_an_equal_fingerprint(data in data(), seed in any::<u64>()) {
+        if let Ok(text) = serde_json::to_string(&data) {
+            let json = Reader::read(&text);
+            let other = retyped(&json, &mut dice(seed));
+            let again = serde_json::to_string(&other).expect("JSON");
+            prop_assert_eq!(Reader::read(&again), json, "{} {}", text, again);
+            prop_assert_eq!(of(&data), of(&other), "{} {} {:?}", text, again, other);
+        }
+    }
+
+    #[test]
+    fn other_json_has_another_fingerprint(one in data(), other in data()) {
+        // Beside each other, too: nothing runs from one value into the next.
+        let (there, back) = ([&one, &other], [&other, &one]);
+        if let (Ok(a), Ok(b)) = (serde_json::to_string(&one), serde_json::to_string(&other)) {
+            let equal = Reader::read(&a) == Reader::read(&b);
+            prop_assert_eq!(of(&one) == of(&other), equal, "{} {}", a, b);
+            prop_assert_eq!(of(&there) == of(&back), equal, "{} {}", a, b);
+        }
+        prop_assert_ne!(of(&one), of(&[&one]));
+        prop_assert_ne!(of(&[&one]), of(&there));
+    }
+}
+
+/// The generators meet what they are for.
+#[test]
+fn equal_and_unequal_data_is_met() {
+    let mut runner = TestRunner::deterministic();
+    let mut texts = BTreeMap::<String, (usize, Vec<String>)>::new();
+    for _ in 0..2000 {
+        let data = data().new_tree(&mut runner).expect("a tree").current();
+        let Ok(text) = serde_json::to_string(&data) else { continue };
+        let (count, written) = texts.entry(format!("{:?}", Reader::read(&text))).or_default();
+        *count += 1;
+        if !written.contains(&text) {
+            written.push(text);
+        }
+    }
+    assert!(texts.len() > 500, "{} values", texts.len());
+    assert!(texts.values().any(|(count, _)| *count > 20), "no value is met often");
+    assert!(texts.values().any(|(_, written)| written.len() > 1), "no value is written in two ways");
+}

@@ -1,0 +1,292 @@
+//! Handles on several runtimes, for upkeep, and in processes that were forked.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
+use std::thread;
+
+use futures::FutureExt;
+use idem_tests::server::wait_until;
+use tokio::runtime::{Builder, Runtime};
+
+use super::*;
+
+/// A runtime that does nothing but for whoever blocks on it.
+fn lone_runtime() -> Runtime {
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// Everything that a handle is for.
+async fn works(store: &RedisStore, name: &str) {
+    let runs = AtomicU32::new(0);
+    let names: Vec<_> = (0..50).map(|n| format!("{name} {n}")).collect();
+    for first in [true, false] {
+        let calls = futures::future::join_all(names.iter().map(|name| call(store, name, &runs))).await;
+        assert!(
+            calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == first),
+            "{name}: {calls:?}"
+        );
+    }
+    let lease = reserved(store, name).await;
+    assert_eq!(renew_all(store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{name}");
+    store.wait(&lease.key, lease.attempt, Duration::from_millis(1)).await.unwrap();
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{name}");
+}
+
+/// How many clients the server has, but for the one that asks.
+fn clients(server: &RedisServer) -> usize {
+    lone_runtime().block_on(async {
+        let mut raw = server.raw().await;
+        let list: String = redis::cmd("CLIENT").arg("LIST").query_async(&mut raw).await.unwrap();
+        list.lines().count() - 1
+    })
+}
+
+#[test]
+fn a_store_outlives_the_runtime_that_connected_it() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = {
+        let runtime = lone_runtime();
+        let store = runtime.block_on(connect(&server));
+        runtime.block_on(works(&store, "first"));
+        store
+    };
+    lone_runtime().block_on(works(&store, "second"));
+    // Each takes its connections with it.
+    wait_until("they are closed", || clients(&server) == 0);
+}
+
+#[test]
+fn a_runtime_that_stands_still_holds_up_nobody_else() {
+    let server = RedisServer::start(Kind::Redis);
+    let runtime = lone_runtime();
+    let store = runtime.block_on(connect(&server));
+    let lease = runtime.block_on(async {
+        works(&store, "first").await;
+        reserved(&store, "held").await
+    });
+    // Nobody drives it from here on.
+    let elsewhere = lone_runtime();
+    elsewhere.block_on(works(&store, "second"));
+    assert_eq!(elsewhere.block_on(store.finish(&lease, &done())).unwrap(), Write::Done);
+    runtime.block_on(works(&store, "third"));
+}
+
+#[test]
+fn many_runtimes_share_a_store() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = lone_runtime().block_on(connect(&server));
+    thread::scope(|scope| {
+        for thread in 0..8 {
+            let store = &store;
+            scope.spawn(move || {
+                for round in 0..4 {
+                    lone_runtime().block_on(works(store, &format!("{thread} {round}")));
+                }
+            });
+        }
+    });
+    wait_until("they are closed", || clients(&server) == 0);
+}
+
+#[test]
+fn without_a_runtime_there_is_an_error() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = lone_runtime().block_on(connect(&server));
+    let error = store.reserve(&request(&store, "k")).now_or_never().expect("at once").unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+    assert!(error.to_string().contains("tokio runtime"), "{error}");
+}
+
+// Upkeep.
+
+/// A handler that blocks the only thread of its runtime, and with it the connection of its store.
+#[test]
+fn upkeep_goes_on_while_a_runtime_is_blocked() {
+    let server = RedisServer::start(Kind::Redis);
+    for own_client in [false, true] {
+        let runtime = lone_runtime();
+        let store = runtime.block_on(async {
+            match own_client {
+                true => RedisStore::options().connect_with(redis::Client::open(server.url()).unwrap()).await.unwrap(),
+                false => connect(&server).await,
+            }
+        });
+        let (blocked, is_blocked) = mpsc::channel();
+        let (renewed, is_renewed) = mpsc::channel();
+        thread::scope(|scope| {
+            let (store, name) = (&store, format!("{own_client}"));
+            scope.spawn(move || {
+                runtime.block_on(async {
+                    let lease = reserved(store, &name).await;
+                    // Requests that are under way, for what they are worth.
+                    let _ = futures::poll!(Box::pin(store.inspect(&lease.key)));
+                    blocked.send(lease.clone()).unwrap();
+                    is_renewed.recv().unwrap();
+                    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+                });
+            });
+            let lease = is_blocked.recv().unwrap();
+            let upkeep = store.upkeep();
+            lone_runtime().block_on(async {
+                for _ in 0..30 {
+                    let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
+                    assert_eq!(answers, [Write::Done]);
+                }
+                // A late write of another attempt, and what cleans up after it.
+                let other = reserved(&upkeep, &format!("late {own_client}")).await;
+                assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Write::Done);
+            });
+            renewed.send(()).unwrap();
+        });
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn upkeep_has_connections_of_its_own_once_it_is_used() {
+    let server = RedisServer::start(Kind::Redis);
+    let proxy = Proxy::to(server.port()).await;
+    let store = RedisStore::connect(&proxy.url()).await.unwrap();
+    let lease = reserved(&store, "k").await;
+    let upkeep = store.upkeep();
+    assert_eq!(proxy.sent().len(), 1, "opened when it is first used");
+    assert!(std::ptr::eq(store.heartbeats(), upkeep.heartbeats()));
+    assert_eq!((store.namespace(), store.response_timeout()), (upkeep.namespace(), upkeep.response_timeout()));
+    let before = proxy.sent()[0];
+    for _ in 0..10 {
+        for upkeep in [&upkeep, &store.upkeep(), &upkeep.upkeep(), &upkeep.handle()] {
+            assert_eq!(renew_all(&**upkeep, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+        }
+    }
+    assert_eq!(proxy.sent().len(), 2, "one for renewals");
+    assert_eq!(upkeep.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(proxy.sent().len(), 3, "one for late writes");
+    assert_eq!(proxy.sent()[0], before, "nothing by the connection of the callers");
+}
+
+/// The line is full of results of 1 MiB, for many leases.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn results_on_a_slow_line_cost_no_lease() {
+    const RESULTS: usize = 48;
+    let server = RedisServer::start(Kind::Redis);
+    let direct = connect(&server).await;
+    let large = Finish::Completed(stored(vec![b'7'; 1024 * 1024]));
+    for n in 0..RESULTS {
+        let lease = reserved(&direct, &format!("large{n}")).await;
+        assert_eq!(direct.finish(&lease, &large).await.unwrap(), Write::Done);
+    }
+    let proxy = Proxy::to(server.port()).await;
+    let store = RedisStore::connect(&proxy.url()).await.unwrap();
+    proxy.set(Line::Slow(6 * 1024 * 1024));
+    let policy = POLICY.lease(Duration::from_secs(3));
+    let done = Arc::new(Notify::new());
+    let handlers: Vec<_> = (0..10)
+        .map(|n| {
+            let (store, done) = (store.clone(), Arc::clone(&done));
+            tokio::spawn(async move {
+                let ended = done.notified();
+                let body = async {
+                    ended.await;
+                    Ok::<_, Error>(n)
+                };
+                let operation = Operation::new(&store, Key::new("test", format!("running{n}")), policy);
+                observe(run(operation, record_values::<Json>(), body)).await
+            })
+        })
+        .collect();
+    until("they run", async || store.heartbeats().live() == 10).await;
+    // Each is asked for again as soon as it is there, so that the line is never idle, for more than two leases.
+    let since = std::time::Instant::now();
+    while since.elapsed() < 7 * Duration::from_secs(1) {
+        let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
+        let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+        assert!(answers.iter().all(|answer| matches!(answer, Ok(Reservation::Finished(_)))), "no replay is lost");
+    }
+    done.notify_waiters();
+    for handler in handlers {
+        let (result, outcome) = handler.await.unwrap();
+        assert!(result.is_ok() && outcome.recorded(), "{result:?}");
+    }
+}
+
+// Processes that are forked.
+
+const ALONE: &str = "IDEM_TEST_ALONE";
+
+/// In a process of its own: a fork copies the locks that threads of other tests hold.
+#[test]
+fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
+    if std::env::var_os(ALONE).is_none() {
+        let name = "handles::a_forked_process_leaves_the_connections_of_its_parent_alone";
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        let ended = alone.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
+        let (said, wrong) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+        assert!(ended.status.success() && said.contains("1 passed"), "{said}{wrong}");
+        return;
+    }
+    let server = RedisServer::start(Kind::Redis);
+    let proxies = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let proxy = proxies.block_on(Proxy::to(server.port()));
+    let runtime = lone_runtime();
+    let (store, held) = runtime.block_on(async {
+        let store = RedisStore::connect(&proxy.url()).await.unwrap();
+        works(&store, "parent").await;
+        let held = reserved(&store, "held").await;
+        let upkeep = store.upkeep();
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        (store, held)
+    });
+    let upkeep = store.upkeep();
+    let before = proxy.sent();
+    match fork::fork().unwrap() {
+        fork::Fork::Child => {
+            let worked = catch_unwind(AssertUnwindSafe(|| {
+                lone_runtime().block_on(async {
+                    works(&store, "child").await;
+                    assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+                });
+                // Nor does it close them.
+                drop((upkeep, store));
+            }));
+            std::process::exit(i32::from(worked.is_err()));
+        }
+        fork::Fork::Parent(child) => {
+            let status = fork::waitpid(child).unwrap();
+            assert_eq!(status, 0, "the child failed");
+        }
+    }
+    let after = proxy.sent();
+    assert_eq!(after[..before.len()], before, "the child wrote to a connection of its parent");
+    assert!(after.len() > before.len(), "the child has connections of its own");
+    runtime.block_on(async {
+        works(&store, "parent again").await;
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        assert_eq!(store.finish(&held, &done()).await.unwrap(), Write::Done);
+    });
+    assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
+}
+
+/// There is only the one, and it is the parent's.
+#[test]
+fn a_connection_of_ones_own_is_not_used_by_a_forked_process() {
+    if std::env::var_os(ALONE).is_none() {
+        let name = "handles::a_connection_of_ones_own_is_not_used_by_a_forked_process";
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        let ended = alone.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        return;
+    }
+    let server = RedisServer::start(Kind::Redis);
+    let runtime = lone_runtime();
+    let store = runtime.block_on(async { RedisStore::options().with_connection(server.raw().await).await.unwrap() });
+    match fork::fork().unwrap() {
+        fork::Fork::Child => {
+            let refused = catch_unwind(AssertUnwindSafe(|| {
+                let error = lone_runtime().block_on(store.reserve(&request(&store, "k"))).unwrap_err();
+                assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+            }));
+            std::process::exit(i32::from(refused.is_err()));
+        }
+        fork::Fork::Parent(child) => assert_eq!(fork::waitpid(child).unwrap(), 0, "the child failed"),
+    }
+    runtime.block_on(works(&store, "parent"));
+}

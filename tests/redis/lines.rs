@@ -1,0 +1,250 @@
+//! Slow lines, long answers, and callers that go away.
+
+use std::task::{Context, Waker};
+
+use super::*;
+
+const MIB: usize = 1024 * 1024;
+/// How many large results there are.
+const RESULTS: usize = 24;
+/// How much a slow line carries in a second.
+const SLOW: u32 = 6 * 1024 * 1024;
+/// The time limit of a store on such a line: much less than all results take, and longer than one does.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// Records results of 1 MiB, and opens a store behind a proxy.
+async fn large_results(server: &RedisServer) -> (RedisStore, Proxy) {
+    let direct = connect(server).await;
+    let finish = Finish::Completed(stored(vec![b'7'; MIB]));
+    for n in 0..RESULTS {
+        let lease = reserved(&direct, &format!("large{n}")).await;
+        assert_eq!(direct.finish(&lease, &finish).await.unwrap(), Write::Done);
+    }
+    let proxy = Proxy::to(server.port()).await;
+    let store = RedisStore::options().response_timeout(LIMIT).connect(&proxy.url()).await.unwrap();
+    (store, proxy)
+}
+
+async fn replays(store: &RedisStore) {
+    let requests: Vec<_> = (0..RESULTS).map(|n| request(store, &format!("large{n}"))).collect();
+    for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
+        let answer = answer.unwrap();
+        let Reservation::Finished(Record { state: State::Completed(payload), .. }) = answer else {
+            panic!("{answer:?}")
+        };
+        assert_eq!(payload.stored_bytes(), MIB);
+    }
+}
+
+/// The time limit is one for silence. All of it comes, over the connection that is there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_delivers_is_not_given_up() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = large_results(&server).await;
+    let before = proxy.sent().len();
+    proxy.set(Line::Slow(SLOW));
+    let since = std::time::Instant::now();
+    replays(&store).await;
+    assert!(since.elapsed() > 3 * LIMIT, "the line was not slow");
+    // A single one for which the limit is too short as well.
+    proxy.set(Line::Pass);
+    let direct = connect(&server).await;
+    let lease = reserved(&direct, "huge").await;
+    let huge = Finish::Completed(stored(vec![b'7'; 16 * MIB]));
+    assert_eq!(direct.finish(&lease, &huge).await.unwrap(), Write::Done);
+    proxy.set(Line::Slow(SLOW));
+    let answer = store.reserve(&request(&store, "huge")).await.unwrap();
+    assert!(matches!(answer, Reservation::Finished(_)), "{answer:?}");
+    assert_eq!(proxy.sent().len(), before, "no connection was given up");
+}
+
+/// It has to have an end, too.
+#[tokio::test]
+async fn a_connection_that_dribbles_is_given_up() {
+    let server = RedisServer::start(Kind::Redis);
+    let (_, proxy) = large_results(&server).await;
+    let limit = Duration::from_millis(200);
+    let store = RedisStore::options().response_timeout(limit).connect(&proxy.url()).await.unwrap();
+    // Some pieces of 16 KiB in each time limit, and 10 s for all: more than fifteen limits.
+    proxy.set(Line::Slow(100 * 1024));
+    let error = store.reserve(&request(&store, "large0")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    proxy.set(Line::Pass);
+    assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished(_))));
+}
+
+/// Of what is asked for at once, a few records are under way at a time.
+#[tokio::test]
+async fn exchanges_are_bounded_by_what_comes_back() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = large_results(&server).await;
+    // Learns how large they are.
+    replays(&store).await;
+    proxy.set(Line::LoseReplies);
+    let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
+    let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+    let failed = answers.into_iter().map(Result::unwrap_err);
+    let sent = failed.filter(StoreError::may_have_landed).count();
+    // One by itself, and one in each lane.
+    assert!((1..=4).contains(&sent), "{sent} of {RESULTS} were sent at once");
+}
+
+// Callers that go away.
+
+async fn sets(server: &RedisServer) -> u64 {
+    let calls = calls_of(server).await;
+    calls("set") + calls("mget") + calls("evalsha")
+}
+
+/// Calls of the store that are dropped after their first poll: they gather, and no lane has run yet.
+fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
+    let calls: Vec<_> = calls
+        .map(|call| {
+            let mut call = Box::pin(call);
+            assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+            call
+        })
+        .collect();
+    drop(calls);
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_any_more_is_not_sent() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let finished = reserved(&store, "finished").await;
+    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
+    let requests: Vec<_> = (0..1000).map(|n| request(&store, &format!("k{n}"))).collect();
+    let leases: Vec<_> = (0..100).map(|n| Record::first(&requests[n]).lease(&requests[n])).collect();
+    let before = sets(&server).await;
+    drop_at_once(requests.iter().map(|request| store.reserve(request)));
+    drop_at_once(leases.iter().map(|lease| store.inspect(&lease.key)));
+    drop_at_once(leases.iter().map(|lease| store.reopen(&lease.key, 1)));
+    drop_at_once(leases.iter().map(|lease| renew_all(&store, std::slice::from_ref(lease))));
+    // Whatever was there is through when that is answered.
+    assert!(store.inspect(&finished.key).await.unwrap().is_some());
+    let sent = sets(&server).await - before;
+    assert!(sent <= 1 + 4, "{sent} of what was dropped were sent");
+    assert!(store.inspect(&requests[999].key).await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn what_ends_an_attempt_was_handed_over() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    for count in [1, 300] {
+        // Also by a server that has forgotten the scripts in the meantime.
+        for forgetful in [false, true] {
+            let names =
+                |what: &str| -> Vec<_> { (0..count).map(|n| format!("{what} {count} {forgetful} {n}")).collect() };
+            let (finishing, releasing) = (names("finishing"), names("releasing"));
+            let reserve = async |names: &[String]| -> Vec<Lease> {
+                futures::future::join_all(names.iter().map(|name| reserved(&store, name))).await
+            };
+            let (finishing, releasing) = (reserve(&finishing).await, reserve(&releasing).await);
+            if forgetful {
+                let mut raw = server.raw().await;
+                let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.unwrap();
+            }
+            let finish = done();
+            drop_at_once(finishing.iter().map(|lease| store.finish(lease, &finish)));
+            drop_at_once(releasing.iter().map(|lease| store.release(lease, Release::Returned)));
+            for lease in finishing.iter().chain(&releasing) {
+                until("it has ended", async || !store.inspect(&lease.key).await.unwrap().unwrap().record.is_pending())
+                    .await;
+            }
+        }
+    }
+}
+
+/// Reservations that are looked up first are dropped while the look-up is under way.
+#[tokio::test]
+async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, proxy) = (connect(&server).await, Proxy::to(server.port()).await);
+    let finished: Vec<_> = (0..500).map(|n| format!("finished{n}")).collect();
+    let runs = AtomicU32::new(0);
+    futures::future::join_all(finished.iter().map(|name| call(&store, name, &runs))).await;
+    let slow = RedisStore::connect(&proxy.url()).await.unwrap();
+    // It expects replays from now on, and looks before it reserves.
+    futures::future::join_all(finished.iter().map(|name| call(&slow, name, &runs))).await;
+    proxy.set(Line::Delay(Duration::from_millis(100)));
+    let requests: Vec<_> = (0..200).map(|n| request(&slow, &format!("new{n}"))).collect();
+    let before = calls_of(&server).await("mget");
+    let reserving = futures::future::join_all(requests.iter().map(|request| slow.reserve(request)));
+    let looked = until("they were looked up", async || calls_of(&server).await("mget") > before);
+    tokio::select! {
+        answers = reserving => panic!("too early: {answers:?}"),
+        () = looked => {}
+    }
+    // The answers to the look-ups are still under way, and nobody waits for them.
+    slow.inspect(&requests[0].key).await.unwrap();
+    proxy.set(Line::Pass);
+    slow.inspect(&requests[0].key).await.unwrap();
+    let mut reserved = 0;
+    for request in &requests {
+        reserved += u32::from(store.inspect(&request.key).await.unwrap().is_some());
+    }
+    assert!(reserved <= 1, "{reserved} keys were reserved for nobody; one had gone by itself");
+}
+
+/// Calls that are dropped at any moment, alone, in company, and among replays; then no key is held, and none is interrupted
+/// for which no body ran.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_calls_leave_their_keys_as_promised() {
+    const CALLS: usize = 1500;
+    let server = RedisServer::start(Kind::Redis);
+    let proxy = Proxy::to(server.port()).await;
+    let (store, direct) = (RedisStore::connect(&proxy.url()).await.unwrap(), connect(&server).await);
+    proxy.set(Line::Uneven(Duration::from_millis(3)));
+    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+        for replays in [false, true] {
+            if replays {
+                let runs = AtomicU32::new(0);
+                let names: Vec<_> = (0..300).map(|n| format!("done{on_crash:?}{n}")).collect();
+                for _ in 0..3 {
+                    futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
+                }
+            }
+            let started: Arc<Vec<AtomicU32>> = Arc::new((0..CALLS).map(|_| AtomicU32::new(0)).collect());
+            let name = |n: usize| format!("{on_crash:?} {replays} {n}");
+            let calls: Vec<_> = (0..CALLS)
+                .map(|n| {
+                    let (store, name, started) = (store.clone(), name(n), Arc::clone(&started));
+                    // From not at all to longer than a reservation takes.
+                    let patience = Duration::from_micros(n as u64 % 100 * 100);
+                    tokio::spawn(async move {
+                        let body = async {
+                            started[n].fetch_add(1, Ordering::SeqCst);
+                            std::future::pending::<Result<u32, Error>>().await
+                        };
+                        let policy = POLICY.on_crash(on_crash);
+                        let operation = Operation::new(&store, Key::new("test", &name), policy);
+                        let called = run(operation, record_values::<Json>(), body);
+                        let _ = tokio::time::timeout(patience, called).await;
+                    })
+                })
+                .collect();
+            for call in calls {
+                call.await.unwrap();
+            }
+            store.flush().await;
+            let mut troubled = Vec::new();
+            for (n, started) in started.iter().enumerate() {
+                let found = direct.inspect(&Key::new("test", name(n)).unwrap()).await.unwrap();
+                let state = found.map(|found| found.record.state);
+                let started = started.load(Ordering::SeqCst) > 0;
+                let right = match (on_crash, started) {
+                    (OnCrash::Fail, true) => matches!(state, Some(State::Interrupted)),
+                    _ => matches!(state, None | Some(State::Released)),
+                };
+                if !right {
+                    troubled.push((n, started, state));
+                }
+            }
+            let count = troubled.len();
+            troubled.truncate(5);
+            assert_eq!(count, 0, "{on_crash:?}, replays {replays}: of {CALLS} keys, for example {troubled:?}");
+        }
+    }
+}

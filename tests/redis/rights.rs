@@ -1,0 +1,417 @@
+//! What a login may not do is an error that says so: never "no record", never "somebody else's".
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
+
+use super::*;
+
+/// Every right that the store makes use of once it is connected.
+const RIGHTS: [&str; 10] =
+    ["set", "get", "mget", "pttl", "pexpire", "evalsha", "getrange", "setrange", "publish", "eval"];
+/// Enough to share scripts and lanes.
+const MANY: usize = 20;
+
+/// A user of its own on `server`, with every right.
+async fn worker(server: &RedisServer) -> String {
+    allow(server, &["reset", "on", ">secret", "~*", "&*", "+@all"]).await;
+    format!("redis://worker:secret@127.0.0.1:{}", server.port())
+}
+
+async fn allow(server: &RedisServer, rules: &[&str]) {
+    let mut raw = server.raw().await;
+    let _: () = redis::cmd("ACL").arg("SETUSER").arg("worker").arg(rules).query_async(&mut raw).await.unwrap();
+}
+
+/// What was asked for, in a word.
+type Said = Result<&'static str, StoreError>;
+
+fn reservation(answer: Result<Reservation, StoreError>) -> Said {
+    answer.map(|answer| match answer {
+        Reservation::Reserved { takeover: false, .. } => "reserved",
+        Reservation::Reserved { takeover: true, .. } => "taken over",
+        Reservation::Pending { .. } => "pending",
+        Reservation::Finished(_) => "finished",
+        Reservation::Interrupted { .. } => "interrupted",
+        _ => "something else",
+    })
+}
+
+fn write(answer: Result<Write, StoreError>) -> Said {
+    answer.map(|answer| if answer == Write::Done { "done" } else { "refused" })
+}
+
+/// One of each operation, on keys of its own that are prepared by `others`.
+struct Scene {
+    others: RedisStore,
+    store: RedisStore,
+    prefix: String,
+    held: Lease,
+    finished: Lease,
+    lapsed: Lease,
+    finishing: Lease,
+    releasing: Lease,
+}
+
+impl Scene {
+    async fn new(others: &RedisStore, store: &RedisStore, prefix: String) -> Self {
+        let named = async |name: &str| reserved(others, &format!("{prefix} {name}")).await;
+        let finished = named("finished").await;
+        assert_eq!(others.finish(&finished, &done()).await.unwrap(), Write::Done);
+        let short = Reserve { lease: Duration::from_millis(1), ..request(others, &format!("{prefix} lapsed")) };
+        let lapsed = wins(others, &short).await;
+        until("it has lapsed", async || {
+            others.inspect(&short.key).await.unwrap().unwrap().lapses_in == Some(Duration::ZERO)
+        })
+        .await;
+        Self {
+            held: named("held").await,
+            finishing: named("finishing").await,
+            releasing: named("releasing").await,
+            finished,
+            lapsed,
+            others: others.clone(),
+            store: store.clone(),
+            prefix,
+        }
+    }
+
+    fn request(&self, of: &Lease) -> Reserve {
+        Reserve { key: of.key.clone(), ..request(&self.store, "any") }
+    }
+
+    /// Asks for everything, and tells what was said of what should have been.
+    async fn play(&self) -> Vec<(&'static str, &'static str, Said)> {
+        let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
+        let new = request(store, &format!("{} new", self.prefix));
+        vec![
+            ("a new key", "reserved", reservation(store.reserve(&new).await)),
+            ("a held key", "pending", reservation(store.reserve(&self.request(held)).await)),
+            ("a finished key", "finished", reservation(store.reserve(&self.request(finished)).await)),
+            ("a renewal", "done", renew_all(store, std::slice::from_ref(held)).await.map(|_| "done")),
+            ("a finish", "done", write(store.finish(finishing, &done()).await)),
+            ("a release", "done", write(store.release(releasing, Release::Returned).await)),
+            ("a wait", "over", store.wait(&held.key, 1, Duration::from_millis(1)).await.map(|()| "over")),
+            (
+                "an inspection",
+                "finished",
+                store.inspect(&finished.key).await.map(|found| {
+                    if found.is_some_and(|found| found.record.is_finished()) { "finished" } else { "nothing" }
+                }),
+            ),
+            ("a reopening", "done", write(store.reopen(&finished.key, 1).await)),
+            ("a lapsed key", "taken over", reservation(store.reserve(&self.request(lapsed)).await)),
+        ]
+    }
+
+    /// What was done is there, and whatever was not done is as it was.
+    async fn audit(&self, played: &[(&str, &str, Said)]) {
+        for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
+            let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
+            let found = self.others.inspect(&lease.key).await.unwrap().unwrap().record;
+            assert_eq!(found.is_pending(), !done, "{what}: {found:?}");
+            assert_eq!(found.owner, lease.owner);
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_a_login_may_not_do_is_never_an_answer() {
+    for kind in [Kind::Redis, Kind::Valkey] {
+        let server = RedisServer::start(kind);
+        let url = worker(&server).await;
+        let others = connect(&server).await;
+        for right in RIGHTS {
+            let store = RedisStore::connect(&url).await.unwrap();
+            let alone = Scene::new(&others, &store, format!("{right} alone")).await;
+            let mut together = Vec::new();
+            for n in 0..MANY {
+                together.push(Scene::new(&others, &store, format!("{right} {n}")).await);
+            }
+            allow(&server, &[&format!("-{right}")]).await;
+            if right == "eval" {
+                let mut raw = server.raw().await;
+                let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.unwrap();
+            }
+            let mut played = vec![(&alone, alone.play().await)];
+            let plays = futures::future::join_all(together.iter().map(Scene::play)).await;
+            played.extend(together.iter().zip(plays));
+            allow(&server, &[&format!("+{right}")]).await;
+            let mut missed = 0;
+            for (scene, played) in played {
+                for (name, expected, said) in &played {
+                    match said {
+                        Ok(said) => assert_eq!(said, expected, "{kind:?} without {right}: {name}"),
+                        Err(error) => {
+                            missed += 1;
+                            let kind = error.kind();
+                            assert_eq!(kind, StoreErrorKind::Misconfigured, "without {right}: {name}: {error}");
+                        }
+                    }
+                }
+                scene.audit(&played).await;
+            }
+            // Waiters look from time to time, so publishing is not needed.
+            assert_eq!(missed == 0, right == "publish", "{kind:?} without {right}: {missed} errors");
+        }
+    }
+}
+
+/// How many commands the server has done.
+async fn commands(server: &RedisServer) -> u64 {
+    let mut raw = server.raw().await;
+    let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
+    let done = stats.lines().find_map(|line| line.strip_prefix("total_commands_processed:"));
+    done.unwrap().trim().parse().unwrap()
+}
+
+#[tokio::test]
+async fn a_missing_right_costs_a_handful_of_commands() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = RedisStore::connect(&worker(&server).await).await.unwrap();
+    let others = connect(&server).await;
+    let held = reserved(&others, "held").await;
+    for right in RIGHTS {
+        allow(&server, &[&format!("-{right}")]).await;
+        let before = commands(&server).await;
+        let request = Reserve { key: held.key.clone(), ..request(&store, "any") };
+        // Answered or not.
+        let _ = store.reserve(&request).await;
+        let sent = commands(&server).await - before;
+        assert!(sent < 20, "without {right} a reservation took {sent} commands");
+        allow(&server, &[&format!("+{right}")]).await;
+    }
+}
+
+/// A server on which the record of every key is another one at each look. The answer is its address, and how many commands
+/// were about records.
+async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let asked = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&asked);
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
+            tokio::spawn(async move {
+                while let Some(words) = command(&mut stream).await {
+                    // The number of the attempt.
+                    record[27] = record[27] % 200 + 1;
+                    let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
+                    let answer = match words[0].as_slice() {
+                        b"INFO" => bulk(b"redis_version:7.0.15\r\nrole:master\r\nredis_mode:standalone\r\n"),
+                        b"SCRIPT" => bulk(b"0123456789012345678901234567890123456789"),
+                        b"CONFIG" => b"*0\r\n".to_vec(),
+                        b"SET" => bulk(&record),
+                        b"EVALSHA" => [b"*2\r\n", &bulk(&record)[..], b":0\r\n"].concat(),
+                        _ => b"+OK\r\n".to_vec(),
+                    };
+                    count.fetch_add(u32::from(matches!(&words[0][..], b"SET" | b"EVALSHA")), Ordering::SeqCst);
+                    stream.write_all(&answer).await.unwrap();
+                    stream.flush().await.unwrap();
+                }
+            });
+        }
+    });
+    (url, asked)
+}
+
+/// The words of the next command that a client sends.
+async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Vec<u8>>> {
+    let number = async |stream: &mut BufStream<tokio::net::TcpStream>| {
+        let mut line = String::new();
+        stream.read_line(&mut line).await.ok()?;
+        line.trim_end().get(1..)?.parse::<usize>().ok()
+    };
+    let mut words = Vec::new();
+    for _ in 0..number(stream).await? {
+        let mut word = vec![0; number(stream).await? + 2];
+        stream.read_exact(&mut word).await.ok()?;
+        word.truncate(word.len() - 2);
+        words.push(word);
+    }
+    Some(words)
+}
+
+#[tokio::test]
+async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
+    let released =
+        Record { owner: Owner::from_bytes([1; 16]), attempt: 1, starts: 0, fingerprint: None, state: State::Released };
+    let (url, asked) = fickle(format::encode(&released)).await;
+    let store = RedisStore::connect(&url).await.unwrap();
+    let error = store.reserve(&request(&store, "k")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    let asked = asked.load(Ordering::SeqCst);
+    assert!((3..=40).contains(&asked), "{asked} commands");
+}
+
+/// The body has run, and its result is recorded as soon as that is allowed again.
+#[tokio::test]
+async fn no_result_is_lost_to_a_missing_right() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = RedisStore::connect(&worker(&server).await).await.unwrap();
+    for right in ["get", "set", "evalsha"] {
+        let refused = async || {
+            let mut raw = server.raw().await;
+            let log: Vec<redis::Value> = redis::cmd("ACL").arg("LOG").query_async(&mut raw).await.unwrap();
+            !log.is_empty()
+        };
+        let mut raw = server.raw().await;
+        let _: () = redis::cmd("ACL").arg("LOG").arg("RESET").query_async(&mut raw).await.unwrap();
+        let runs = AtomicU32::new(0);
+        let body = async {
+            allow(&server, &[&format!("-{right}")]).await;
+            Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
+        };
+        let operation = Operation::new(&store, Key::new("test", right), POLICY);
+        let called = observe(run(operation, record_values::<Json>(), body));
+        let allowed_again = async {
+            until("the result was refused", refused).await;
+            allow(&server, &[&format!("+{right}")]).await;
+        };
+        let ((result, outcome), ()) = tokio::join!(called, allowed_again);
+        assert_eq!(result.unwrap(), 1, "{right}");
+        assert!(outcome.recorded(), "{right}");
+        assert!(call(&store, right, &runs).await.1.replayed(), "{right}");
+        assert_eq!(runs.into_inner(), 1, "{right}");
+    }
+}
+
+// What a record has lost.
+
+async fn persist(server: &RedisServer, lease: &Lease) {
+    let mut raw = server.raw().await;
+    let persisted: bool = raw.persist(format!("idem:{}", lease.key.as_str())).await.unwrap();
+    assert!(persisted);
+}
+
+fn corrupt<T: std::fmt::Debug>(answer: Result<T, StoreError>, what: &str) {
+    let error = answer.map_err(|error| (error.kind(), error)).expect_err(what);
+    assert_eq!(error.0, StoreErrorKind::Corrupt, "{what}: {error:?}");
+}
+
+/// Its lease is what is left of its retention, so nobody can tell any more whether it holds.
+#[tokio::test]
+async fn a_pending_record_without_an_expiry_is_damaged() {
+    let server = RedisServer::start(Kind::Redis);
+    let (owner, other) = (connect(&server).await, connect(&server).await);
+    let mut raw = server.raw().await;
+    for restored in [false, true] {
+        let request = request(&owner, &format!("restored {restored}"));
+        let lease = wins(&owner, &request).await;
+        let name = format!("idem:{}", lease.key.as_str());
+        if restored {
+            let dump: Vec<u8> = redis::cmd("DUMP").arg(&name).query_async(&mut raw).await.unwrap();
+            let _: () = raw.del(&name).await.unwrap();
+            let _: () = redis::cmd("RESTORE").arg(&name).arg(0).arg(dump).query_async(&mut raw).await.unwrap();
+        } else {
+            persist(&server, &lease).await;
+        }
+        let before: Vec<u8> = raw.get(&name).await.unwrap();
+        for (who, store) in [("owner", &owner), ("other", &other)] {
+            for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+                let another = Reserve { on_crash, key: lease.key.clone(), ..self::request(store, "any") };
+                corrupt(store.reserve(&another).await, &format!("{who} reserves"));
+            }
+            corrupt(store.reserve(&request).await, &format!("{who} repeats"));
+            corrupt(store.inspect(&lease.key).await, &format!("{who} inspects"));
+            corrupt(renew_all(store, std::slice::from_ref(&lease)).await, &format!("{who} renews"));
+            corrupt(store.release(&lease, Release::Returned).await, &format!("{who} releases"));
+            corrupt(store.reopen(&lease.key, lease.attempt).await, &format!("{who} reopens"));
+        }
+        let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
+        assert_eq!((after, left), (before, -1), "it is as it was");
+        // Others in the same call are renewed all the same.
+        let sound = reserved(&owner, &format!("beside {restored}")).await;
+        let answers = Mutex::new(Vec::new());
+        let answer = |at, write| answers.lock().unwrap().push((at, write));
+        corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
+        assert_eq!(answers.into_inner().unwrap(), [(1, Write::Done)]);
+        // Mended, it goes on.
+        let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
+        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+        assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    }
+}
+
+/// Its effect has happened, and nobody else can have begun meanwhile: refusing it would protect nobody.
+#[tokio::test]
+async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut leases = Vec::new();
+    for n in 0..MANY {
+        let lease = reserved(&store, &format!("k{n}")).await;
+        persist(&server, &lease).await;
+        leases.push(lease);
+    }
+    let other = Lease { owner: store.heartbeats().new_owner(), ..leases[0].clone() };
+    assert_eq!(store.finish(&other, &done()).await.unwrap(), Write::Refused);
+    assert_eq!(store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+    let finish = done();
+    for answer in futures::future::join_all(leases.iter().map(|lease| store.finish(lease, &finish))).await {
+        assert_eq!(answer.unwrap(), Write::Done);
+    }
+    for lease in &leases {
+        let found = store.inspect(&lease.key).await.unwrap().unwrap();
+        assert!(found.record.is_finished() && found.expires_in <= TTL, "with an expiry again: {found:?}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_takes_over_from_a_handler_whose_record_lost_its_expiry() {
+    let server = RedisServer::start(Kind::Redis);
+    let (store, other) = (connect(&server).await, connect(&server).await);
+    let policy = POLICY.lease(Duration::from_millis(300));
+    let runs = AtomicU32::new(0);
+    let running = Notify::new();
+    let body = async {
+        let mut raw = server.raw().await;
+        let _: bool = raw.persist("idem:1/test/k").await.unwrap();
+        running.notify_one();
+        std::future::pending::<Result<u32, Error>>().await
+    };
+    let operation = Operation::new(&store, Key::new("test", "k"), policy);
+    let duplicates = async {
+        running.notified().await;
+        let since = std::time::Instant::now();
+        while since.elapsed() < 3 * Duration::from_millis(300) {
+            let (result, _) = call_with(&other, "k", policy, &runs).await;
+            let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
+            assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
+        }
+    };
+    tokio::select! {
+        ended = run(operation, record_values::<Json>(), body) => panic!("it has not: {ended:?}"),
+        () = duplicates => {}
+    }
+    assert_eq!(runs.into_inner(), 0);
+}
+
+/// It is kept for longer than asked, which harms nobody.
+#[tokio::test]
+async fn other_records_without_an_expiry_are_what_they_are() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let finished = reserved(&store, "finished").await;
+    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
+    persist(&server, &finished).await;
+    let runs = AtomicU32::new(0);
+    let (result, outcome) = call(&store, "finished", &runs).await;
+    assert_eq!((result.unwrap(), outcome.replayed()), (42, true));
+    assert_eq!(store.inspect(&finished.key).await.unwrap().unwrap().expires_in, Duration::MAX);
+    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done, "a repeated finish recognises itself");
+
+    let released = reserved(&store, "released").await;
+    assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Write::Done);
+    persist(&server, &released).await;
+    let next = reserved(&store, "released").await;
+    assert_eq!(next.attempt, 2);
+    assert!(store.inspect(&next.key).await.unwrap().unwrap().expires_in <= LEASE + TTL, "with an expiry again");
+
+    let interrupted = reserved(&store, "interrupted").await;
+    assert_eq!(store.release(&interrupted, Release::Interrupted).await.unwrap(), Write::Done);
+    persist(&server, &interrupted).await;
+    let answer = store.reserve(&request(&store, "interrupted")).await.unwrap();
+    assert!(matches!(answer, Reservation::Interrupted { attempt: 1 }), "{answer:?}");
+    assert_eq!(store.reopen(&interrupted.key, 1).await.unwrap(), Write::Done);
+    assert_eq!(reserved(&store, "interrupted").await.attempt, 2);
+}

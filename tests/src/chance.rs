@@ -1,0 +1,46 @@
+//! Chance that a seed decides.
+
+use std::time::Duration;
+
+/// Numbers that follow from a seed (`SplitMix64`).
+#[derive(Clone, Debug)]
+pub struct Chance(u64);
+
+impl Chance {
+    /// The numbers that follow from `seed`.
+    pub fn seeded(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// Other numbers, for the `n`th of those who share a seed.
+    #[must_use]
+    pub fn of(&self, n: usize) -> Self {
+        let mut other = Self(self.0 ^ (n as u64).wrapping_mul(0xd6e8_feb8_6659_fd93));
+        other.next();
+        other
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n`, which is not zero.
+    pub fn below(&mut self, n: usize) -> usize {
+        usize::try_from(self.next() % n as u64).expect("below a `usize`")
+    }
+
+    /// Whether something happens that does so this many times out of a hundred.
+    pub fn percent(&mut self, times: usize) -> bool {
+        self.below(100) < times
+    }
+
+    /// A time up to `longest`.
+    pub fn up_to(&mut self, longest: Duration) -> Duration {
+        let micros = usize::try_from(longest.as_micros()).expect("short");
+        Duration::from_micros(self.below(micros + 1) as u64)
+    }
+}

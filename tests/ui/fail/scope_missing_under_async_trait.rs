@@ -1,0 +1,21 @@
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+#[async_trait::async_trait]
+trait Ship {
+    #[idempotent(key = "{id}", ttl = "7d", store = store)]
+    async fn ship(store: &MemoryStore, id: u32) -> Result<u32, Error> {
+        Ok(id)
+    }
+}
+
+struct Orders;
+
+#[async_trait::async_trait]
+impl Ship for Orders {
+    #[idempotent(key = "{id}", ttl = "7d", store = store)]
+    async fn ship(store: &MemoryStore, id: u32) -> Result<u32, Error> {
+        Ok(id)
+    }
+}
+
+fn main() {}
