@@ -46,7 +46,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// A handle of the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
     ///
-    /// They run on a thread of their own ([`Clock::spawn`]). A handle that shares no connection, no queue and no runtime with
+    /// They run on a thread of their own ([`Clock::spawn`](crate::Clock::spawn)). A handle that shares no connection, no queue and no runtime with
     /// other callers keeps leases alive while those are slow or blocked. It should open its connection at its first use. A
     /// store that has nothing to share returns [`handle`](Store::handle).
     fn upkeep(&self) -> Arc<dyn Store>;

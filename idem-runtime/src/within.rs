@@ -768,6 +768,7 @@ pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
 pub(crate) const TRIES: u32 = 5;
 
 /// The pause before try number `next`.
+#[cfg(feature = "postgres")]
 pub(crate) async fn pause_before(next: u32) {
     SystemClock::default().sleep(Duration::from_millis(10 << next.min(6))).await;
 }

@@ -40,7 +40,7 @@ const SHOWN: usize = 160;
 /// How many scenarios are run where nothing else is said.
 const MAX_SCENARIOS: usize = 50_000;
 
-/// What a delivery gives: the `Result` of a handler, of which [`observe`] says what becomes of the message, or the
+/// What a delivery gives: the `Result` of a handler, of which [`observe`](crate::observe) says what becomes of the message, or the
 /// [`Disposition`] that a consumer of your own has decided on.
 pub trait Delivered: sealed::Delivered {}
 

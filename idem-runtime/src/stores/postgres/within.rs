@@ -396,7 +396,7 @@ impl PostgresStore {
     /// Begins a transaction, does `work` in it, commits it, and says how the delivery ended and what to do with its message.
     ///
     /// If `work` returns `Ok`, the transaction is committed, and only then the [`Outcome`] may say
-    /// [`Ack`](Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and the message
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and the message
     /// is to be delivered again; an error that a handler recorded (`on_error = record`) is recorded all the same, alone. What
     /// can't be told is committed or not, as the connection broke, is delivered again, and replayed if it was committed.
     ///
