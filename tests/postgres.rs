@@ -1154,11 +1154,11 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
     let store = store.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
     let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
     let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
-    // Writing takes its time, too: 64 KiB every 100 ms.
-    let slow = Line::Delay(Duration::from_millis(100));
     let lease = reserved(&store, "k").await;
-    proxy.set(slow);
+    // Writing takes its time, too: nearly twice the limit.
+    proxy.set(Line::Slow(1_000_000));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Write::Done);
+    proxy.set(Line::Delay(Duration::from_millis(100)));
     // More of them than there are connections, alone and in one batch.
     for _ in 0..2 {
         let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();

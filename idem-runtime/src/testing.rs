@@ -53,9 +53,9 @@
 //! |---|---|---|
 //! | `cancel@await:n` | its future is dropped; its worker lives on | what is half done is done again |
 //! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | the same, one lease later; what was not waited for |
-//! | `stop@await:n` | its worker stands still; another one takes over and ends; it goes on | effects of an attempt that is over |
-//! | `pause@await:n` | the same, but it goes on as soon as the other one has begun | two attempts at once |
-//! | `overtake@await:n` | the same, but the other one dies when it has taken over | a lost lease that is taken for success |
+//! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another one takes over and ends; it goes on | effects of an attempt that is over |
+//! | `pause@await:n`, `@effect:n` | the same, but it goes on as soon as the other one has begun | two attempts at once |
+//! | `overtake@await:n`, `@effect:n` | the same, but the other one dies when it has taken over | a lost lease that is taken for success |
 //! | `request-lost@store:n`, `@effect:n` | the request does not arrive; the caller gets an error | errors that are swallowed |
 //! | `answer-lost@store:n`, `@effect:n` | it is done; the caller gets an error | what is done again after an error |
 //! | `down@store:n` | its store can't be reached from there on, for two leases | results that can't be recorded |

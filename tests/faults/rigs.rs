@@ -556,7 +556,7 @@ impl Rig for Dynamo {
 
     fn slow_line(&self) -> (usize, u32) {
         // An item has at most 400 KB, and a call takes at most as long as it is told to.
-        (100 * 1024, 2_000_000)
+        (40 * 1024, 2_000_000)
     }
 
     fn moments(&self) -> &'static [Fault] {

@@ -531,7 +531,8 @@ impl Scene {
                 }
                 let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(cx)));
                 let place = self.world.take_place();
-                if self.world.take_cut() {
+                let is_cut = self.world.take_cut();
+                if is_cut {
                     self.duplicate_after();
                 }
                 match polled {
@@ -546,7 +547,8 @@ impl Scene {
                 if watched == Watched::First && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
-                if self.is_reached(watched, awaits) {
+                let stops_now = is_cut && self.scenario.cut.stands_still();
+                if stops_now || self.is_reached(watched, awaits) {
                     return Poll::Ready(Step::Reached(format!("at await {awaits}, {place}")));
                 }
                 Poll::Pending

@@ -27,6 +27,13 @@ pub(super) enum Cut {
     Down,
 }
 
+impl Cut {
+    /// Whether the worker stands still for a while.
+    pub(super) fn stands_still(self) -> bool {
+        matches!(self, Self::Stop | Self::Pause | Self::Overtake)
+    }
+}
+
 impl fmt::Display for Cut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -55,7 +62,7 @@ pub(super) enum Point {
     Ack,
     /// At a call of the store.
     Store(usize),
-    /// At an effect.
+    /// At an effect. A worker that stands still there does so while the request is on its way.
     Effect(usize),
 }
 
@@ -115,19 +122,14 @@ impl Scenario {
     pub(super) const PLAIN: Self =
         Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Never, then: None, order: 0 };
 
-    /// Whether its worker stands still for a while.
-    fn stands_still(self) -> bool {
-        matches!(self.cut, Cut::Stop | Cut::Pause | Cut::Overtake)
-    }
-
     /// Whether a worker that stood still goes on before its heartbeat finds the lease lost...
     pub(super) fn renews_late(self) -> bool {
-        self.stands_still() && self.order.is_multiple_of(2)
+        self.cut.stands_still() && self.order.is_multiple_of(2)
     }
 
     /// ...or after that.
     pub(super) fn goes_on_late(self) -> bool {
-        self.stands_still() && !self.order.is_multiple_of(2)
+        self.cut.stands_still() && !self.order.is_multiple_of(2)
     }
 
     /// Every scenario for a handler with so many awaits, calls of the store and effects.
@@ -138,7 +140,7 @@ impl Scenario {
                 let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
                     // With one task at a time there is one order.
-                    Never if !first.stands_still() => 1,
+                    Never if !first.cut.stands_still() => 1,
                     Late => 1,
                     _ => orders.max(1),
                 };
@@ -168,6 +170,9 @@ impl Scenario {
             add(Cut::RequestLost, point, &[Never, With]);
             add(Cut::AnswerLost, point, &[Never, With]);
             add(Cut::Crash, point, &[Never]);
+            add(Cut::Stop, point, &[Never]);
+            add(Cut::Pause, point, &[Never]);
+            add(Cut::Overtake, point, &[Never]);
         }
         all
     }

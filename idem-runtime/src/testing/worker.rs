@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 
 use super::report::Problem;
 use super::scenario::{Cut, Point, Scenario};
@@ -240,6 +240,9 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     let attempt = current().map(|attempt| attempt.number());
     let world = &worker.0.world;
     let cut = world.count(&worker, Point::Effect, |state| &mut state.effect_calls, &name);
+    if cut.is_some_and(Cut::stands_still) {
+        return late_effect(worker, name, key, attempt).await;
+    }
     worker.travel(|| format!("before effect `{name}`")).await;
     if matches!(cut, Some(Cut::RequestLost)) {
         world.tell(&format!("the request for effect `{name}` gets lost"));
@@ -260,6 +263,23 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         world.tell(&format!("the answer of effect `{name}` gets lost"));
         return Err(NoAnswer(()));
     }
+    Ok(now)
+}
+
+/// The effect of a request that has left the body when its worker is about to stand still: it happens when that goes on,
+/// whether or not the body does.
+async fn late_effect(worker: Worker, name: String, key: Option<String>, attempt: Option<u32>) -> Result<bool, NoAnswer> {
+    let (answer, answered) = oneshot::channel();
+    {
+        let (worker, name) = (worker.clone(), name.clone());
+        worker.0.world.clock.spawn(Box::pin(async move {
+            worker.running().await;
+            let _ = answer.send(worker.0.world.happen(&worker, &name, key, attempt));
+        }));
+    }
+    lock(&worker.0.world.state).place = Some(format!("while the request for effect `{name}` is on its way"));
+    let now = answered.await.map_err(|_| NoAnswer(()))?;
+    worker.travel(|| format!("after effect `{name}`")).await;
     Ok(now)
 }
 

@@ -217,6 +217,8 @@ pub(crate) struct Call {
     pub(crate) stop_at: u8,
     /// Since when its end could not be written.
     pub(crate) fails_since: Option<u8>,
+    /// Whether a renewal that was asked for since then was confirmed before its last write was sent.
+    pub(crate) renewed: bool,
     pub(crate) beat: Beat,
     /// Whether the heartbeat has found the lease lost.
     pub(crate) lost: bool,
@@ -235,6 +237,7 @@ impl Call {
         registered: false,
         stop_at: 0,
         fails_since: None,
+        renewed: false,
         beat: Beat::None,
         lost: false,
         deed: Deed {

@@ -886,8 +886,10 @@ fn ending_fails(
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // A store that was away has had its chance to take the result just now.
-    let too_long = trouble.is_transient() && 2 * (now - since) >= config.span();
+    // A store that takes no renewals either may take the result when it comes back.
+    let call = world.call_mut(who);
+    let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
+    let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
     if let (Ending::Finish { kept: Kept::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
@@ -1007,7 +1009,7 @@ fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
 fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
-    (call.give_up_at, call.unanswered, call.fails_since) = (0, None, None);
+    (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
     call.registered = false;
     call.stop_at = 0;
     // What a late write knows of its lease is when it was last confirmed.

@@ -212,11 +212,11 @@ impl<'c> Session<'c> {
             }
             *batch = rest;
             begun = database.patiently(|| self.try_begin());
-            batch.retain(|op| !op.is_abandoned());
             if begun.as_ref().is_err_and(is_busy) {
                 self.note_lock();
             }
         }
+        batch.retain(|op| !op.is_abandoned());
         begun.map_err(|error| Failure::nothing_written(&error))
     }
 
