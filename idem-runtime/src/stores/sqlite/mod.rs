@@ -59,8 +59,8 @@ use crate::{
 /// [`within`](SqliteStore::within).
 ///
 /// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. It
-/// first closes the connections of stores that it has inherited, which it can do only if no call was under way when it was
-/// forked: otherwise every call in it is [`StoreErrorKind::Misconfigured`], as SQLite's record of its locks is wrong there
+/// first closes the connections of stores that it has inherited, which it can do only if no call, no renewal and no late write
+/// was under way when it was forked ([`flush`](SqliteStore::flush) first): otherwise every call in it is [`StoreErrorKind::Misconfigured`], as SQLite's record of its locks is wrong there
 /// and would lose writes. That holds for connections of your own to the same file as well, which a store knows nothing of:
 /// close them before you fork.
 ///
