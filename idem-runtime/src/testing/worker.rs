@@ -270,13 +270,11 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
 /// whether or not the body does.
 async fn late_effect(worker: Worker, name: String, key: Option<String>, attempt: Option<u32>) -> Result<bool, NoAnswer> {
     let (answer, answered) = oneshot::channel();
-    {
-        let (worker, name) = (worker.clone(), name.clone());
-        worker.0.world.clock.spawn(Box::pin(async move {
-            worker.running().await;
-            let _ = answer.send(worker.0.world.happen(&worker, &name, key, attempt));
-        }));
-    }
+    let (sender, what) = (worker.clone(), name.clone());
+    worker.0.world.clock.spawn(Box::pin(async move {
+        sender.running().await;
+        let _ = answer.send(sender.0.world.happen(&sender, &what, key, attempt));
+    }));
     lock(&worker.0.world.state).place = Some(format!("while the request for effect `{name}` is on its way"));
     let now = answered.await.map_err(|_| NoAnswer(()))?;
     worker.travel(|| format!("after effect `{name}`")).await;
