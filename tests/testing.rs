@@ -528,7 +528,9 @@ mod explorer {
     fn a_check_before_the_charge_helps_against_crashes_only() {
         let found = found!(is_repeated, |worker| async move { check_then_charge(&App::new(worker), 42).await });
         assert!(
-            found.iter().all(|it| ["stop@effect", "pause@effect", "overtake@effect"].iter().any(|cut| it.starts_with(cut))),
+            found
+                .iter()
+                .all(|it| ["stop@effect", "pause@effect", "overtake@effect"].iter().any(|cut| it.starts_with(cut))),
             "{found:?}"
         );
     }

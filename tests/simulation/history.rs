@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
+use std::ops::RangeBounds;
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
@@ -188,6 +189,12 @@ impl History {
             self.ops[*op].landed = Some((event, at));
         }
         at
+    }
+
+    /// Whether an operator's decision for `key` landed at one of `events`.
+    pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
+        let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
+        self.ops.iter().any(|op| op.key == key && matches!(op.asked, Asked::Reopen { .. }) && landed(op))
     }
 
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {

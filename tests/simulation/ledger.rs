@@ -138,20 +138,12 @@ pub(crate) struct Call {
     pub(crate) end: Option<(u64, CallEnd)>,
 }
 
-/// A decision of an operator that was done.
-#[derive(Clone, Copy, Debug)]
-struct Reopened {
-    key: usize,
-    at: u64,
-}
-
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
     /// When which process was killed.
     pub(crate) kills: Vec<(usize, u64)>,
-    reopened: Vec<Reopened>,
     pub(crate) findings: Vec<Finding>,
 }
 
@@ -163,19 +155,6 @@ impl Ledger {
     pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64) -> usize {
         self.calls.push(Call { key, process, terms, made_at: now, end: None });
         self.calls.len() - 1
-    }
-
-    pub(crate) fn reopened(&mut self, key: usize, event: u64) {
-        self.reopened.push(Reopened { key, at: event });
-    }
-
-    fn was_reopened(&self, key: usize) -> bool {
-        self.reopened.iter().any(|it| it.key == key)
-    }
-
-    /// Whether an operator opened `key` between two events.
-    fn reopened_between(&self, key: usize, from: u64, to: u64) -> bool {
-        self.reopened.iter().any(|it| it.key == key && it.at > from && it.at < to)
     }
 
     /// A body starts.
@@ -253,7 +232,7 @@ impl Ledger {
         if let CallEnd::Returned(Ok(value), outcome) = &end
             && outcome.executed()
             && outcome.attempt().is_some()
-            && !self.was_reopened(self.calls[call].key)
+            && !net.history().was_reopened(self.calls[call].key, 0..)
             && self.calls[call].terms.remembers()
         {
             let number = outcome.attempt().unwrap_or_default();
@@ -278,7 +257,8 @@ impl Ledger {
     pub(crate) fn close(&mut self, net: &Net) {
         let met = net.met();
         let mut findings = Vec::new();
-        for key in 0..net.history().keys() {
+        let keys = net.history().keys();
+        for key in 0..keys {
             let mut find = |check, text| findings.push(Finding { check, key, text });
             let runs = self.runs_of(key);
             if runs.iter().any(|run| !self.calls[run.call].terms.remembers()) {
@@ -326,7 +306,7 @@ impl Ledger {
                 continue;
             }
             for later in runs.iter().filter(|later| later.attempt > run.attempt) {
-                if self.reopened_between(key, run.started, later.started) {
+                if net.history().was_reopened(key, run.started..later.started) {
                     continue;
                 }
                 let pair =
@@ -373,7 +353,7 @@ impl Ledger {
                     find(Check::Replay, format!("{call:?} replays something else than {run:?}"));
                 }
             }
-            if outcome.result_stored() && !self.was_reopened(key) {
+            if outcome.result_stored() && !net.history().was_reopened(key, 0..) {
                 match first {
                     Some((other, _)) if !same(other, result) => {
                         find(Check::Replay, format!("{call:?} does not return {other:?}"));
@@ -403,7 +383,7 @@ impl Ledger {
                     Error::AttemptsExhausted { attempts, .. } => {
                         let limit = call.terms.max_attempts;
                         limit.is_none_or(|limit| *attempts < limit)
-                            || (!disturbed && !self.was_reopened(key) && runs.len() < *attempts as usize)
+                            || (!disturbed && !net.history().was_reopened(key, 0..) && runs.len() < *attempts as usize)
                     }
                     Error::ResultUnavailable { .. } => {
                         !disturbed

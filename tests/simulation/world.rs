@@ -121,6 +121,8 @@ struct Mishaps {
     errors: u64,
     /// Of bodies: they take longer than their lease.
     slow: u64,
+    /// Of their waits: they block the thread.
+    blocked: u64,
     kills: u64,
     operators: u64,
     jumps: u64,
@@ -296,6 +298,10 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
                 if let Err(Failure::Idempotency(_)) = Box::pin(call_once(&inner)).await {
                     return fail(false);
                 }
+            }
+            _ if stormy && mishaps.blocked > 0 && dice.chance(mishaps.blocked) => {
+                world.count("polls that block");
+                net.clock.block(dice.up_to(longest));
             }
             _ => net.clock.sleep(dice.up_to(longest)).await,
         }
@@ -511,12 +517,7 @@ impl World {
             if matches!(found.record.state, State::Completed(_) | State::Failed(_)) && self.dice.chance(700) {
                 continue;
             }
-            // Whatever he is told, it may have been done.
-            let from = self.net.history().event();
-            self.ledger.borrow_mut().reopened(n, from);
             let _ = line.reopen(key, found.record.attempt).await;
-            let to = self.net.history().event();
-            self.ledger.borrow_mut().reopened(n, to);
             self.count("decisions of operators");
         }
     }
@@ -623,6 +624,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         panics: often * dice.pick(&[0, 20]),
         errors: often * dice.pick(&[0, 30]),
         slow: dice.pick(&[0, 200, 500]),
+        // By dice of their own: worlds without them are as they were before there were such.
+        blocked: Dice::new(!seed).pick(&[0, 0, 0, 300]),
         kills: often * dice.pick(&[0, 150, 300]),
         operators: often * dice.pick(&[0, 0, 150]),
         jumps: often * dice.pick(&[0, 0, 150]),

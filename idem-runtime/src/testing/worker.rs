@@ -268,7 +268,12 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
 
 /// The effect of a request that has left the body when its worker is about to stand still: it happens when that goes on,
 /// whether or not the body does.
-async fn late_effect(worker: Worker, name: String, key: Option<String>, attempt: Option<u32>) -> Result<bool, NoAnswer> {
+async fn late_effect(
+    worker: Worker,
+    name: String,
+    key: Option<String>,
+    attempt: Option<u32>,
+) -> Result<bool, NoAnswer> {
     let (answer, answered) = oneshot::channel();
     let (sender, what) = (worker.clone(), name.clone());
     worker.0.world.clock.spawn(Box::pin(async move {
