@@ -32,6 +32,8 @@ use crate::{
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
 /// How long a duplicate waits before it asks again if its store can't wait for it.
 const WAIT_FALLBACK: Duration = Duration::from_millis(100);
+/// How many owner tokens a call draws: a second one where a clean-up was faster than the request that it was for.
+const TOKENS: u8 = 3;
 
 /// One call of an idempotent function: where, under which key, and how it is protected.
 #[derive(Debug)]
@@ -184,6 +186,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
     };
     let mut give_up_at = None;
     let mut unanswered_since = None;
+    let mut tokens = 1;
     loop {
         // In a block of its own, as all that is in reach of an `await` takes room in the future of the call.
         let (attempt, lapses_in) = {
@@ -199,7 +202,7 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
                     (answer, Some(asked_at))
                 }
             };
-            let reservation = match timely(answer, clock, since) {
+            let mut reservation = match timely(answer, clock, since) {
                 ControlFlow::Continue(answer) => answer,
                 // Boxed, as it is rare and would take room in every call.
                 ControlFlow::Break((lease, takeover)) => {
@@ -212,9 +215,12 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
             };
             drop(asking);
             if matches!(reservation, Ok(Reservation::Released { .. })) {
-                request.owner = store.heartbeats().new_owner();
-                unanswered_since = None;
-                continue;
+                if tokens < TOKENS {
+                    request.owner = store.heartbeats().new_owner();
+                    (tokens, unanswered_since) = (tokens + 1, None);
+                    continue;
+                }
+                reservation = Err(tokens_repeat());
             }
             if let Ok(Reservation::Mismatch { attempt }) = reservation {
                 return Begun::Refused(Box::pin(mismatch(store, &request, attempt)).await);
@@ -247,6 +253,11 @@ async fn admit(operation: &Operation, mode: Mode, waited: &mut bool) -> Begun {
         }
         unanswered.may_have_landed = false;
     }
+}
+
+fn tokens_repeat() -> StoreError {
+    let message = "says of new owner tokens that they were released before: the randomness of this system repeats";
+    StoreError::new(StoreErrorKind::Corrupt, message)
 }
 
 /// What follows from a reservation; or the attempt that is running, and when its lease lapses.
