@@ -4,8 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -13,7 +12,8 @@ use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, race};
 use crate::lease::Owners;
-use crate::sync::lock;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
 use crate::{Lease, Owner, Store, StoreError, StoreErrorKind, Write};
 
 /// No renewal task is running, so no beat is planned.
