@@ -8,6 +8,9 @@ use tokio::sync::futures::Notified;
 
 use crate::sync::{Mutex, lock};
 
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
 /// Who waits for what.
 #[derive(Default, Debug)]
 pub(crate) struct Waiting(Mutex<HashMap<String, Waiters>>);
