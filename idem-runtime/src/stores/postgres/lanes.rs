@@ -20,6 +20,9 @@ use crate::stores::postgres::sessions::unless_stuck;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Handle, Mutex, lock};
 
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
 /// Operations in one batch.
 const BATCH: usize = 128;
 /// Bytes above which a batch takes no more.

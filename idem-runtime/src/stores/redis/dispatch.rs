@@ -29,6 +29,9 @@ use crate::record::format::millis;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Handle, Mutex, MutexGuard, lock};
 
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
 /// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
 /// keep the client busy, and more batches would only be smaller ones.
 const LANES: usize = 3;
