@@ -51,7 +51,10 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
                 assert_eq!(written.expect("answered"), Write::Done);
             }
             Reservation::Pending { attempt, .. } => {
-                block_on(store.wait(&request.key, attempt, LEASE)).expect("answered");
+                let waiting = store.wait(&request.key, attempt, LEASE);
+                // It counts as waiting before it is first polled.
+                thread::yield_now();
+                block_on(waiting).expect("answered");
             }
             Reservation::Finished(record) => {
                 assert_eq!(record.attempt, 2);
@@ -127,20 +130,50 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     });
 }
 
+/// Those who give up waiting leave nothing behind, and those who stay are woken.
+#[test]
+fn who_gives_up_leaves_nothing() {
+    explore(|| {
+        let store = MemoryStore::with_clock(TestClock::default());
+        let running = request(&store, 0);
+        let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&running)) else { panic!("not reserved") };
+        let give_up = |store: &MemoryStore| {
+            let (store, key) = (store.clone(), running.key.clone());
+            thread::spawn(move || {
+                let waiting = store.wait(&key, 1, LEASE);
+                thread::yield_now();
+                drop(waiting);
+            })
+        };
+        let giving_up = [give_up(&store), give_up(&store)];
+        giving_up.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        assert_eq!(counted(&store), (1, 0), "those who gave up left something");
+        let giving_up = give_up(&store);
+        let stays = {
+            let (store, key) = (store.clone(), running.key.clone());
+            thread::spawn(move || block_on(store.wait(&key, 1, LEASE)).expect("answered"))
+        };
+        assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
+        giving_up.join().expect("no panic");
+        stays.join().expect("no panic");
+        assert_eq!(counted(&store), (1, 0));
+    });
+}
+
 /// A full store with expired records: as many new ones find room as there is, and no more, whoever cleans up.
 #[test]
 fn room_is_given_once() {
     explore(|| {
         let clock = TestClock::default();
-        let store = MemoryStore::with_capacity_and_clock(2, clock.clone());
-        for key in 0..2 {
+        let store = MemoryStore::with_capacity_and_clock(3, clock.clone());
+        for key in 0..3 {
             let request = request(&store, key);
             let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&request)) else { panic!("no room") };
             assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
         }
         clock.advance(TTL);
-        // The key of one that has expired is among them.
-        let threads: Vec<_> = (1..4)
+        // The keys of two that have expired are among them.
+        let threads: Vec<_> = (1..5)
             .map(|key| {
                 let store = store.clone();
                 thread::spawn(move || {
@@ -150,13 +183,13 @@ fn room_is_given_once() {
                         Err(error) if error.kind() == StoreErrorKind::Full => false,
                         other => panic!("unexpected: {other:?}"),
                     };
-                    assert!(store.len() <= 2, "more records than allowed");
+                    assert!(store.len() <= 3, "more records than allowed");
                     reserved
                 })
             })
             .collect();
         let reserved = threads.into_iter().map(|thread| thread.join().expect("no panic"));
-        assert_eq!(reserved.filter(|reserved| *reserved).count(), 2, "as many as there is room for");
-        assert_eq!((counted(&store), store.len()), ((2, 0), 2));
+        assert_eq!(reserved.filter(|reserved| *reserved).count(), 3, "as many as there is room for");
+        assert_eq!((counted(&store), store.len()), ((3, 0), 3));
     });
 }
