@@ -307,18 +307,19 @@ impl TestClock {
         self.time.advance(duration);
     }
 
-    /// Moves time on by `duration`, from one sleeper to the next, each of which has all the time it needs; `seen` looks in
-    /// between.
-    pub(crate) async fn pass(&self, duration: Duration, seen: impl Fn()) {
+    /// Moves time on by `duration`, from one sleeper to the next, each of which has all the time it needs; `seen` is told
+    /// the length of each step before it is made.
+    pub(crate) async fn pass(&self, duration: Duration, seen: impl Fn(Duration)) {
         let end = self.now().saturating_add(duration);
         loop {
             self.tasks.idle().await;
-            seen();
             let left = end.saturating_since(self.now());
             if left.is_zero() {
                 return;
             }
-            self.advance(self.time.next_wake().unwrap_or(left).clamp(Duration::from_nanos(1), left));
+            let step = self.time.next_wake().unwrap_or(left).clamp(Duration::from_nanos(1), left);
+            seen(step);
+            self.advance(step);
         }
     }
 }
