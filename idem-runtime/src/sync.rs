@@ -4,9 +4,9 @@
 //! `scripts/interleavings`.
 
 #[cfg(not(shuttle))]
-pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
-#[cfg(not(shuttle))]
 use std::sync::PoisonError;
+#[cfg(not(shuttle))]
+pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
 
 #[cfg(all(not(shuttle), any(feature = "postgres", feature = "redis")))]
 pub(crate) use tokio::runtime::Handle;

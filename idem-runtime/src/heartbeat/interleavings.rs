@@ -135,7 +135,7 @@ fn each_lease_has_its_beats() {
 fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
     explore(|| {
         let world = World::new();
-        let first = world.register(0, 4 * LONGEST_SLEEP);
+        let first = world.register(0, 8 * LONGEST_SLEEP);
         block_on(world.clock.tasks.idle());
         world.clock.advance(LONGEST_SLEEP);
         let second = world.register(1, LEASE);

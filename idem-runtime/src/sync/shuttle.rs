@@ -7,9 +7,9 @@ use std::sync::{Arc, LazyLock, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-pub(crate) use shuttle::sync::{Mutex, MutexGuard, atomic};
 use shuttle::future::AbortHandle;
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
+pub(crate) use shuttle::sync::{Mutex, MutexGuard, atomic};
 use shuttle::{Config, Runner};
 use tokio::sync::Notify;
 
