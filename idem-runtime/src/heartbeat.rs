@@ -4,8 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -13,8 +12,12 @@ use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, race};
 use crate::lease::Owners;
-use crate::sync::lock;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
 use crate::{Lease, Owner, Store, StoreError, StoreErrorKind, Write};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
 
 /// No renewal task is running, so no beat is planned.
 const NEVER: u64 = u64::MAX;
@@ -365,7 +368,7 @@ impl Heartbeats {
     /// Makes sure that the renewal task looks again.
     fn expect_beat(&self) {
         // The lease is in its shard already. The task publishes `next_beat` only after it has looked there, and one that
-        // ends wakes those that are left: either it sees the lease, or we wake it.
+        // ends looks again after it has given its place back: either it sees the lease, or we wake it, or start another.
         if self.0.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
             self.0.earlier.notify_one();
             return;
@@ -373,7 +376,7 @@ impl Heartbeats {
         let process = std::process::id();
         self.0.next_beat.store(LOOKING, Ordering::SeqCst);
         self.0.process.store(process, Ordering::SeqCst);
-        self.clock().spawn(Box::pin(beat(Running { leases: Arc::clone(&self.0), process })));
+        self.clock().spawn(Box::pin(beat(Running { leases: Arc::clone(&self.0), process, has_ended: false })));
     }
 
     /// Whether the renewal task is that of the process which this one was forked off.
@@ -501,12 +504,31 @@ fn nanos(instant: Instant) -> u64 {
 struct Running {
     leases: Arc<Leases>,
     process: u32,
+    /// Whether another task may be running by now.
+    has_ended: bool,
+}
+
+impl Running {
+    /// Ends the task if no lease is left, and says whether it has.
+    ///
+    /// Whoever registers a lease while the task is about to end takes it for running, and its body may never yield: the
+    /// task looks again after it has said that it ends.
+    fn end(&mut self) -> bool {
+        let leases = &self.leases;
+        leases.next_beat.store(NEVER, Ordering::SeqCst);
+        leases.running.store(false, Ordering::SeqCst);
+        self.has_ended = leases.live() == 0 || leases.running.swap(true, Ordering::SeqCst);
+        if !self.has_ended {
+            leases.next_beat.store(LOOKING, Ordering::SeqCst);
+        }
+        self.has_ended
+    }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         let leases = &self.leases;
-        if leases.process.load(Ordering::SeqCst) != self.process {
+        if self.has_ended || leases.process.load(Ordering::SeqCst) != self.process {
             return;
         }
         leases.next_beat.store(NEVER, Ordering::SeqCst);
@@ -526,19 +548,26 @@ struct Due {
 }
 
 /// The renewal task.
-async fn beat(running: Running) {
-    let leases = &running.leases;
+async fn beat(mut running: Running) {
     let mut slept = false;
     loop {
+        let leases = &running.leases;
         let now = leases.clock.now();
         let (due, next) = leases.due(now);
         if let Some(store) = due.store {
             let under_way = UnderWay::new(leases);
             leases.clock.spawn(Box::pin(renew(under_way, store, due.leases, now)));
         }
-        // Ends only after a sleep: a stream of short handlers must not start a task each.
-        if (slept && leases.live() == 0) || Arc::strong_count(leases) == 1 {
+        if Arc::strong_count(leases) == 1 {
             return;
+        }
+        // Ends only after a sleep: a stream of short handlers must not start a task each.
+        if slept && leases.live() == 0 {
+            if running.end() {
+                return;
+            }
+            slept = false;
+            continue;
         }
         leases.next_beat.store(nanos(next), Ordering::SeqCst);
         slept = race(leases.earlier.notified(), leases.clock.sleep(next.saturating_since(now))).await.is_none();

@@ -1,10 +1,26 @@
-//! Locking that outlives a panic elsewhere.
+//! What threads share: locks, atomics and tasks; and locking that outlives a panic elsewhere.
+//!
+//! Under `--cfg shuttle` they are those of the crate `shuttle`, which tries many orders of what threads do with them; see
+//! `scripts/interleavings`.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+#[cfg(not(shuttle))]
+use std::sync::PoisonError;
+#[cfg(not(shuttle))]
+pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
+
+#[cfg(all(not(shuttle), any(feature = "postgres", feature = "redis")))]
+pub(crate) use tokio::runtime::Handle;
+
+#[cfg(shuttle)]
+#[path = "sync/shuttle.rs"]
+mod controlled;
+#[cfg(shuttle)]
+pub(crate) use self::controlled::*;
 
 /// Locks `mutex` even if a thread panicked while it held it.
 ///
 /// Every critical section of this crate leaves its data consistent at each step, so the poison says nothing here.
+#[cfg(not(shuttle))]
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

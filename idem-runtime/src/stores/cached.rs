@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::hash::BuildHasherDefault;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use crate::clock::{self, Clock, Instant, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
 use crate::stores::wrapper::{self, hand_on};
-use crate::sync::lock;
+use crate::sync::{Mutex, MutexGuard, lock};
 use crate::{
     Finish, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Reservation, Reserve, State, Store, StoreError,
     StoreFuture, Write,

@@ -1,11 +1,12 @@
 //! Records in the memory of this process.
 
+#[cfg(all(test, shuttle))]
+mod interleavings;
 mod slots;
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use hashbrown::HashTable;
@@ -15,7 +16,8 @@ use self::slots::{Order, Slot, Slots};
 use crate::clock::{self, Clock, Instant, SystemClock, race};
 use crate::key::KeyHasher;
 use crate::store::forward;
-use crate::sync::lock;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
 use crate::{
     Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
     StoreError, StoreErrorKind, StoreFuture, Write,

@@ -1,12 +1,15 @@
 //! The duplicates of one store handle that wait for running attempts, by key.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
 
 /// Who waits for what.
 #[derive(Default, Debug)]

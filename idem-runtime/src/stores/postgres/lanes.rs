@@ -8,18 +8,20 @@
 //! - An operation that fails because of another session's transaction is asked alone from then on: it holds up no others.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
 
 use super::client::{Database, Failure};
 use crate::StoreErrorKind;
 use crate::clock::Instant;
 use crate::stores::postgres::sessions::unless_stuck;
-use crate::sync::lock;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Handle, Mutex, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
 
 /// Operations in one batch.
 const BATCH: usize = 128;

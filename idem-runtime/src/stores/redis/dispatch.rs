@@ -15,20 +15,22 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use redis::{Cmd, Pipeline, ServerError, Value};
-use tokio::runtime::Handle;
 
 use super::Script;
 use super::connection::{Connection, Failure, Refusal};
 use super::limits::SURE;
 use crate::clock::{Clock, Instant};
 use crate::record::format::millis;
-use crate::sync::lock;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Handle, Mutex, MutexGuard, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
 
 /// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
 /// keep the client busy, and more batches would only be smaller ones.

@@ -1,0 +1,195 @@
+//! Attempts for few keys, on several threads, in every order.
+
+use std::sync::atomic::AtomicUsize as Count;
+
+use shuttle::future::block_on;
+use shuttle::thread;
+
+use super::*;
+use crate::sync::{TestClock, explore};
+use crate::{OnCrash, Payload};
+
+const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(60);
+
+fn request(store: &MemoryStore, key: u32) -> Reserve {
+    Reserve {
+        key: Key::new("interleavings", key).expect("a key"),
+        owner: store.0.heartbeats.new_owner(),
+        lease: LEASE,
+        ttl: TTL,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+fn result() -> Finish {
+    Finish::Completed(Payload::Unencodable)
+}
+
+/// How many records and entries of waiters there are, counted.
+fn counted(store: &MemoryStore) -> (usize, usize) {
+    let shards = store.0.records.shards.iter().map(lock);
+    shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
+}
+
+/// Takes part until the key is finished; the first attempt for a key is released.
+fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
+    loop {
+        let request = request(store, key);
+        match block_on(store.reserve(&request)).expect("answered") {
+            Reservation::Reserved { lease, takeover } => {
+                assert!(!takeover);
+                assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two attempts hold one key");
+                thread::yield_now();
+                holders.fetch_sub(1, Ordering::SeqCst);
+                let written = match lease.attempt {
+                    1 => block_on(store.release(&lease, Release::Returned)),
+                    _ => block_on(store.finish(&lease, &result())),
+                };
+                assert_eq!(written.expect("answered"), Write::Done);
+            }
+            Reservation::Pending { attempt, .. } => {
+                let waiting = store.wait(&request.key, attempt, LEASE);
+                // It counts as waiting before it is first polled.
+                thread::yield_now();
+                block_on(waiting).expect("answered");
+            }
+            Reservation::Finished(record) => {
+                assert_eq!(record.attempt, 2);
+                return;
+            }
+            other => panic!("unexpected: {other:?}"),
+        }
+    }
+}
+
+/// One winner at a time, and whoever waits for it is woken when it ends: time stands still, so nothing else ends a wait.
+#[test]
+fn one_wins_and_those_who_wait_are_woken() {
+    explore(|| {
+        let store = MemoryStore::with_clock(TestClock::default());
+        let holders = Arc::new([Count::new(0), Count::new(0)]);
+        let threads: Vec<_> = [0, 0, 0, 1, 1]
+            .into_iter()
+            .map(|key| {
+                let (store, holders) = (store.clone(), Arc::clone(&holders));
+                thread::spawn(move || take_part(&store, key, &holders[key as usize]))
+            })
+            .collect();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_eq!(counted(&store), (2, 0));
+        assert_eq!(store.len(), 2);
+    });
+}
+
+/// A lapsed attempt and those who would take it over: one of them has it, and who waits for it is woken by a takeover, too.
+#[test]
+fn a_lapsed_attempt_is_ended_or_taken_over_once() {
+    explore(|| {
+        let clock = TestClock::default();
+        let store = MemoryStore::with_clock(clock.clone());
+        let lapsing = request(&store, 0);
+        let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&lapsing)) else { panic!("not reserved") };
+        let waits = {
+            let (store, key) = (store.clone(), lapsing.key.clone());
+            thread::spawn(move || block_on(store.wait(&key, 1, LEASE * 2)).expect("answered"))
+        };
+        clock.advance(LEASE);
+        let finishes = {
+            let store = store.clone();
+            thread::spawn(move || block_on(store.finish(&lease, &result())).expect("answered"))
+        };
+        let take: Vec<_> = (0..2)
+            .map(|_| {
+                let store = store.clone();
+                thread::spawn(move || {
+                    let request = request(&store, 0);
+                    match block_on(store.reserve(&request)).expect("answered") {
+                        Reservation::Reserved { lease, takeover } => {
+                            assert!(takeover);
+                            Some(lease)
+                        }
+                        Reservation::Pending { .. } | Reservation::Finished(_) => None,
+                        other => panic!("unexpected: {other:?}"),
+                    }
+                })
+            })
+            .collect();
+        let taken: Vec<_> = take.into_iter().filter_map(|thread| thread.join().expect("no panic")).collect();
+        let finished = finishes.join().expect("no panic");
+        waits.join().expect("no panic");
+        match finished {
+            Write::Done => assert!(taken.is_empty(), "taken over although it was finished"),
+            Write::Refused => assert_eq!(taken.len(), 1, "not taken over once"),
+        }
+        assert_eq!((counted(&store), store.len()), ((1, 0), 1));
+    });
+}
+
+/// Those who give up waiting leave nothing behind, and those who stay are woken.
+#[test]
+fn who_gives_up_leaves_nothing() {
+    explore(|| {
+        let store = MemoryStore::with_clock(TestClock::default());
+        let running = request(&store, 0);
+        let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&running)) else { panic!("not reserved") };
+        let give_up = |store: &MemoryStore| {
+            let (store, key) = (store.clone(), running.key.clone());
+            thread::spawn(move || {
+                let waiting = store.wait(&key, 1, LEASE);
+                thread::yield_now();
+                drop(waiting);
+            })
+        };
+        let giving_up = [give_up(&store), give_up(&store)];
+        giving_up.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        assert_eq!(counted(&store), (1, 0), "those who gave up left something");
+        let giving_up = give_up(&store);
+        let stays = {
+            let (store, key) = (store.clone(), running.key.clone());
+            thread::spawn(move || block_on(store.wait(&key, 1, LEASE)).expect("answered"))
+        };
+        assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
+        giving_up.join().expect("no panic");
+        stays.join().expect("no panic");
+        assert_eq!(counted(&store), (1, 0));
+    });
+}
+
+/// A full store with expired records: as many new ones find room as there is, and no more, whoever cleans up.
+#[test]
+fn room_is_given_once() {
+    explore(|| {
+        let clock = TestClock::default();
+        let store = MemoryStore::with_capacity_and_clock(3, clock.clone());
+        for key in 0..3 {
+            let request = request(&store, key);
+            let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&request)) else { panic!("no room") };
+            assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
+        }
+        clock.advance(TTL);
+        // The keys of two that have expired are among them.
+        let threads: Vec<_> = (1..5)
+            .map(|key| {
+                let store = store.clone();
+                thread::spawn(move || {
+                    let request = request(&store, key);
+                    let reserved = match block_on(store.reserve(&request)) {
+                        Ok(Reservation::Reserved { .. }) => true,
+                        Err(error) if error.kind() == StoreErrorKind::Full => false,
+                        other => panic!("unexpected: {other:?}"),
+                    };
+                    assert!(store.len() <= 3, "more records than allowed");
+                    reserved
+                })
+            })
+            .collect();
+        let reserved = threads.into_iter().map(|thread| thread.join().expect("no panic"));
+        assert_eq!(reserved.filter(|reserved| *reserved).count(), 3, "as many as there is room for");
+        assert_eq!((counted(&store), store.len()), ((3, 0), 3));
+    });
+}

@@ -1,0 +1,68 @@
+//! Waiters that come, go and are woken, in every order.
+
+use std::pin::pin;
+
+use shuttle::future::block_on;
+use shuttle::thread;
+
+use super::*;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::explore;
+
+/// A key whose attempt ends, as a store shows it.
+#[derive(Default)]
+struct Running {
+    waiting: Waiting,
+    ended: [AtomicBool; 2],
+}
+
+const KEYS: [&str; 2] = ["a", "b"];
+
+impl Running {
+    /// Waits until the attempt has ended, as stores do: listens, then looks.
+    fn wait(&self, key: usize) {
+        block_on(async {
+            loop {
+                let waiter = self.waiting.join(KEYS[key]);
+                let mut woken = pin!(waiter.woken());
+                woken.as_mut().enable();
+                if self.ended[key].load(Ordering::SeqCst) {
+                    return;
+                }
+                woken.await;
+            }
+        });
+    }
+}
+
+/// Whoever has joined before an attempt ends is woken by its end; when nobody waits, nothing is left.
+#[test]
+fn no_wake_up_is_lost_and_nothing_is_left() {
+    explore(|| {
+        let running = Arc::new(Running::default());
+        let mut threads: Vec<_> = [0, 0, 1, 1]
+            .into_iter()
+            .map(|key| {
+                let running = Arc::clone(&running);
+                thread::spawn(move || running.wait(key))
+            })
+            .collect();
+        // One that gives up takes the entry of no other away.
+        let gives_up = Arc::clone(&running);
+        threads.push(thread::spawn(move || drop(gives_up.waiting.join(KEYS[0]))));
+        let ends = Arc::clone(&running);
+        threads.push(thread::spawn(move || {
+            ends.ended[0].store(true, Ordering::SeqCst);
+            ends.waiting.wake(KEYS[0]);
+        }));
+        let ends = Arc::clone(&running);
+        threads.push(thread::spawn(move || {
+            ends.ended[1].store(true, Ordering::SeqCst);
+            ends.waiting.wake_all();
+        }));
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert!(lock(&running.waiting.0).is_empty(), "an entry is left that nobody waits for");
+    });
+}
