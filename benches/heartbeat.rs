@@ -1,10 +1,10 @@
 //! What keeping a lease alive costs a handler that ends long before its first beat.
 //!
-//! - *Ready at once*: such a handler has no heartbeat, only a test whether it was pending, and there is no library
-//!   without that test to compare with. The raw side is the protocol by hand over the same store: the same key, an owner,
-//!   reserve, run, encode, finish. What is left is the whole engine: an upper bound of the heartbeat's share.
-//! - *Pends once*: the handler is pending once, so its lease is registered, looked at and deregistered. The raw side is
-//!   pending once just before the same call: as many polls, the same work for the library, but no heartbeat.
+//! - *Ready at once*: its lease is registered before its only poll, and deregistered after it. There is no library without
+//!   that to compare with. The raw side is the protocol by hand over the same store: the same key, an owner, reserve, run,
+//!   encode, finish. What is left is the whole engine: an upper bound of the registration's share.
+//! - *Pends once*: one poll more within the handler, before which its lease is looked at. The raw side is pending once just
+//!   before the same call: as many polls, the same work for the library, but no look.
 //! - *A task for each call*: against the same raw side, a renewal task spawned and aborted for each call.
 
 use std::future::poll_fn;

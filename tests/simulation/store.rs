@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
@@ -128,6 +129,11 @@ impl Net {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
+    /// The longest lease of the world. What is on its way takes at most two of them.
+    pub(crate) fn longest_lease(&self) -> Duration {
+        self.weather.lease
+    }
+
     pub(crate) fn history(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap()
     }
@@ -163,12 +169,25 @@ impl Net {
     /// Lets others go first, for a moment or for up to `longest`.
     pub(crate) async fn delay(&self, longest: Duration) {
         for _ in 0..self.dice.between(0, 3) {
-            tokio::task::yield_now().await;
+            yield_now().await;
         }
         if !longest.is_zero() && self.dice.chance(500) {
             self.clock.sleep(self.dice.up_to(longest)).await;
         }
     }
+}
+
+/// Lets others go first, as `tokio::task::yield_now` does; also while one of them blocks, when the runtime stands still.
+pub(crate) async fn yield_now() {
+    let mut yielded = false;
+    poll_fn(|cx| match std::mem::replace(&mut yielded, true) {
+        true => Poll::Ready(()),
+        false => {
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        }
+    })
+    .await;
 }
 
 #[derive(Clone, Debug)]
@@ -495,17 +514,17 @@ impl Drop for Flight<'_> {
         if !net.weather.late || !net.is_stormy() || !net.dice.chance(500) {
             return;
         }
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (from, longest) = (net.now(), net.weather.lease * 2);
         let keys = self.ops.iter().map(|op| net.history().ops[*op].key).collect();
         let met = Met { process: self.line.number(), keys, from, to: from + nanos(longest) };
         net.met.lock().unwrap().push(met);
         let (store, ops) = (Arc::clone(&self.line.0.inner), self.ops.to_vec());
-        runtime.spawn(async move {
+        let clock = net.clock.clone();
+        clock.spawn(Box::pin(async move {
             net.delay(longest).await;
             // Whoever asked is told nothing.
             let _ = land(&net, &*store, &request, &ops).await;
-        });
+        }));
     }
 }
 

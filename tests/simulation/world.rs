@@ -27,7 +27,7 @@ use crate::history::nanos;
 use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
 use crate::linearize::{self, Verdict};
 use crate::plain::{Mistake, Plain};
-use crate::store::{Line, Net, Prank, Weather};
+use crate::store::{Line, Net, Prank, Weather, yield_now};
 
 /// What handlers fail with.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -284,7 +284,7 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
     for step in 0..steps {
         match dice.between(0, 5) {
             0 => {}
-            1 => tokio::task::yield_now().await,
+            1 => yield_now().await,
             2 => {
                 world.ledger.borrow_mut().runs[run].confirms = true;
                 if running.attempt.confirm_lease().await.is_err() && dice.chance(500) {
@@ -561,8 +561,7 @@ impl World {
             line.heartbeats().flush().await;
         }
         // What still held a lease has lost it; what was still on its way has landed.
-        let longest = self.operations.iter().map(|it| it.terms.lease).max().unwrap_or_default();
-        self.net.clock.sleep(longest * 4).await;
+        self.net.clock.sleep(self.net.longest_lease() * 4).await;
         for line in lines.iter().filter(|line| !line.is_dead()) {
             if line.heartbeats().live() > 0 {
                 let text = format!("process {} still keeps a lease alive", line.number());

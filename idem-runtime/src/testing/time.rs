@@ -72,7 +72,8 @@ impl SimulatedClock {
     /// Blocks the thread of the task that calls this for `duration`, as `std::thread::sleep` would. The other tasks of the
     /// simulation, and what the library does by itself, go on meanwhile: they are on other threads.
     ///
-    /// What was spawned by `tokio::spawn`, or sleeps by `tokio::time`, is on the runtime of the thread that blocks, and waits.
+    /// What was spawned by `tokio::spawn`, sleeps by `tokio::time` or yields by `tokio::task::yield_now` is on the runtime of
+    /// the thread that blocks, and waits.
     /// Outside of [`Simulation::run`](crate::testing::Simulation::run) time jumps, as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
