@@ -1,6 +1,5 @@
 //! Records inside of the user's own transaction: with the effect, or not at all.
 #![allow(
-    clippy::large_futures,
     clippy::large_stack_arrays,
     clippy::similar_names,
     clippy::match_same_arms,

@@ -172,7 +172,8 @@ impl PostgresStore {
                 Ok(tx) => Mutex::new(tx),
                 Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
             };
-            let (result, outcome, journal) = observe_journaled(work.clone()(&tx)).await;
+            // In a box: a call in a transaction is large, and its caller would have room for it more than once.
+            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
             let tx = tx.into_inner();
             match result {
                 Ok(done) => match commit(tx).await {

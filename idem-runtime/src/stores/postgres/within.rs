@@ -437,7 +437,8 @@ impl PostgresStore {
                 Ok(tx) => tx,
                 Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
             };
-            let (result, outcome, journal) = observe_journaled(work.clone()(&tx)).await;
+            // In a box: a call in a transaction is large, and its caller would have room for it more than once.
+            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
             match result {
                 Ok(done) => match commit(tx).await {
                     Ok(()) => return (Ok(done), outcome.committed()),

@@ -212,7 +212,7 @@ impl SqliteStore {
             Ok(tx) => tx,
             Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
         };
-        let (result, outcome, journal) = observe_journaled(work(&tx)).await;
+        let (result, outcome, journal) = observe_journaled(Box::pin(work(&tx))).await;
         match result {
             Ok(done) => match tx.commit() {
                 Ok(()) => (Ok(done), outcome.committed()),
