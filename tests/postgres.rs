@@ -569,7 +569,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
     for line in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests] {
         let (url, schema) = shared_schema();
         let proxy = Proxy::to(shared().0).await;
-        let options = options().schema(&schema).response_timeout(Duration::from_millis(500));
+        let options = options().schema(&schema).response_timeout(Duration::from_millis(1500));
         let store = options.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
         // So that statements are prepared already on the one connection there is.
         let warmed = AtomicU32::new(0);
@@ -1149,16 +1149,17 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
 async fn a_connection_that_delivers_bytes_is_not_given_up() {
     let (url, schema) = shared_schema();
     let proxy = Proxy::to(shared().0).await;
-    let timeout = Duration::from_millis(600);
+    let timeout = Duration::from_millis(800);
     let store = options().schema(&schema).response_timeout(timeout);
     let store = store.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
     let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
     let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     let lease = reserved(&store, "k").await;
-    // Writing takes its time, too: nearly twice the limit.
-    proxy.set(Line::Slow(1_000_000));
+    // Writing takes its time, too: longer than the limit.
+    proxy.set(Line::Slow(800_000));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Write::Done);
-    proxy.set(Line::Delay(Duration::from_millis(100)));
+    // And so does reading: the connections share the line.
+    proxy.set(Line::Slow(4_000_000));
     // More of them than there are connections, alone and in one batch.
     for _ in 0..2 {
         let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();
