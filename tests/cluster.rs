@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::{
-    Disposition, Error, Json, Lease, Operation, Payload, RedisOptions, RedisStore, Release, Reservation, State, Store,
-    StoreError, StoreErrorKind, Write, observe, record_values, renew_all, run,
+    Disposition, Error, Inspection, Json, Lease, Operation, Payload, RedisOptions, RedisStore, Release, Reservation,
+    State, Store, StoreError, StoreErrorKind, Write, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, call, call_with, done, key, lease_of, request};
 use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
@@ -154,18 +154,30 @@ impl Load {
         until("keys are served", async || self.served.load(Ordering::SeqCst) >= enough).await;
     }
 
+    /// What is recorded. A failover may still be on its way to other nodes.
+    async fn inspect(&self, name: &str) -> Option<Inspection> {
+        let mut failed = 0;
+        loop {
+            match self.store.inspect(&key(name)).await {
+                Ok(found) => return found,
+                Err(error) if failed == 50 => panic!("{name}: {error}"),
+                Err(_) => failed += 1,
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Stops, and compares what was acknowledged with what is recorded. The answer is what was acknowledged and is lost.
-    async fn audit(self) -> Vec<String> {
+    async fn audit(mut self) -> Vec<String> {
         self.stop.store(true, Ordering::SeqCst);
-        for worker in self.workers {
+        for worker in std::mem::take(&mut self.workers) {
             worker.await.unwrap();
         }
         let mut lost = Vec::new();
         let report = std::mem::take(&mut *self.report.lock().unwrap());
         for (name, done) in &report {
             assert!(done.runs == 1 || done.failed > 0, "{name}: ran again for no reason: {done:?}");
-            let recorded = self.store.inspect(&key(name)).await.unwrap().map(|found| found.record.state);
-            match recorded {
+            match self.inspect(name).await.map(|found| found.record.state) {
                 Some(State::Completed(Payload::Stored { bytes, .. })) => {
                     assert_eq!(bytes, done.result.to_string(), "{name}: another result is recorded: {done:?}");
                 }
