@@ -347,7 +347,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             }
             if is_over {
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                assert!(polls > 2, "{name} is never pending");
+                assert!(polls > 1, "{name} is never pending");
                 break;
             }
         }
@@ -1199,7 +1199,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             if is_over {
                 assert!(committed);
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                assert!(polls > 2, "{name} is never pending");
+                assert!(polls > 1, "{name} is never pending");
                 break;
             }
         }

@@ -150,6 +150,7 @@ async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream,
 
 #[cfg(feature = "redis-tls")]
 mod tls {
+    use std::io;
     use std::sync::Arc;
 
     use redis::{ErrorKind, RedisError};
@@ -174,7 +175,11 @@ mod tls {
         let name = ServerName::try_from(host.to_owned()).map_err(|_| {
             RedisError::from((ErrorKind::InvalidClientConfig, "the host is no name that TLS can check"))
         })?;
-        Ok(TlsConnector::from(Arc::new(config)).connect(name, stream).await?)
+        TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| match error.kind() {
+            // A certificate that nobody trusts does not get better by itself.
+            io::ErrorKind::InvalidData => (ErrorKind::InvalidClientConfig, "TLS", error.to_string()).into(),
+            _ => error.into(),
+        })
     }
 }
 
