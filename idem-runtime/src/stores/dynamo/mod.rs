@@ -13,7 +13,7 @@ use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ use crate::record::Parts;
 use crate::record::format::FormatError;
 use crate::store::forward;
 use crate::stores::waiting::Waiting;
-use crate::sync::Process;
+use crate::sync::PerProcess;
 use crate::{
     Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
     StoreError, StoreErrorKind, StoreFuture, Write,
@@ -161,24 +161,16 @@ struct Shared {
     warned: Arc<AtomicBool>,
 }
 
-/// A client, and what takes its place in a child that is forked off its process: connections are the parent's.
-struct Connections {
-    process: Process,
-    client: Client,
-    forked: OnceLock<Box<Connections>>,
-}
+/// A client for each process: the connections of a parent are the parent's.
+struct Connections(PerProcess<Client>);
 
 impl Connections {
     fn new(client: Client) -> Self {
-        Self { process: Process::this(), client, forked: OnceLock::new() }
+        Self(PerProcess::new(client))
     }
 
     fn client(&self) -> &Client {
-        let mut here = self;
-        while !here.process.is_this() {
-            here = here.forked.get_or_init(|| Box::new(Self::new(apart_from(&here.client))));
-        }
-        &here.client
+        self.0.here_or(apart_from)
     }
 }
 

@@ -27,7 +27,7 @@ use tokio_postgres::types::ToSql;
 use self::client::{Database, Effect, Failure, Hidden};
 use self::lanes::{Lanes, Waiting, Work};
 pub use self::options::PostgresOptions;
-use self::runtimes::{Here, PerProcess, PerRuntime};
+use self::runtimes::{Here, PerRuntime};
 use self::sessions::{Sessions, Source};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
@@ -39,7 +39,7 @@ pub use self::within::InPostgres;
 use crate::clock::{Clock, all, race};
 use crate::record::Parts;
 use crate::store::forward;
-use crate::sync::Process;
+use crate::sync::{PerProcess, Process};
 use crate::{
     Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation,
     Reserve, State, Store, StoreError, StoreErrorKind, StoreFuture, Within, Write,
@@ -593,7 +593,7 @@ impl Shared {
 
     /// What the current runtime has.
     fn here(&self) -> Result<Here<'_, Local>, StoreError> {
-        let mine = self.mine.this();
+        let mine = self.mine.here();
         let make = |is_first| self.common.local(self.is_upkeep, self.connections, is_first);
         let here = mine.runtimes.here(make).ok_or_else(|| {
             let message = "a store in PostgreSQL is used inside of a tokio runtime, and there is none here";
@@ -609,7 +609,7 @@ impl Shared {
 
     /// The same for what can be handed over: a caller outside of any runtime has tasks of another one do it.
     fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
-        self.here().or_else(|error| self.mine.this().runtimes.any().ok_or(error))
+        self.here().or_else(|error| self.mine.here().runtimes.any().ok_or(error))
     }
 
     async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {

@@ -5,49 +5,13 @@
 //! its parent's but memory: there, everything is made anew, and what was the parent's is never touched again. To drop a
 //! connection would end the parent's session.
 
-use std::mem;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use tokio::runtime::{Handle, Id};
 use tokio::task::AbortHandle;
 
-use crate::sync::{Process, lock};
-
-/// A value for each process.
-pub(super) struct PerProcess<T> {
-    process: Process,
-    /// `None` only while it is dropped.
-    value: Option<T>,
-    /// The value of a process that was forked off this one: only that process writes here.
-    child: OnceLock<Box<PerProcess<T>>>,
-}
-
-impl<T: Default> Default for PerProcess<T> {
-    fn default() -> Self {
-        Self { process: Process::this(), value: Some(T::default()), child: OnceLock::new() }
-    }
-}
-
-impl<T: Default> PerProcess<T> {
-    /// The value of this process.
-    pub(super) fn this(&self) -> &T {
-        let mut of = self;
-        // No lock of the parent's is taken: a thread that is not there any more may have held it at the fork.
-        while !of.process.is_this() {
-            of = of.child.get_or_init(Box::default);
-        }
-        of.value.as_ref().expect("there until it is dropped")
-    }
-}
-
-impl<T> Drop for PerProcess<T> {
-    fn drop(&mut self) {
-        if !self.process.is_this() {
-            mem::forget(self.value.take());
-        }
-    }
-}
+use crate::sync::lock;
 
 /// A value for each runtime.
 pub(super) struct PerRuntime<T> {

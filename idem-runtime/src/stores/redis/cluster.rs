@@ -21,10 +21,9 @@ use super::connect::prepare;
 use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhere};
 use super::dispatch::{Answer, Replicas, Terms};
 use super::limits::Limits;
-use super::lines::PerProcess;
 use super::route::{Node, Op};
 use crate::clock::{all, race};
-use crate::sync::lock;
+use crate::sync::{PerProcess, lock};
 use crate::{StoreError, StoreErrorKind};
 
 const SLOTS: u16 = 16_384;

@@ -14,12 +14,13 @@ use super::cluster::{Cluster, Named, first};
 use super::connection::{Background, Connection, Failure, Place, Theirs};
 use super::dispatch::{Replicas, Scripts, Terms};
 use super::limits::Limits;
-use super::lines::{Line, PerProcess};
+use super::lines::Line;
 use super::route::{Node, Route};
 use super::sentinel::Sentinels;
 use super::wake::{Source, Wakeups};
 use super::{Core, RedisStore, Script, Shared, failed};
 use crate::clock::{Clock, SystemClock};
+use crate::sync::PerProcess;
 use crate::{Heartbeats, StoreError, StoreErrorKind};
 
 /// How a runtime gets to the servers.

@@ -14,56 +14,7 @@ use tokio::runtime::{Handle, Id};
 use super::connection::{Background, Failure};
 use super::route::Route;
 use super::wake::Wakeups;
-use crate::sync::Process;
-
-/// A value of each process: one that was forked off gets its own, and neither uses nor drops that of its parent.
-///
-/// A lock in it may be held for ever in the child, by a thread that is not there; and a socket that is dropped there is
-/// no longer watched for the parent, either, as they share the system's list of watched sockets.
-pub(super) struct PerProcess<T> {
-    process: Process,
-    value: Option<T>,
-    child: OnceLock<Box<Self>>,
-}
-
-impl<T> PerProcess<T> {
-    pub(super) fn new(value: T) -> Self {
-        Self { process: Process::this(), value: Some(value), child: OnceLock::new() }
-    }
-
-    /// The value of this process.
-    pub(super) fn here(&self) -> &T
-    where
-        T: Default,
-    {
-        let mut at = self;
-        while !at.process.is_this() {
-            at = at.child.get_or_init(|| Box::new(Self::new(T::default())));
-        }
-        at.first()
-    }
-
-    /// The value of the process in which this was made.
-    fn first(&self) -> &T {
-        self.value.as_ref().expect("taken by `drop` only")
-    }
-}
-
-impl<T: Default> Default for PerProcess<T> {
-    fn default() -> Self {
-        Self::new(T::default())
-    }
-}
-
-impl<T> Drop for PerProcess<T> {
-    fn drop(&mut self) {
-        if let Some(value) = self.value.take()
-            && !self.process.is_this()
-        {
-            std::mem::forget(value);
-        }
-    }
-}
+use crate::sync::PerProcess;
 
 /// What one runtime has of a store.
 pub(super) struct Line {

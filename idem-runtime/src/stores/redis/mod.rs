@@ -35,12 +35,12 @@ pub use self::connect::RedisOptions;
 use self::connection::{Failure, Refusal};
 use self::dispatch::{Answer, Ask, Completion, DAMAGED, Replicas, Scripts, Terms};
 use self::limits::Limits;
-use self::lines::{Found, Line, Lines, PerProcess};
+use self::lines::{Found, Line, Lines};
 use self::route::Op;
 use crate::clock::{Clock, Instant};
 use crate::record::format::{self, millis};
 use crate::store::forward;
-use crate::sync::lock;
+use crate::sync::{PerProcess, lock};
 use crate::{
     Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State,
     Store, StoreError, StoreErrorKind, StoreFuture, Write,

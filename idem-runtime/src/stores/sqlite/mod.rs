@@ -17,12 +17,14 @@ use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use self::connect::Database;
 pub use self::connect::{SqliteOptions, Synchronous};
 use self::queue::{Answer, Ask};
 use self::threads::{Core, Lane};
 pub use self::within::InSqlite;
 use crate::clock::{SystemClock, race};
 use crate::store::forward;
+use crate::sync::PerProcess;
 use crate::{
     Answers, Finish, Heartbeats, Inspection, Key, Lease, Release, Reservation, Reserve, Store, StoreError,
     StoreErrorKind, StoreFuture, Within, Write,
@@ -130,7 +132,7 @@ impl SqliteStore {
     }
 
     fn new(core: Arc<Core>, clock: Arc<SystemClock>) -> Self {
-        Self(Shared::new(Arc::new(Open(core)), Arc::new(Heartbeats::new(clock)), Lane::Calls))
+        Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(Heartbeats::new(clock)), Lane::Calls))
     }
 
     /// Waits until late writes and renewals are through, see [`Heartbeats::flush`], and whatever else was asked of the
@@ -174,18 +176,27 @@ struct Shared {
     upkeep: OnceLock<Arc<Shared>>,
 }
 
-/// What the handles with either lane share; the threads end with it.
-struct Open(Arc<Core>);
+/// What the handles with either lane share; the threads of a process end with it.
+struct Open(PerProcess<Arc<Core>>);
+
+impl Open {
+    /// The file, which is the same for all processes.
+    fn database(&self) -> &Database {
+        &self.0.first().database
+    }
+}
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.close();
+        if let Some(core) = self.0.known() {
+            core.close();
+        }
     }
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let database = &self.open.0.database;
+        let database = self.open.database();
         f.debug_struct("SqliteStore")
             .field("path", &database.path)
             .field("table", &database.options.table)
@@ -200,7 +211,7 @@ impl Shared {
 
     /// The threads of this process.
     fn core(&self) -> &Arc<Core> {
-        self.open.0.here()
+        self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.database))))
     }
 
     async fn ask(&self, ask: Ask) -> Result<Answer, StoreError> {
@@ -239,11 +250,11 @@ impl Store for Shared {
     }
 
     fn namespace(&self) -> &str {
-        &self.open.0.database.options.namespace
+        &self.open.database().options.namespace
     }
 
     fn response_timeout(&self) -> Duration {
-        self.open.0.database.options.response_timeout
+        self.open.database().options.response_timeout
     }
 
     fn heartbeats(&self) -> &Heartbeats {

@@ -15,7 +15,7 @@
 //! some time, and after some bytes of questions or answers; what is left over is the next one's.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use super::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
 use super::session::Session;
 use crate::clock::{Clock, Instant, race};
 use crate::stores::waiting::Waiting;
-use crate::sync::{Process, lock};
+use crate::sync::lock;
 use crate::{Answers, Lease, Reservation, Reserve, StoreError, StoreErrorKind};
 
 /// Renewals and late writes in one transaction: they are small.
@@ -62,10 +62,6 @@ pub(super) enum Lane {
 pub(super) struct Core {
     pub(super) database: Arc<Database>,
     pub(super) waiting: Waiting,
-    process: Process,
-    /// What takes its place in a process that was forked off this one: threads of a parent are not there, and whoever held
-    /// a lock holds it for ever.
-    successor: OnceLock<Arc<Core>>,
     /// How many duplicates wait.
     waiters: AtomicUsize,
     writes: Queue,
@@ -136,8 +132,6 @@ impl Core {
         Self {
             database,
             waiting: Waiting::default(),
-            process: Process::this(),
-            successor: OnceLock::new(),
             waiters: AtomicUsize::new(0),
             writes: Queue::default(),
             reads: Queue::default(),
@@ -149,23 +143,9 @@ impl Core {
         }
     }
 
-    /// The core of this process.
-    pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
-        let mut core = self;
-        while !core.process.is_this() {
-            core = core.successor.get_or_init(|| Arc::new(Self::new(Arc::clone(&core.database))));
-        }
-        core
-    }
-
     /// Lets the threads end once they have done what was asked of them.
     pub(super) fn close(&self) {
-        if let Some(successor) = self.successor.get() {
-            successor.close();
-        }
-        if self.process.is_this() {
-            [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
-        }
+        [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
 
     /// Counts a duplicate that waits.
