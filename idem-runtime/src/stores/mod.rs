@@ -10,6 +10,8 @@ pub(crate) mod dynamo;
 pub(crate) mod envelope;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
+#[cfg(any(feature = "redis", feature = "postgres"))]
+mod metered;
 #[cfg(feature = "offloaded")]
 pub(crate) mod offloaded;
 #[cfg(feature = "postgres")]

@@ -1,17 +1,13 @@
 //! The connections of one runtime: a few, which all of its operations share.
 
 use std::collections::HashMap;
-use std::io::{self, IoSlice};
+use std::io;
 use std::ops::Deref;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use deadpool::managed::Manager as _;
 use deadpool_postgres::{ClientWrapper, Object, Pool, PoolError};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::AbortHandle;
 use tokio_postgres::config::{Host, SslMode, SslNegotiation};
@@ -22,6 +18,7 @@ use super::client::Failure;
 use super::sql::Statement;
 use crate::StoreErrorKind;
 use crate::clock::{Clock, Instant, race};
+use crate::stores::metered::{Meter, Metered, Moment};
 use crate::sync::lock;
 
 /// How often another connection is tried when the pool's turns out to be broken.
@@ -50,38 +47,33 @@ pub(super) enum Source {
 
 /// When bytes were last exchanged, by a clock.
 #[derive(Clone)]
-pub(super) struct Meter {
+pub(super) struct Exchanged {
     clock: Arc<dyn Clock>,
-    /// Of this connection, and of all connections of the runtime: nanoseconds since the clock's origin.
-    moved: [Arc<AtomicU64>; 2],
+    on_connection: Arc<Moment>,
+    /// On all connections of the runtime.
+    on_any: Arc<Moment>,
 }
 
-impl Meter {
+impl Exchanged {
     fn new(clock: Arc<dyn Clock>) -> Self {
-        Self { clock, moved: Default::default() }
+        Self { clock, on_connection: Arc::default(), on_any: Arc::default() }
     }
 
-    fn of_connection(&self) -> Self {
-        Self { clock: Arc::clone(&self.clock), moved: [Arc::default(), Arc::clone(&self.moved[1])] }
+    /// That of one more connection of the runtime.
+    fn another(&self) -> Self {
+        Self { on_connection: Arc::default(), ..self.clone() }
+    }
+}
+
+impl Meter for Exchanged {
+    fn heard(&self) {
+        let now = self.clock.now();
+        self.on_connection.set(now);
+        self.on_any.set(now);
     }
 
-    fn note(&self) {
-        let now = u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX);
-        self.moved.iter().for_each(|moved| moved.store(now, Ordering::Relaxed));
-    }
-
-    fn last(moved: &AtomicU64) -> Instant {
-        Instant::new(Duration::from_nanos(moved.load(Ordering::Relaxed)))
-    }
-
-    /// When anything was last sent or received on any connection.
-    fn pool(&self) -> Instant {
-        Self::last(&self.moved[1])
-    }
-
-    /// When anything was last sent or received on this connection.
-    fn connection(&self) -> Instant {
-        Self::last(&self.moved[0])
+    fn sent(&self, _: usize) {
+        self.heard();
     }
 }
 
@@ -110,7 +102,7 @@ pub(super) async fn unless_stuck<F: Future>(
 pub(super) struct Session {
     client: SomeClient,
     prepared: Mutex<HashMap<usize, tokio_postgres::Statement>>,
-    meter: Meter,
+    exchanged: Exchanged,
 }
 
 enum SomeClient {
@@ -146,21 +138,21 @@ pub(super) struct Sessions {
     idle: Mutex<Vec<Session>>,
     room: Semaphore,
     limit: Duration,
-    meter: Meter,
+    exchanged: Exchanged,
 }
 
 impl Sessions {
     pub(super) fn new(source: Source, size: usize, limit: Duration, clock: Arc<dyn Clock>) -> Self {
-        Self { source, idle: Mutex::default(), room: Semaphore::new(size), limit, meter: Meter::new(clock) }
+        Self { source, idle: Mutex::default(), room: Semaphore::new(size), limit, exchanged: Exchanged::new(clock) }
     }
 
     fn clock(&self) -> &dyn Clock {
-        &*self.meter.clock
+        &*self.exchanged.clock
     }
 
     /// When anything was last sent or received on any of them.
     pub(super) fn moved(&self) -> Instant {
-        self.meter.pool()
+        self.exchanged.on_any.get()
     }
 
     /// A connection that nobody else uses.
@@ -218,13 +210,13 @@ impl Sessions {
     }
 
     async fn connect(&self) -> Result<Session, Failure> {
-        let meter = self.meter.of_connection();
+        let exchanged = self.exchanged.another();
         let client = match &self.source {
             Source::Config(config, tls) => {
                 let (client, task) = match tls {
-                    Tls::Off => connect_plain(config, &meter).await,
+                    Tls::Off => connect_plain(config, &exchanged).await,
                     #[cfg(feature = "postgres-tls")]
-                    Tls::On(tls) => spawn(config, Metered { tls: tls.clone(), meter: meter.clone() }).await,
+                    Tls::On(tls) => spawn(config, Noting { tls: tls.clone(), exchanged: exchanged.clone() }).await,
                 }
                 .map_err(|error| Failure::not_connected(&error))?;
                 SomeClient::Ours(client, task)
@@ -234,7 +226,7 @@ impl Sessions {
                 SomeClient::Theirs(client.map_err(|error| Failure::not_connected(&error))?)
             }
         };
-        Ok(Session { client, prepared: Mutex::default(), meter })
+        Ok(Session { client, prepared: Mutex::default(), exchanged })
     }
 
     /// Asks the server to end what it still does for a connection that nobody waits for any more.
@@ -242,17 +234,17 @@ impl Sessions {
         let Source::Config(config, tls) = &self.source else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (token, tls, limit) = (session.cancel_token(), tls.clone(), self.limit);
-        let (clock, plain) = (Arc::clone(&self.meter.clock), is_metered(config));
+        let (exchanged, plain) = (Exchanged::new(Arc::clone(&self.exchanged.clock)), is_metered(config));
         runtime.spawn(async move {
             let cancel = async {
                 match tls {
-                    Tls::Off if plain => token.cancel_query(Plain).await,
+                    Tls::Off if plain => token.cancel_query(Noting { tls: Plain, exchanged: exchanged.clone() }).await,
                     Tls::Off => token.cancel_query(NoTls).await,
                     #[cfg(feature = "postgres-tls")]
                     Tls::On(tls) => token.cancel_query(tls).await,
                 }
             };
-            race(cancel, clock.sleep(limit)).await;
+            race(cancel, exchanged.clock.sleep(limit)).await;
             drop(session);
         });
     }
@@ -302,7 +294,7 @@ impl Taken<'_> {
     /// When anything was last sent or received on it, as far as that can be told.
     pub(super) fn moved(&self) -> Instant {
         match &self.0 {
-            Kind::Ours { session: Some(session), .. } => session.meter.connection(),
+            Kind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
             _ => Instant::new(Duration::ZERO),
         }
     }
@@ -350,7 +342,7 @@ fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }
 
-async fn connect_plain(config: &Config, meter: &Meter) -> Result<(Client, AbortHandle), Error> {
+async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client, AbortHandle), Error> {
     if !is_metered(config) {
         return spawn(config, NoTls).await;
     }
@@ -358,15 +350,18 @@ async fn connect_plain(config: &Config, meter: &Meter) -> Result<(Client, AbortH
     // same as without.
     let mut config = config.clone();
     config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
-    spawn(&config, Metered { tls: Plain, meter: meter.clone() }).await
+    spawn(&config, Noting { tls: Plain, exchanged: exchanged.clone() }).await
 }
+
+/// An unencrypted connection.
+type Stream = Metered<Socket, Exchanged>;
 
 /// Leaves a connection as it is.
 #[derive(Clone, Copy)]
 struct Plain;
 
-impl MakeTlsConnect<Socket> for Plain {
-    type Stream = PlainStream;
+impl MakeTlsConnect<Stream> for Plain {
+    type Stream = Stream;
     type TlsConnect = Self;
     type Error = io::Error;
 
@@ -375,126 +370,45 @@ impl MakeTlsConnect<Socket> for Plain {
     }
 }
 
-impl TlsConnect<Socket> for Plain {
-    type Stream = PlainStream;
+impl TlsConnect<Stream> for Plain {
+    type Stream = Stream;
     type Error = io::Error;
-    type Future = std::future::Ready<io::Result<PlainStream>>;
+    type Future = std::future::Ready<io::Result<Stream>>;
 
-    fn connect(self, stream: Socket) -> Self::Future {
-        std::future::ready(Ok(PlainStream(stream)))
+    fn connect(self, stream: Stream) -> Self::Future {
+        std::future::ready(Ok(stream))
     }
 }
 
-struct PlainStream(Socket);
-
-impl TlsStream for PlainStream {
+impl TlsStream for Stream {
     fn channel_binding(&self) -> ChannelBinding {
         ChannelBinding::none()
     }
 }
 
-impl AsyncRead for PlainStream {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for PlainStream {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(cx)
-    }
-}
-
 /// What encrypts as `tls` does, and notes when bytes are exchanged.
 #[derive(Clone)]
-struct Metered<T> {
+struct Noting<T> {
     tls: T,
-    meter: Meter,
+    exchanged: Exchanged,
 }
 
-impl<T: MakeTlsConnect<Socket>> MakeTlsConnect<Socket> for Metered<T>
-where
-    T::TlsConnect: Send + 'static,
-    <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
-{
-    type Stream = MeteredStream<T::Stream>;
-    type TlsConnect = Metered<T::TlsConnect>;
+impl<T: MakeTlsConnect<Stream>> MakeTlsConnect<Socket> for Noting<T> {
+    type Stream = T::Stream;
+    type TlsConnect = Noting<T::TlsConnect>;
     type Error = T::Error;
 
     fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, T::Error> {
-        Ok(Metered { tls: self.tls.make_tls_connect(domain)?, meter: self.meter.clone() })
+        Ok(Noting { tls: self.tls.make_tls_connect(domain)?, exchanged: self.exchanged.clone() })
     }
 }
 
-impl<C: TlsConnect<Socket> + Send + 'static> TlsConnect<Socket> for Metered<C>
-where
-    C::Future: Send,
-{
-    type Stream = MeteredStream<C::Stream>;
+impl<C: TlsConnect<Stream>> TlsConnect<Socket> for Noting<C> {
+    type Stream = C::Stream;
     type Error = C::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Stream, C::Error>> + Send>>;
+    type Future = C::Future;
 
     fn connect(self, stream: Socket) -> Self::Future {
-        Box::pin(async move { Ok(MeteredStream { stream: self.tls.connect(stream).await?, meter: self.meter }) })
-    }
-}
-
-struct MeteredStream<S> {
-    stream: S,
-    meter: Meter,
-}
-
-impl<S: TlsStream + Unpin> TlsStream for MeteredStream<S> {
-    fn channel_binding(&self) -> ChannelBinding {
-        self.stream.channel_binding()
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for MeteredStream<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
-        if buf.filled().len() > before {
-            self.meter.note();
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for MeteredStream<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
-        self.meter.note();
-        Poll::Ready(Ok(written))
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
-        self.meter.note();
-        Poll::Ready(Ok(written))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        self.tls.connect(Metered { stream, meter: self.exchanged })
     }
 }

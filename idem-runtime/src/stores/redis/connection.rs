@@ -12,6 +12,7 @@ use tokio::task::AbortHandle;
 use super::sentinel::Sentinels;
 use super::stream::{self, Opened, Pulse};
 use crate::clock::{Clock, Instant, Sleep, race};
+use crate::stores::metered::Meter;
 use crate::sync::{Process, lock};
 
 /// After a connection could not be made, nobody tries again for this long.

@@ -1,21 +1,19 @@
 //! Opens a stream to a server, and notes whenever something moves on it.
 
-use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures_util::future::select_ok;
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::{TcpSettings, socket2};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, ErrorKind, RedisError};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::connection::Background;
 use crate::clock::{Clock, Instant};
+use crate::stores::metered::{Meter, Metered, Moment};
 
 /// How many commands the driver of a connection takes over before callers queue for it.
 const DRIVER_QUEUE: usize = 1024;
@@ -26,43 +24,38 @@ const SENT_IN_TIME: u64 = 256 * 1024;
 #[derive(Debug)]
 pub(super) struct Pulse {
     clock: Arc<dyn Clock>,
-    /// In nanoseconds since the clock's origin.
-    moved_at: AtomicU64,
+    moved_at: Moment,
     /// Bytes sent since the last byte that came.
     unheard: AtomicU64,
 }
 
 impl Pulse {
     pub(super) fn new(clock: &Arc<dyn Clock>) -> Self {
-        let pulse = Self { clock: Arc::clone(clock), moved_at: AtomicU64::new(0), unheard: AtomicU64::new(0) };
+        let pulse = Self { clock: Arc::clone(clock), moved_at: Moment::default(), unheard: AtomicU64::new(0) };
         pulse.heard();
         pulse
     }
 
-    /// Something came.
-    pub(super) fn heard(&self) {
-        self.unheard.store(0, Ordering::Relaxed);
-        self.moved();
-    }
-
-    fn sent(&self, bytes: usize) {
-        self.unheard.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.moved();
-    }
-
-    fn moved(&self) {
-        let now = self.clock.now().since_origin().as_nanos();
-        self.moved_at.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-
     pub(super) fn moved_at(&self) -> Instant {
-        Instant::new(Duration::from_nanos(self.moved_at.load(Ordering::Relaxed)))
+        self.moved_at.get()
     }
 
     /// How long nothing may move, if an exchange has `timeout` for that.
     pub(super) fn patience(&self, timeout: Duration) -> Duration {
         let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME;
         timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
+    }
+}
+
+impl Meter for Pulse {
+    fn heard(&self) {
+        self.unheard.store(0, Ordering::Relaxed);
+        self.moved_at.set(self.clock.now());
+    }
+
+    fn sent(&self, bytes: usize) {
+        self.unheard.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.moved_at.set(self.clock.now());
     }
 }
 
@@ -82,17 +75,17 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
     match info.addr() {
         ConnectionAddr::Tcp(host, port) => {
             let stream = tcp(host, *port, info.tcp_settings()).await?;
-            over(info, clock, |pulse| std::future::ready(Ok(Noted { stream, pulse }))).await
+            over(info, clock, |pulse| std::future::ready(Ok(Metered { stream, meter: pulse }))).await
         }
         #[cfg(unix)]
         ConnectionAddr::Unix(path) => {
             let stream = tokio::net::UnixStream::connect(path).await?;
-            over(info, clock, |pulse| std::future::ready(Ok(Noted { stream, pulse }))).await
+            over(info, clock, |pulse| std::future::ready(Ok(Metered { stream, meter: pulse }))).await
         }
         #[cfg(feature = "redis-tls")]
         ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None } if tls::trusts_somebody() => {
             let stream = tcp(host, *port, info.tcp_settings()).await?;
-            over(info, clock, |pulse| tls::connect(host, Noted { stream, pulse })).await
+            over(info, clock, |pulse| tls::connect(host, Metered { stream, meter: pulse })).await
         }
         // The certificates of a user's client can't be had from it.
         _ => {
@@ -180,59 +173,5 @@ mod tls {
             io::ErrorKind::InvalidData => (ErrorKind::InvalidClientConfig, "TLS", error.to_string()).into(),
             _ => error.into(),
         })
-    }
-}
-
-/// A stream that notes what moves.
-struct Noted<S> {
-    stream: S,
-    pulse: Arc<Pulse>,
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        if buffer.filled().len() > before {
-            self.pulse.heard();
-        }
-        read
-    }
-}
-
-impl<S: AsyncWrite + Unpin> Noted<S> {
-    fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        if let Poll::Ready(Ok(bytes)) = written {
-            self.pulse.sent(bytes);
-        }
-        written
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Noted<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
-        self.note(written)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
-        self.note(written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
