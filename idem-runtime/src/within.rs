@@ -763,6 +763,16 @@ pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
     Outcome { recorded: false, result_stored: false, disposition, ..outcome }
 }
 
+/// What a transaction that was rolled back leaves of an outcome, if that its handlers failed is `recorded` now, or is not
+/// to be, or can't be.
+pub(crate) fn rolled_back(outcome: Outcome, recorded: &Result<bool, StoreError>) -> Outcome {
+    match recorded {
+        Ok(true) => outcome.committed(),
+        Ok(false) => outcome,
+        Err(_) => not_committed(outcome),
+    }
+}
+
 /// How often a transaction is tried that another one has got in the way of.
 #[cfg(feature = "postgres")]
 pub(crate) const TRIES: u32 = 5;

@@ -20,7 +20,7 @@ use super::within::{InPostgres, Refused, Session};
 use crate::clock::{Clock, SystemClock, race};
 use crate::record::format::FormatError;
 use crate::within::sealed::Sealed;
-use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled};
+use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
 use crate::{Outcome, StoreError};
 
 /// How long the connection is waited for: a body that holds it while a handler that it calls needs it waits for itself.
@@ -184,11 +184,8 @@ impl PostgresStore {
                 Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
                 Err(error) => {
                     tx.rollback().await.ok();
-                    return match record_failed(pool, &journal).await {
-                        Ok(true) => (Err(error), outcome.committed()),
-                        Ok(false) => (Err(error), outcome),
-                        Err(_) => (Err(error), not_committed(outcome)),
-                    };
+                    let recorded = record_failed(pool, &journal).await;
+                    return (Err(error), rolled_back(outcome, &recorded));
                 }
             }
             within::pause_before(next).await;

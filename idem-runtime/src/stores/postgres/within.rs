@@ -17,7 +17,7 @@ use super::{LOOKED, LOOKS, PostgresStore, pause};
 use crate::record::Parts;
 use crate::record::format::FormatError;
 use crate::sync::lock;
-use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled};
+use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
 use crate::{
     Finish, Inspection, Key, Lease, Meeting, Outcome, Record, Release, Reservation, Reserve, State, StoreError,
     StoreErrorKind, SystemClock, Write,
@@ -185,7 +185,6 @@ static LATEST: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
 
 impl Table {
     /// The one in `schema`. A handler asks for it at each call, so its statements are written once.
-    /// That in the schema of this name. Its statements are long, so those of the latest schemas are kept.
     fn of(schema: &str) -> Arc<Self> {
         let mut latest = lock(&LATEST);
         if let Some(at) = latest.iter().position(|table| table.schema == schema) {
@@ -448,11 +447,8 @@ impl PostgresStore {
                 Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
                 Err(error) => {
                     tx.rollback().await.ok();
-                    return match record_failed(client, &journal).await {
-                        Ok(true) => (Err(error), outcome.committed()),
-                        Ok(false) => (Err(error), outcome),
-                        Err(_) => (Err(error), not_committed(outcome)),
-                    };
+                    let recorded = record_failed(client, &journal).await;
+                    return (Err(error), rolled_back(outcome, &recorded));
                 }
             }
             within::pause_before(next).await;

@@ -9,7 +9,7 @@ use super::SqliteStore;
 use super::connect::{failed, misconfigured};
 use super::table::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
-use crate::within::{self, Journal, Within, not_committed, observe_journaled};
+use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
 use crate::{
     Finish, Inspection, Key, Lease, Outcome, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write,
 };
@@ -220,11 +220,8 @@ impl SqliteStore {
             },
             Err(error) => {
                 drop(tx);
-                match record_failed(connection, &journal).await {
-                    Ok(true) => (Err(error), outcome.committed()),
-                    Ok(false) => (Err(error), outcome),
-                    Err(_) => (Err(error), not_committed(outcome)),
-                }
+                let recorded = record_failed(connection, &journal).await;
+                (Err(error), rolled_back(outcome, &recorded))
             }
         }
     }
