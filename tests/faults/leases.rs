@@ -135,7 +135,7 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         for worker in &stopped {
-            self.stop(*worker).await;
+            self.rig.stop(&self.crew, *worker).await;
         }
         tokio::time::sleep(2 * self.lease()).await;
         let successors = self.crew.start(0, Keys::Together(2), Work::Held);
@@ -169,17 +169,6 @@ impl<R: Rig> Scene<R> {
         }
         let all = [&stopped[..], &[successors]].concat();
         self.ran_once(&all, 2..4, 4).await;
-    }
-
-    /// Stops `worker`, where it keeps nobody else from working.
-    async fn stop(&self, worker: u32) {
-        loop {
-            self.crew.signal(worker, "-STOP");
-            if !self.rig.is_held_up().await {
-                return;
-            }
-            self.crew.signal(worker, "-CONT");
-        }
     }
 
     async fn lines_slow(&mut self) {

@@ -152,20 +152,9 @@ impl<R: Rig> Scene<R> {
         Rules::STRICT
     }
 
-    /// Stops `worker`, where it keeps nobody else from working.
-    async fn stop(&self, worker: u32) {
-        loop {
-            self.crew.signal(worker, "-STOP");
-            if !self.rig.is_held_up().await {
-                return;
-            }
-            self.crew.signal(worker, "-CONT");
-        }
-    }
-
     async fn stop_workers(&mut self) -> Rules {
-        self.stop(self.holder).await;
-        self.stop(self.others[0]).await;
+        self.rig.stop(&self.crew, self.holder).await;
+        self.rig.stop(&self.crew, self.others[0]).await;
         let successor = self.crew.start(0, Keys::Open, Work::Held);
         let (holder, of_key_0) = (self.holder, |line: &&race::Line| line.key == 0);
         self.until("its key is taken over", |seen| {

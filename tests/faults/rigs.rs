@@ -8,7 +8,7 @@ use idem_tests::cluster::{Cluster, Watched, ask, until};
 use idem_tests::dynamo::{self, Emulator, TABLE};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::proxy::{Line, Proxy};
-use idem_tests::race;
+use idem_tests::race::{self, Crew};
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
 use redis::Value;
@@ -45,6 +45,17 @@ pub trait Rig {
     /// Whether a process that stands still keeps everybody else from the store.
     async fn is_held_up(&self) -> bool {
         false
+    }
+
+    /// Stops `worker`, where it keeps nobody else from working.
+    async fn stop(&self, crew: &Crew, worker: u32) {
+        loop {
+            crew.signal(worker, "-STOP");
+            if !self.is_held_up().await {
+                return;
+            }
+            crew.signal(worker, "-CONT");
+        }
     }
 
     /// How large the results are that are exchanged over slow lines, and how many bytes those carry per second.
