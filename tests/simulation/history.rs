@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::ops::RangeBounds;
+use std::ops::{Range, RangeBounds};
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
@@ -245,8 +245,8 @@ impl History {
         }
     }
 
-    /// Whether somebody heard, after the event `from`, that attempt `attempt` of `key` has lost its lease.
-    pub(crate) fn was_refused(&self, key: usize, attempt: u32, from: u64) -> bool {
+    /// Whether somebody asked and heard, between these events, that attempt `attempt` of `key` has lost its lease.
+    pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let ops = || self.ops.iter().filter(|op| op.key == key);
         let owner = ops().find_map(|op| match (&op.asked, &op.end) {
             (
@@ -257,7 +257,8 @@ impl History {
         });
         ops().any(|op| {
             let refused = matches!(op.end, End::Answered { said: Said::Write(Write::Refused), .. });
-            refused && op.invoked > from && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
+            let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
+            refused && heard && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
         })
     }
 

@@ -208,14 +208,17 @@ impl Ledger {
         }
     }
 
-    pub(crate) fn end_run(&mut self, net: &Net, run: usize, end: BodyEnd) {
+    /// A body ends, in a poll that began at `polled`.
+    pub(crate) fn end_run(&mut self, net: &Net, run: usize, polled: u64, end: BodyEnd) {
         let event = net.history().event();
         if self.runs[run].ended.is_none() {
             let Run { call, attempt, started, confirms, .. } = self.runs[run];
             let key = self.calls[call].key;
             // Where records are forgotten, a number names several attempts.
             let known = self.calls[call].terms.remembers() && !confirms;
-            if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, started) {
+            // A poll that has begun can't be ended.
+            if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, &(started..polled))
+            {
                 let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
                 self.find(Check::Cancelled, key, text);
             }

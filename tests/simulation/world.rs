@@ -6,6 +6,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::rc::Rc;
@@ -240,12 +241,13 @@ struct Running<'a> {
     delivery: &'a Delivery,
     run: usize,
     attempt: Attempt,
+    polled: &'a Cell<u64>,
 }
 
 impl Running<'_> {
     fn end(&self, end: BodyEnd) {
         let world = &self.delivery.world;
-        world.ledger.borrow_mut().end_run(&world.net, self.run, end);
+        world.ledger.borrow_mut().end_run(&world.net, self.run, self.polled.get(), end);
     }
 
     fn believe(&self) {
@@ -261,12 +263,23 @@ impl Drop for Running<'_> {
 }
 
 async fn body(delivery: &Delivery) -> Result<String, Failure> {
+    let polled = Cell::new(0);
+    let mut steps = pin!(steps(delivery, &polled));
+    poll_fn(|cx| {
+        polled.set(delivery.world.net.history().event());
+        steps.as_mut().poll(cx)
+    })
+    .await
+}
+
+/// What a body does; `polled` says when its latest poll began.
+async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failure> {
     let Delivery { world, line, payload, call, .. } = delivery;
     let World(shared) = world;
     let Shared { net, dice, mishaps, .. } = &**shared;
     let attempt = current().expect("inside of a handler");
     let run = world.ledger.borrow_mut().start(net, *call, &attempt);
-    let running = Running { delivery, run, attempt };
+    let running = Running { delivery, run, attempt, polled };
     let number = world.bodies.replace(world.bodies.get() + 1);
     let terms = delivery.operation().terms;
     let stormy = net.is_stormy();
