@@ -1,5 +1,8 @@
 //! Finished records in the memory of this process, in front of a store.
 
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::hash::BuildHasherDefault;

@@ -1,0 +1,112 @@
+//! Duplicates of one key that ask at once, give up, and meet a `reopen`, in every order.
+
+use shuttle::future::block_on;
+use shuttle::thread;
+
+use super::*;
+use crate::sync::{TestClock, explore};
+use crate::{MemoryStore, OnCrash};
+
+const TIME: Duration = Duration::from_secs(60);
+
+fn request(store: &impl Store) -> Reserve {
+    Reserve {
+        key: Key::new("interleavings", 1).expect("a key"),
+        owner: store.heartbeats().new_owner(),
+        lease: TIME,
+        ttl: TIME,
+        fingerprint: None,
+        on_crash: OnCrash::Retry,
+        max_attempts: None,
+    }
+}
+
+fn reserve(store: &impl Store) -> Reservation {
+    block_on(store.reserve(&request(store))).expect("answered")
+}
+
+fn finish(store: &impl Store, lease: &Lease) {
+    let written = block_on(store.finish(lease, &Finish::Completed(Payload::Unencodable)));
+    assert_eq!(written.expect("answered"), Write::Done);
+}
+
+/// A store in which attempt 1 is finished, and a cache in front of it that does not know. Time stands still: who is not
+/// woken waits for ever.
+fn finished() -> (MemoryStore, Cached) {
+    let store = MemoryStore::with_clock(TestClock::default());
+    match reserve(&store) {
+        Reservation::Reserved { lease, .. } => finish(&store, &lease),
+        other => panic!("unexpected: {other:?}"),
+    }
+    (store.clone(), Cached::new(store))
+}
+
+/// The attempt that is replayed; whoever gets a new one finishes it.
+fn take_part(store: &Cached) -> u32 {
+    loop {
+        match reserve(store) {
+            Reservation::Finished(record) => return record.attempt,
+            Reservation::Reserved { lease, .. } => finish(store, &lease),
+            Reservation::Pending { .. } => thread::yield_now(),
+            other => panic!("unexpected: {other:?}"),
+        }
+    }
+}
+
+fn assert_nothing_is_left(store: &Cached) {
+    for shard in &store.0.cache.shards {
+        let shard = lock(shard);
+        assert!(shard.flights.is_empty() && shard.making.is_empty(), "something is left of those who have asked");
+        assert_eq!(shard.ring.len(), shard.entries.len());
+    }
+}
+
+/// Whoever has joined another's question has an answer, also when that one gives up.
+#[test]
+fn whoever_joins_is_answered() {
+    explore(|| {
+        let (_, store) = finished();
+        let mut threads: Vec<_> = (0..3)
+            .map(|_| {
+                let store = store.clone();
+                thread::spawn(move || assert_eq!(take_part(&store), 1))
+            })
+            .collect();
+        let gives_up = store.clone();
+        threads.push(thread::spawn(move || {
+            let request = request(&gives_up);
+            let asks = gives_up.reserve(&request);
+            thread::yield_now();
+            drop(asks);
+        }));
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_nothing_is_left(&store);
+    });
+}
+
+/// After a `reopen` nobody is told what was reopened, whatever was being asked meanwhile.
+#[test]
+fn what_was_reopened_is_not_replayed() {
+    explore(|| {
+        let (inner, store) = finished();
+        let threads: Vec<_> = [store.clone(), store.clone(), store.peer(inner)]
+            .into_iter()
+            .map(|store| {
+                thread::spawn(move || {
+                    let seen = [take_part(&store), take_part(&store), take_part(&store)];
+                    assert!(seen.is_sorted(), "what was reopened is replayed again: {seen:?}");
+                })
+            })
+            .collect();
+        let key = request(&store).key;
+        assert_eq!(block_on(store.reopen(&key, 1)).expect("answered"), Write::Done);
+        assert_eq!(take_part(&store), 2);
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_eq!(take_part(&store), 2);
+        assert_nothing_is_left(&store);
+    });
+}
