@@ -13,7 +13,7 @@ use std::time::Duration;
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
     Answers, Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write, renew_all,
+    StoreError, StoreErrorKind, StoreFuture, Write, current, renew_all,
 };
 
 use crate::dice::Dice;
@@ -587,10 +587,13 @@ impl Store for Line {
                 };
             }
             let began = net.now();
+            // A body whose lease has lapsed is not polled, and neither is what it waits for.
+            let nested = current().is_some();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();
             let ended = net.ended.lock().unwrap().get(&(key.clone(), attempt)).copied();
             if let Some(ended) = ended
+                && !nested
                 && now > ended.max(began)
                 && !net.jumped(ended.max(began), now)
             {
