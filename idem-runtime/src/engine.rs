@@ -764,12 +764,13 @@ trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 }
 
+#[inline]
 fn protocol(operation: Operation) -> impl Protocol {
     let Policy { max_result_bytes, on_uncertain, .. } = operation.policy;
     let pending_commit = !operation.store.heartbeats().renews();
     let outcome = Outcome { pending_commit, ..Outcome::UNKNOWN };
-    let phase = Phase::Begin { begin: begin(operation) };
-    Call { phase, outcome, seat: None, max_result_bytes, on_uncertain, end }
+    // Made in its place: a call is large.
+    Call { outcome, seat: None, max_result_bytes, on_uncertain, end, phase: Phase::Begin { begin: begin(operation) } }
 }
 
 pin_project! {
