@@ -135,7 +135,8 @@ impl<W: Work> Lanes<W> {
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
         if self.0.enter() {
             let mut lone = Lone { shared: &self.0, operation: None };
-            let answer = self.0.one(lone.operation.insert(operation)).await;
+            // In a box: what is gathered, as most is when it matters, would move its room about.
+            let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
             lone.operation = None;
             return answer;
         }

@@ -624,7 +624,8 @@ impl Shared {
                 Met::Unseen => continue,
                 Met::LeftOut => {
                     let here = self.here()?;
-                    match here.server.sql.look_at(&*here.server, request.key.as_str()).await? {
+                    // In a box, as below: most calls need no room for it.
+                    match Box::pin(here.server.sql.look_at(&*here.server, request.key.as_str())).await? {
                         Some(found) => found,
                         None => continue,
                     }
@@ -639,7 +640,7 @@ impl Shared {
                 }
             };
             let here = self.here()?;
-            let replaced = here.server.sql.replace_met(&*here.server, request, &found, &with).await;
+            let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &found, &with)).await;
             if replaced.map_err(Failure::without_result)? {
                 return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
             }
@@ -664,7 +665,7 @@ impl Shared {
             if self.lanes()?.ends.call(end).await? {
                 return Ok(Write::Done);
             }
-            let found = self.look(&lease.key).await?.map(|found| found.record);
+            let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
                 // Locked by another session, or made after it was found missing.
                 Some(found)

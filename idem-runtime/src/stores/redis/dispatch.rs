@@ -474,7 +474,8 @@ impl Dispatch {
     /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            let answer = self.0.one(&reserve(key, value, ttl_ms)).await;
+            // In a box, here and below: what is gathered, as most is when it matters, would move its room about.
+            let answer = Box::pin(self.0.one(&reserve(key, value, ttl_ms))).await;
             self.0.expect_records(record_bytes(&answer));
             return answer;
         }
@@ -485,7 +486,7 @@ impl Dispatch {
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
         if let Some(_lone) = self.0.enter() {
             let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(completion)))));
-            let answer = self.0.finish_alone(*completion).await;
+            let answer = Box::pin(self.0.finish_alone(*completion)).await;
             unanswered.done();
             return answer;
         }
@@ -496,14 +497,14 @@ impl Dispatch {
     pub(super) async fn command(&self, ask: Ask) -> Answer {
         if let Some(_lone) = self.0.enter() {
             if !ask.is_kept {
-                let answer = self.0.ask(&ask).await;
+                let answer = Box::pin(self.0.ask(&ask)).await;
                 if ask.brings_record {
                     self.0.expect_records(record_bytes(&answer));
                 }
                 return answer;
             }
             let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_command(ask.clone())))));
-            let answer = self.0.ask(&ask).await;
+            let answer = Box::pin(self.0.ask(&ask)).await;
             unanswered.done();
             return answer;
         }

@@ -223,9 +223,10 @@ impl Shared {
     async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         let line = self.line()?;
         let key = self.name_of(&request.key);
-        let first = Record::first(request);
-        let value = format::encode(&first);
-        let retention = millis(first.retention(request.ttl));
+        let (value, retention) = {
+            let first = Record::first(request);
+            (format::encode(&first), millis(first.retention(request.ttl)))
+        };
         // The record that was found in place of another, and what is left of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
@@ -238,7 +239,10 @@ impl Shared {
             let (found, left) = match changed.take() {
                 Some((found, left)) => (found, Some(left)),
                 None => match Self::look(&line, &key, &value, retention, request.owner).await.map_err(failed)? {
-                    Value::Nil => return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false }),
+                    Value::Nil => {
+                        let lease = Record::first(request).lease(request);
+                        return Ok(Reservation::Reserved { lease, takeover: false });
+                    }
                     Value::BulkString(found) => (Bytes::from(found), None),
                     other => return Err(unexpected(&other)),
                 },
@@ -260,7 +264,9 @@ impl Shared {
                 return Ok(answer.clone());
             }
             let asked_at = self.core.now();
-            match (self.take(&line, &key, &found, &record, &meeting, request.owner).await?, meeting) {
+            // In a box: most calls need no room for it.
+            let taken = Box::pin(self.take(&line, &key, &found, &record, &meeting, request.owner)).await?;
+            match (taken, meeting) {
                 (Taken::Held(_), Meeting::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
                 (Taken::Lapsed, Meeting::Answer(answer)) => return Ok(answer),
                 (Taken::Replaced, Meeting::Replace { with, takeover }) => {

@@ -119,7 +119,7 @@ impl Route {
         match self {
             Self::One(node, _) => node.run(op).await,
             #[cfg(feature = "redis-cluster")]
-            Self::Cluster(cluster) => cluster.run(key, op).await,
+            Self::Cluster(cluster) => Box::pin(cluster.run(key, op)).await,
         }
     }
 }
