@@ -214,8 +214,8 @@ impl Shared {
         self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.database))))
     }
 
-    async fn ask(&self, ask: Ask) -> Result<Answer, StoreError> {
-        self.core().ask(self.lane, ask).await
+    fn ask(&self, ask: Ask) -> impl Future<Output = Result<Answer, StoreError>> {
+        self.core().ask(self.lane, ask)
     }
 
     /// Asks for a compare-and-set.

@@ -114,11 +114,11 @@ impl Op {
 
     /// Whether it need not be done any more: its caller has gone, and it ends no attempt.
     pub(super) fn is_abandoned(&self) -> bool {
-        let gone = match &self.reply {
+        let is_gone = || match &self.reply {
             Reply::One(reply) => reply.is_closed(),
             Reply::Lease(_, reply) => reply.is_closed(),
         };
-        gone && !matches!(self.ask, Ask::Finish(..) | Ask::Release(..))
+        !matches!(self.ask, Ask::Finish(..) | Ask::Release(..)) && is_gone()
     }
 }
 

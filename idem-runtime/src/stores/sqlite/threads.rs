@@ -185,7 +185,8 @@ impl Core {
         if matches!(answer, Answer::Spared) {
             self.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
-            answer = self.ask_one(queue, Ask::Reserve(request, false), left).await?;
+            // In a box: most calls need no room for it.
+            answer = Box::pin(self.ask_one(queue, Ask::Reserve(request, false), left)).await?;
         }
         if lane == Lane::Calls {
             let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Reserved { .. }));
@@ -200,13 +201,13 @@ impl Core {
         self.database.options.response_timeout
     }
 
-    pub(super) async fn ask(self: &Arc<Self>, lane: Lane, ask: Ask) -> Answered {
+    pub(super) fn ask(self: &Arc<Self>, lane: Lane, ask: Ask) -> impl Future<Output = Answered> {
         let queue = match lane {
             Lane::Upkeep => &self.upkeep,
             Lane::Calls if ask.reads() => &self.reads,
             Lane::Calls => &self.writes,
         };
-        self.ask_one(queue, ask, self.limit()).await
+        self.ask_one(queue, ask, self.limit())
     }
 
     /// Waits until everything is done that was asked for before.
@@ -218,23 +219,27 @@ impl Core {
         let _ = self.ask_one(&self.writes, Ask::Pass, self.limit()).await;
     }
 
-    async fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> Answered {
-        let (reply, answer) = oneshot::channel();
-        let op = self.op(queue, ask, Reply::One(reply));
-        let number = op.number;
-        self.push(queue, std::iter::once(op))?;
-        // Outside of a runtime nobody polls again: the operation was handed over, and that is all.
-        let answered = match Handle::try_current() {
-            Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
-            Err(_) => Some(answer.await),
-        };
-        match answered {
-            Some(Ok(answer)) => answer,
-            Some(Err(_)) => Err(unknown("the thread of the store has ended")),
-            None if [&self.reads, &self.writes, &self.upkeep].iter().any(|queue| queue.forget(number)) => {
-                Err(unavailable("the file was busy for too long; nothing was written".to_owned()))
+    /// Not an `async fn`: that would keep room for its argument twice.
+    #[expect(clippy::manual_async_fn, reason = "see above")]
+    fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> impl Future<Output = Answered> {
+        async move {
+            let (reply, answer) = oneshot::channel();
+            let op = self.op(queue, ask, Reply::One(reply));
+            let number = op.number;
+            self.push(queue, std::iter::once(op))?;
+            // Outside of a runtime nobody polls again: the operation was handed over, and that is all.
+            let answered = match Handle::try_current() {
+                Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
+                Err(_) => Some(answer.await),
+            };
+            match answered {
+                Some(Ok(answer)) => answer,
+                Some(Err(_)) => Err(unknown("the thread of the store has ended")),
+                None if [&self.reads, &self.writes, &self.upkeep].iter().any(|queue| queue.forget(number)) => {
+                    Err(unavailable("the file was busy for too long; nothing was written".to_owned()))
+                }
+                None => Err(unknown("no answer from the file in time")),
             }
-            None => Err(unknown("no answer from the file in time")),
         }
     }
 
