@@ -1,7 +1,7 @@
 //! Records in the memory of this process.
 
 #[cfg(all(test, shuttle))]
-mod interleavings;
+pub(crate) mod interleavings;
 mod slots;
 
 use std::collections::HashMap;

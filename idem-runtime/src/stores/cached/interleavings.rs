@@ -4,25 +4,12 @@ use shuttle::future::block_on;
 use shuttle::thread;
 
 use super::*;
+use crate::MemoryStore;
+use crate::stores::memory::interleavings::request;
 use crate::sync::{TestClock, explore};
-use crate::{MemoryStore, OnCrash};
-
-const TIME: Duration = Duration::from_secs(60);
-
-fn request(store: &impl Store) -> Reserve {
-    Reserve {
-        key: Key::new("interleavings", 1).expect("a key"),
-        owner: store.heartbeats().new_owner(),
-        lease: TIME,
-        ttl: TIME,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
-}
 
 fn reserve(store: &impl Store) -> Reservation {
-    block_on(store.reserve(&request(store))).expect("answered")
+    block_on(store.reserve(&request(store, 1))).expect("answered")
 }
 
 fn finish(store: &impl Store, lease: &Lease) {
@@ -74,7 +61,7 @@ fn whoever_joins_is_answered() {
             .collect();
         let gives_up = store.clone();
         threads.push(thread::spawn(move || {
-            let request = request(&gives_up);
+            let request = request(&gives_up, 1);
             let asks = gives_up.reserve(&request);
             thread::yield_now();
             drop(asks);
@@ -100,7 +87,7 @@ fn what_was_reopened_is_not_replayed() {
                 })
             })
             .collect();
-        let key = request(&store).key;
+        let key = request(&store, 1).key;
         assert_eq!(block_on(store.reopen(&key, 1)).expect("answered"), Write::Done);
         assert_eq!(take_part(&store), 2);
         for thread in threads {

@@ -12,10 +12,10 @@ use crate::{OnCrash, Payload};
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
 
-fn request(store: &MemoryStore, key: u32) -> Reserve {
+pub(crate) fn request(store: &impl Store, key: u32) -> Reserve {
     Reserve {
         key: Key::new("interleavings", key).expect("a key"),
-        owner: store.0.heartbeats.new_owner(),
+        owner: store.heartbeats().new_owner(),
         lease: LEASE,
         ttl: TTL,
         fingerprint: None,
