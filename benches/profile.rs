@@ -5,12 +5,13 @@
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use idem_benches::Receipt;
 use idem_benches::by_hand::{new_orders, share};
-use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, Store, idempotent};
+use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, idempotent};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 
@@ -52,6 +53,13 @@ async fn calls(store: &Arc<dyn Store>, is_first: bool, tasks: u64, duration: Dur
     println!("{made} calls");
 }
 
+/// A folder below the target folder: on a disk, where that is on one.
+fn tempfile() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("profile-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    folder
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|it| !it.starts_with('-')).collect();
     let loops = match &arguments[..] {
@@ -76,6 +84,12 @@ fn main() {
                 let server = PostgresServer::start();
                 let open = PostgresStore::options().ensure_schema();
                 run(&runtime.block_on(open.connect(&server.url())).expect("connects").handle());
+            }
+            "sqlite" => {
+                let folder = tempfile();
+                let open = SqliteStore::options().synchronous(Synchronous::Normal).open(folder.join("idem.db"));
+                run(&runtime.block_on(open).expect("opens").handle());
+                std::fs::remove_dir_all(folder).expect("is there");
             }
             _ => panic!("there is no store {name}"),
         }

@@ -197,19 +197,22 @@ impl Queue {
         lock(&self.gathered).fill(batch, at_most);
     }
 
-    /// Waits until `answered` operations more are there, and no longer than `at_most`. Says how many came.
-    pub(super) fn gather(&self, answered: usize, at_most: Duration) -> usize {
+    /// Takes what is there. If that is nothing and `expected` are not there yet, waits for them, no longer than `at_most`.
+    pub(super) fn gather(&self, batch: &mut Vec<Op>, expected: usize, at_most: Duration) {
         let mut gathered = lock(&self.gathered);
-        let before = gathered.ops.len();
-        let expected = (before + answered).min(BATCH);
-        if before >= expected || gathered.closed {
-            return answered;
+        let missing = expected.saturating_sub(batch.len());
+        if missing > 0 && gathered.ops.is_empty() && !gathered.closed && !at_most.is_zero() {
+            gathered.wakes_at = missing;
+            let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
+            gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
+            gathered.wakes_at = 0;
         }
-        gathered.wakes_at = expected;
-        let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
-        gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
-        gathered.wakes_at = 0;
-        gathered.ops.len().saturating_sub(before)
+        gathered.fill(batch, BATCH);
+    }
+
+    /// How many operations wait.
+    pub(super) fn len(&self) -> usize {
+        lock(&self.gathered).ops.len()
     }
 
     /// Removes an operation that nobody has taken up. False if somebody has.

@@ -10,7 +10,7 @@ use super::Synchronous;
 use super::connect::{Connected, breaks_connection, busy, failed, is_busy, not_committed, not_written};
 use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
 use super::table::{Table, Trouble};
-use super::threads::{Core, SPARED, same};
+use super::threads::{Company, Core, SPARED, same};
 use crate::clock::{Clock, Instant, wall_millis};
 use crate::{StoreError, StoreErrorKind};
 
@@ -20,6 +20,8 @@ const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
 const TIMED: usize = 8;
 /// Milliseconds after which a lock that was held is taken for the reason why leases were not renewed.
 const LONG_LOCK: i64 = 50;
+/// How long a transaction that has done its batch waits for those who were answered last.
+const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
 /// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
 const CLEANED_UP: u32 = 2;
 /// Rows that clean-up looks at before an operation that found the file full is tried again.
@@ -49,6 +51,13 @@ impl Failure {
     }
 }
 
+/// When the lock was first asked for, by the wall clock and by that of the handle.
+#[derive(Clone, Copy)]
+struct Asked {
+    wall: i64,
+    at: Instant,
+}
+
 /// Answers, and who is to hear them.
 pub(super) type Told = Vec<(Reply, Answered)>;
 
@@ -63,15 +72,12 @@ pub(super) struct Session<'c> {
     told: &'c mut Told,
     /// Whether it waits for the lock, for as long as the settings say.
     patient: bool,
-    /// When the lock was first asked for, by the wall clock and by that of the handle.
-    asked: (i64, Instant),
 }
 
 impl<'c> Session<'c> {
     pub(super) fn new(core: &'c Arc<Core>, connected: &'c Connected, told: &'c mut Told) -> Self {
         let table = Table::kept(&connected.connection, &core.database.texts);
-        let asked = (wall_millis(), core.database.clock.now());
-        Self { core, connected, table, answers: Vec::new(), told, patient: true, asked }
+        Self { core, connected, table, answers: Vec::new(), told, patient: true }
     }
 
     fn fail(&mut self, batch: &mut Vec<Op>, error: &StoreError) {
@@ -102,7 +108,7 @@ impl<'c> Session<'c> {
             return true;
         }
         match self.connected.wait_for_disk(synchronous) {
-            Ok(()) => self.write(batch, true),
+            Ok(()) => self.write(batch, None),
             Err(error) => {
                 self.fail(batch, &not_written(&error));
                 false
@@ -110,11 +116,12 @@ impl<'c> Session<'c> {
         }
     }
 
-    /// Makes one transaction of the batch, or of as much of it as one takes. False if the connection is of no use any more.
-    pub(super) fn write(&mut self, batch: &mut Vec<Op>, clean_up: bool) -> bool {
+    /// Makes one transaction of the batch and of what `company` adds to it, or of as much as one takes. False if the connection
+    /// is of no use any more.
+    pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&Company>) -> bool {
         self.answers.clear();
         self.answers.reserve(batch.len());
-        match self.transact(batch, clean_up) {
+        match self.transact(batch, true, company) {
             Ok(()) => self.tell(batch),
             Err(Failure { busy: true, .. }) if !self.patient => {}
             // What one of them can't have, the others may; nor is clean-up worth a failure.
@@ -145,6 +152,11 @@ impl<'c> Session<'c> {
         self.told.extend(done.map(|op| op.reply).zip(self.answers.drain(..)));
     }
 
+    /// How many answers are to be heard.
+    pub(super) fn done(&self) -> usize {
+        self.told.len()
+    }
+
     /// Says what is done, although the connection is not at rest.
     pub(super) fn tell_now(&mut self) {
         for (reply, answer) in self.told.drain(..) {
@@ -157,7 +169,7 @@ impl<'c> Session<'c> {
         let mut batch = vec![op];
         for rounds in (0..ROUNDS_FOR_ROOM).rev() {
             self.answers.clear();
-            match self.transact(&mut batch, false) {
+            match self.transact(&mut batch, false, None) {
                 Ok(()) => self.tell(&mut batch),
                 Err(Failure { error, broken: false, .. })
                     if rounds > 0 && error.kind() == StoreErrorKind::Full && self.make_room() => {}
@@ -179,7 +191,7 @@ impl<'c> Session<'c> {
         if database.limit_size(self.connection(), true).is_err() {
             return false;
         }
-        let cleaned = self.begin(&mut Vec::new()).and_then(|()| {
+        let cleaned = self.begin(&mut Vec::new()).and_then(|_| {
             let cleaned = self.table.clean_up(wall_millis(), CLEANED_UP_FOR_ROOM);
             let removed = cleaned.map_err(|error| Failure::nothing_written(&error))?;
             self.commit()?;
@@ -191,12 +203,12 @@ impl<'c> Session<'c> {
         database.limit_size(self.connection(), false).is_ok() && cleaned.is_ok_and(|removed| removed > 0)
     }
 
-    /// Gets the lock. Replays need none and are answered at once if it takes a while. What nobody waits for any more is dropped
-    /// then.
-    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<(), Failure> {
+    /// Gets the lock, and says when it was first asked for. Replays need none and are answered at once if it takes a while. What
+    /// nobody waits for any more is dropped then.
+    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
         let Core { database, .. } = &**self.core;
         database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
-        self.asked = (wall_millis(), database.clock.now());
+        let asked = Asked { wall: wall_millis(), at: database.clock.now() };
         let mut begun = self.try_begin();
         if self.patient && begun.as_ref().is_err_and(is_busy) {
             let now = wall_millis();
@@ -213,22 +225,16 @@ impl<'c> Session<'c> {
             *batch = rest;
             begun = database.patiently(|| self.try_begin());
             if begun.as_ref().is_err_and(is_busy) {
-                self.note_lock();
+                self.core.was_locked_since(self.locked_since(asked), SPARED);
             }
         }
         batch.retain(|op| !op.is_abandoned());
-        begun.map_err(|error| Failure::nothing_written(&error))
+        begun.map(|()| asked).map_err(|error| Failure::nothing_written(&error))
     }
 
     /// Since when nobody could renew a lease, as far as this handle knows.
-    fn locked_since(&self) -> i64 {
-        let (asked, at) = self.asked;
-        self.core.locked_since(at).map_or(asked, |since| since.min(asked))
-    }
-
-    /// The lock was held for long, by others or in between by this connection, or could not be got.
-    fn note_lock(&self) {
-        self.core.was_locked_since(self.locked_since(), SPARED);
+    fn locked_since(&self, asked: Asked) -> i64 {
+        self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
 
     fn try_begin(&self) -> rusqlite::Result<()> {
@@ -253,14 +259,23 @@ impl<'c> Session<'c> {
     }
 
     /// Does as much of the batch as one transaction takes, and keeps its answers.
-    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool) -> Result<(), Failure> {
-        self.begin(batch)?;
+    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool, company: Option<&Company>) -> Result<(), Failure> {
+        let asked = self.begin(batch)?;
         let connection = self.connection();
         let clock = &self.core.database.clock;
         let (began, now) = (clock.now(), wall_millis());
-        let since = self.locked_since().min(now);
+        let since = self.locked_since(asked).min(now);
         let (mut reservations, mut bytes) = (0, 0);
-        for (n, op) in batch.iter().enumerate() {
+        let mut patience = WAIT_FOR_COMPANY;
+        loop {
+            let n = self.answers.len();
+            if n == batch.len()
+                && let Some(company) = company
+                && !self.core.upkeep_waits()
+            {
+                company.join(batch, std::mem::take(&mut patience));
+            }
+            let Some(op) = batch.get(n) else { break };
             let answer = match self.perform(op, now, since) {
                 // A full disk and the like roll the whole transaction back.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
@@ -272,12 +287,12 @@ impl<'c> Session<'c> {
             bytes += answer.as_ref().map_or(0, Answer::bytes);
             self.answers.push(answer);
             let is_long = || clock.now().saturating_since(began) >= LONGEST_TRANSACTION;
-            if bytes >= BATCH_BYTES || (n % TIMED == 0 && is_long()) {
+            if bytes >= BATCH_BYTES || ((n + 1).is_multiple_of(TIMED) && is_long()) {
                 break;
             }
         }
         if clean_up
-            && reservations > 0
+            && let Some(reservations) = self.core.reserved(reservations)
             && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
         {
             tracing::debug!(%error, "expired records could not be cleaned up");
@@ -286,9 +301,9 @@ impl<'c> Session<'c> {
             }
         }
         self.commit()?;
-        if wall_millis() - self.asked.0 >= LONG_LOCK {
+        if wall_millis() - asked.wall >= LONG_LOCK {
             // Whatever was locked before that is another story: a lease is spared once.
-            self.core.was_locked_since(self.asked.0, SPARED);
+            self.core.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
     }
@@ -348,7 +363,7 @@ impl<'c> Session<'c> {
         }
         let (now, mut bytes) = (wall_millis(), 0);
         batch.reverse();
-        for n in 0.. {
+        for n in 0_usize.. {
             let Some(op) = batch.pop() else { break };
             let answer = database.patiently(|| match &op.ask {
                 Ask::Reserve(request, _) => {
@@ -371,7 +386,7 @@ impl<'c> Session<'c> {
                 },
             }
             let is_long = || database.clock.now().saturating_since(began) >= LONGEST_TRANSACTION;
-            if bytes >= BATCH_BYTES || (n % TIMED == 0 && is_long()) {
+            if bytes >= BATCH_BYTES || ((n + 1).is_multiple_of(TIMED) && is_long()) {
                 break;
             }
         }
@@ -395,6 +410,7 @@ mod tests {
     use tokio::sync::oneshot;
 
     use super::super::connect::Database;
+    use super::super::queue::Queue;
     use super::super::threads::Wanted;
     use super::*;
     use crate::clock::SystemClock;
@@ -462,12 +478,12 @@ mod tests {
             let bytes = vec![b'x'; 1024 * 1024].into();
             let result = Finish::Completed(Payload::Stored { codec: CodecName::of::<crate::Json>(), bytes });
             let asks = vec![Ask::Reserve(request.clone(), true), Ask::Finish(lease, result)];
-            let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, true)));
+            let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
         // Found by a write and by a read, everything is there, but not at once.
         let asks = || requests.iter().cloned().map(|request| Ask::Reserve(request, true)).collect::<Vec<_>>();
-        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, true)));
+        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
         let mut version = None;
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.read(batch, &mut version)));
@@ -475,16 +491,44 @@ mod tests {
     }
 
     #[test]
+    fn a_transaction_takes_along_those_who_come_meanwhile() {
+        let quiet = Quiet::new("company");
+        let queue = Queue::default();
+        let mut company = Company::of(&queue);
+        let mut keys = 0_u8;
+        let mut asks = |count: u8| {
+            keys += count;
+            (keys - count..keys).map(|n| Ask::Reserve(reserve(n), true)).collect::<Vec<_>>()
+        };
+        let come = |asks: Vec<Ask>| {
+            let op = |ask| Op { number: 0, asked_at: None, ask, reply: Reply::One(oneshot::channel().0) };
+            queue.push(asks.into_iter().map(op).collect::<Vec<_>>().into_iter(), 100).unwrap();
+        };
+        let answered = |asks, company: &Company<'_>| {
+            quiet.work(asks, |session, batch| assert!(session.write(batch, Some(company)))).1.len()
+        };
+        // Nobody was answered before, so nobody is expected.
+        assert_eq!(answered(asks(1), &company), 1);
+        company.were_answered(4);
+        let leases = (0..3).map(|n| {
+            let request = reserve(100 + n);
+            Ask::Finish(crate::Record::first(&request).lease(&request), Finish::Completed(Payload::Unencodable))
+        });
+        come(leases.collect());
+        assert_eq!(answered(asks(1), &company), 4);
+    }
+
+    #[test]
     fn the_writer_lets_upkeep_go_first() {
         let quiet = Quiet::new("first");
         let wanted = Wanted::by(&quiet.core);
         let asks = || vec![Ask::Reserve(reserve(1), true)];
-        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, true)));
+        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(matches!(&answers[..], [Err(error)] if error.kind() == StoreErrorKind::Unavailable), "{answers:?}");
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.keep_up(batch)));
         assert!(left == 0 && matches!(answers[..], [Ok(Answer::Reservation(_))]), "{answers:?}");
         drop(wanted);
-        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, true)));
+        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(matches!(answers[..], [Ok(Answer::Reservation(_))]), "{answers:?}");
     }
 
@@ -494,7 +538,7 @@ mod tests {
         let quiet = Quiet::new("spared");
         let held = Reserve { lease: Duration::from_millis(1), ..reserve(1) };
         let before = wall_millis();
-        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, true));
+        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
         quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
         while wall_millis() <= before + LONG_LOCK {
             std::thread::yield_now();
@@ -537,7 +581,7 @@ mod tests {
         let at = core.database.clock.now();
         let holder = core.database.reconnect().unwrap();
         holder.connection.execute_batch("BEGIN IMMEDIATE").unwrap();
-        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, true));
+        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
         let (before, asks) = (wall_millis(), || vec![Ask::Reserve(reserve(1), true)]);
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         let since = core.locked_since(at).expect("noted");

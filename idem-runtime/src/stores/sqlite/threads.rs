@@ -14,7 +14,7 @@
 //! An operation whose caller has gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
 //! some time, and after some bytes of questions or answers; what is left over is the next one's.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -39,8 +39,8 @@ const UPKEEP_BATCH: usize = 4096;
 pub(super) const SPARED: Duration = Duration::from_millis(250);
 /// The least batch after which the writer waits for those it has answered.
 const COMPANY: usize = 4;
-/// How long it waits for them.
-const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
+/// Reservations after which expired records are looked for: a lone call need not pay for that each time.
+const CLEAN_UP_AFTER: u32 = 8;
 /// For how many batches it does not wait, at most, after it has waited in vain.
 const LONGEST_SKIP: u32 = 64;
 /// How often the reader looks for commits of other handles while somebody waits: this, and as much more for each waiter.
@@ -73,6 +73,8 @@ pub(super) struct Core {
     /// leases are spared that lapsed meanwhile.
     locked: Mutex<Option<(i64, Instant)>>,
     numbers: AtomicU64,
+    /// Reservations since the last clean-up.
+    reservations: AtomicU32,
     /// How many of 256 reservations were replays lately, or other answers that change nothing.
     replays: AtomicUsize,
 }
@@ -139,6 +141,7 @@ impl Core {
             upkeep_waits: AtomicBool::new(false),
             locked: Mutex::default(),
             numbers: AtomicU64::new(0),
+            reservations: AtomicU32::new(0),
             replays: AtomicUsize::new(0),
         }
     }
@@ -167,6 +170,13 @@ impl Core {
     /// Since when nobody could renew a lease, if that was so just now.
     pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
         lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
+    }
+
+    /// Counts `more` reservations, and says how many there were since the last clean-up if there is to be one.
+    pub(super) fn reserved(&self, more: u32) -> Option<u32> {
+        let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
+        let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
+        is_due.then(|| self.reservations.swap(0, Ordering::Relaxed))
     }
 
     pub(super) fn waiters(&self) -> usize {
@@ -311,29 +321,26 @@ impl Core {
             }
         }
         let mut batch = Vec::with_capacity(BATCH);
-        let mut company = Company::default();
+        let mut company = Company::of(&self.writes);
         while self.writes.take(&mut batch, None) {
-            let answered = batch.len();
             // Where a commit waits for no disk, it is cheap, and the tasks had better work meanwhile.
             let waits = self.database.options.synchronous == Synchronous::Full;
-            let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| {
-                while session.write(batch, true) {
-                    if !waits {
-                        self.writes.take_more(batch, BATCH);
-                    }
-                    if batch.is_empty() {
-                        return true;
-                    }
-                    // Others are under way, so the connection is not at rest in any case.
-                    session.tell_now();
-                }
-                false
-            };
             while !batch.is_empty() {
-                self.on(&link, Database::reconnect, &mut batch, write);
-            }
-            if waits {
-                company.wait(&self.writes, answered);
+                self.on(&link, Database::reconnect, &mut batch, |session, batch| {
+                    while session.write(batch, waits.then_some(&company)) {
+                        if waits {
+                            company.were_answered(session.done());
+                        } else {
+                            self.writes.take_more(batch, BATCH);
+                        }
+                        if batch.is_empty() {
+                            return true;
+                        }
+                        // Others are under way, so the connection is not at rest in any case.
+                        session.tell_now();
+                    }
+                    false
+                });
             }
         }
         link.close();
@@ -435,35 +442,43 @@ impl Core {
     }
 }
 
-/// Waits for those who were just answered: most come back at once, one by one, with the next step of theirs, and a commit
-/// that does not wait for them is made for a few. Whoever comes alone meets nobody who waits.
-struct Company {
+/// Those who were just answered: most come back at once, one by one, with the next step of theirs, and a commit that does
+/// not wait for them is made for a few. What has come is done meanwhile. Whoever comes alone meets nobody who waits.
+pub(super) struct Company<'a> {
+    queue: &'a Queue,
+    /// How many operations were answered, and how many waited then.
+    answered: usize,
+    waited: usize,
     /// How many batches are not waited for, because those who were answered did not come back.
     skip: u32,
     next_skip: u32,
 }
 
-impl Default for Company {
-    fn default() -> Self {
-        Self { skip: 0, next_skip: 1 }
+impl<'a> Company<'a> {
+    pub(super) fn of(queue: &'a Queue) -> Self {
+        Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
     }
-}
 
-impl Company {
-    fn wait(&mut self, queue: &Queue, answered: usize) {
-        if answered < COMPANY {
-            return;
+    /// Adds to a batch that is done those who have come; waits `at_most` for those who are expected.
+    pub(super) fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
+        if self.answered >= COMPANY && self.skip == 0 {
+            self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
         }
+    }
+
+    /// `done` operations are answered.
+    pub(super) fn were_answered(&mut self, done: usize) {
         if self.skip > 0 {
             self.skip -= 1;
-            return;
+        } else if self.answered >= COMPANY {
+            if done.saturating_sub(self.waited) >= self.answered / 4 {
+                self.next_skip = 1;
+            } else {
+                self.skip = self.next_skip;
+                self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
+            }
         }
-        if queue.gather(answered, WAIT_FOR_COMPANY) >= answered / 4 {
-            self.next_skip = 1;
-        } else {
-            self.skip = self.next_skip;
-            self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
-        }
+        (self.answered, self.waited) = (done, self.queue.len());
     }
 }
 
