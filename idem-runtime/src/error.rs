@@ -2,21 +2,30 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
-use crate::codec::CodecError;
-use crate::codecs;
-use crate::fingerprint::FingerprintError;
-use crate::key::{KeyError, KeyProblem};
-use crate::policy::InvalidPolicy;
-use crate::policy::{Doubt, Uncertain};
-use crate::store::StoreError;
-use crate::{Disposition, Fingerprint, Key, StoreErrorKind};
+use crate::codec::Unavailable;
+use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
+use crate::policy::{Doubt, InvalidPolicy, Uncertain};
+use crate::store::{StoreError, StoreErrorKind};
 
 /// When a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop, short enough for
 /// messages to flow soon after it is mended.
 const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
+
+/// What to do with the message that was being handled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Disposition {
+    /// The operation has finished: acknowledge the message.
+    Ack,
+    /// Deliver the message again after this time, which is never zero.
+    Retry {
+        /// When a new delivery is likely to get further.
+        after: Duration,
+    },
+    /// No delivery of this message can succeed: set it aside for a person.
+    DeadLetter,
+}
 
 /// Why an idempotent function did not return a result of its body.
 ///
@@ -205,72 +214,6 @@ impl fmt::Display for Mismatch {
         match self.age {
             Some(age) => write!(f, ", which was written {age:.0?} ago"),
             None => Ok(()),
-        }
-    }
-}
-
-/// Why a finished operation has no result to replay.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Unavailable {
-    /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
-    TooLarge {
-        /// Its size in bytes.
-        bytes: u64,
-    },
-    /// The codec could not write the result.
-    Unencodable,
-    /// Another codec wrote the result, and the handler can't read it.
-    OtherCodec {
-        /// Its name.
-        codec: String,
-    },
-    /// The stored result doesn't decode as the function's return type.
-    Undecodable {
-        /// What the codec said.
-        source: CodecError,
-    },
-    /// The function given as `on_undecodable` could not migrate the result.
-    MigrationFailed {
-        /// What the function said.
-        source: CodecError,
-    },
-    /// The bytes that the function given as `on_undecodable` returned don't decode as the function's return type.
-    MigratedUndecodable {
-        /// What the codec said.
-        source: CodecError,
-    },
-    /// What is needed to read the result is gone or was altered, for example an object that it was offloaded to.
-    Unreadable {
-        /// What is wrong.
-        reason: Arc<str>,
-    },
-    /// An error was recorded, and this handler doesn't read recorded errors (`on_error = release`).
-    RecordedError,
-}
-
-impl fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TooLarge { bytes } => {
-                write!(f, "it had {bytes} bytes, more than `max_result_bytes` or the store allows")
-            }
-            Self::Unencodable => f.write_str("the codec could not write it"),
-            Self::OtherCodec { codec } => match codecs::missing_feature(codec) {
-                Some(feature) => {
-                    write!(f, "codec `{codec}` wrote it; enable the feature `{feature}` of `idem-runtime` to read it")
-                }
-                None => write!(f, "codec `{codec}` wrote it; `on_undecodable` can name a function that migrates it"),
-            },
-            Self::Unreadable { reason } => write!(f, "it can't be read: {reason}"),
-            Self::Undecodable { .. } => f.write_str("it does not decode as the function's return type"),
-            Self::MigrationFailed { .. } => f.write_str("`on_undecodable` could not migrate it"),
-            Self::MigratedUndecodable { .. } => {
-                f.write_str("what `on_undecodable` made of it does not decode as the function's return type")
-            }
-            Self::RecordedError => {
-                f.write_str("it is an error, and this handler does not read recorded errors (`on_error = release`)")
-            }
         }
     }
 }

@@ -73,61 +73,47 @@
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
 #![warn(missing_docs)]
 
-mod attempt;
 mod clock;
 mod codec;
-mod codecs;
 #[cfg(feature = "conformance")]
 pub mod conformance;
-mod ending;
 mod engine;
 mod error;
-mod fingerprint;
-mod heartbeat;
+mod future;
 mod key;
-mod lease;
-mod outcome;
+mod kit;
 mod policy;
 pub mod record;
-mod recorder;
 mod store;
 mod stores;
 mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
-mod upkeep;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod within;
 
-pub use attempt::{Attempt, current};
 pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock, Task};
-pub use codec::{Codec, CodecError, CodecName, Json};
 #[cfg(feature = "msgpack")]
-pub use codecs::msgpack::MessagePack;
+pub use codec::MessagePack;
 #[cfg(feature = "postcard")]
-pub use codecs::postcard::Postcard;
-pub use ending::Ending;
-pub use engine::{Operation, run};
-pub use error::{Error, Mismatch, Unavailable};
-pub use fingerprint::{Fingerprint, FingerprintError};
-pub use heartbeat::Heartbeats;
+pub use codec::Postcard;
+pub use codec::{Codec, CodecError, CodecName, Json, Unavailable, Undecodable};
+pub use engine::{
+    Attempt, CatchPanics, Ending, ErrorRule, Observe, Operation, Outcome, RecordResults, RecordValues, Recorder,
+    Refusal, current, observe, record_results, record_results_if, record_values, run,
+};
+pub use error::{Disposition, Error, Mismatch};
 #[cfg(feature = "macros")]
 pub use idem_macros::idempotent;
-pub use key::{Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
-pub use lease::{Lease, Owner};
-pub use outcome::{CatchPanics, Disposition, Observe, Outcome, Refusal, observe};
+pub use key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
 pub use policy::{
     Backoff, Doubt, InProgress, InvalidPolicy, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError,
     OnUndecodable, Policy, Uncertain,
 };
-pub use record::{Meeting, Payload, Record, State};
-pub use recorder::{
-    ErrorRule, RecordResults, RecordValues, Recorder, Undecodable, record_results, record_results_if, record_values,
+pub use record::{
+    Finish, Inspection, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State, Write,
 };
-pub use store::{
-    Answers, Finish, Inspection, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture, Write,
-    renew_all,
-};
+pub use store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 #[cfg(feature = "cached")]
 pub use stores::cached::{Cached, CachedOptions};
 #[cfg(feature = "compressed")]

@@ -11,17 +11,23 @@ use std::marker::PhantomData;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::key::is_scope;
-use crate::{
-    Codec, Error, ErrorRule, Key, KeyBuilder, KeyError, KeyPart, OnError, RecordResults, RecordValues, Recorder, Store,
-    record_results, record_results_if, record_values,
+use crate::codec::Codec;
+use crate::engine::{
+    ErrorRule, RecordResults, RecordValues, Recorder, record_results, record_results_if, record_values,
 };
+use crate::error::Error;
+use crate::key::{Key, KeyBuilder, KeyError, KeyPart, is_scope};
+use crate::policy::OnError;
+use crate::store::Store;
 
 pub use std::option::Option::{None, Some};
 pub use std::time::Duration;
 pub use std::{column, concat, file, line, module_path};
 
-pub use crate::{InProgress, Json, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Operation, Policy, Scope};
+pub use crate::codec::Json;
+pub use crate::engine::Operation;
+pub use crate::key::Scope;
+pub use crate::policy::{InProgress, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Policy};
 #[cfg(feature = "macros")]
 pub use idem_macros::a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own;
 
@@ -151,7 +157,7 @@ impl Operate for Operation {
 }
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-impl<C: crate::Transaction> Operate for crate::OperationWithin<C> {
+impl<C: crate::within::Transaction> Operate for crate::within::OperationWithin<C> {
     fn with_fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
         self.fingerprint(payload)
     }
@@ -443,18 +449,18 @@ pub struct Protected<O, T, E, R> {
 
 impl<T, E: From<Error>, R: Recorder<T, E>> Protected<Operation, T, E, R> {
     pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
-        crate::run(self.operation, self.handler.recorder, body)
+        crate::engine::run(self.operation, self.handler.recorder, body)
     }
 }
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-impl<C, T, E, R> Protected<crate::OperationWithin<C>, T, E, R>
+impl<C, T, E, R> Protected<crate::within::OperationWithin<C>, T, E, R>
 where
-    C: crate::Transaction,
+    C: crate::within::Transaction,
     E: From<Error>,
     R: Recorder<T, E>,
 {
     pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
-        crate::run_within(self.operation, self.handler.recorder, body)
+        crate::within::run_within(self.operation, self.handler.recorder, body)
     }
 }

@@ -23,13 +23,15 @@ use pin_project_lite::pin_project;
 use serde::Serialize;
 use tokio::sync::{Notify, mpsc, oneshot};
 
-use crate::clock::{Clock, race};
+use crate::clock::{Clock, SystemClock};
+use crate::engine::{Operation, Outcome, Recorder, observe, run};
+use crate::error::{Disposition, Error};
+use crate::future::race;
+use crate::key::{Key, KeyError};
+use crate::policy::{Mode, OnCrash, Policy};
+use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::lock;
-use crate::{
-    Answers, Disposition, Error, Finish, Heartbeats, Inspection, Key, KeyError, Lease, Mode, OnCrash, Operation,
-    Outcome, Payload, Policy, Recorder, Release, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture,
-    SystemClock, Write, observe, run,
-};
 
 /// How long a duplicate is told to stay away from a key that another open transaction holds: nobody knows how long that one
 /// stays open, and most don't for long.

@@ -1,7 +1,8 @@
 //! At most one run under `on_crash = fail`.
 
 use super::{Case, completed};
-use crate::{OnCrash, Record, Release, Reservation, Reserve, State, Write};
+use crate::policy::OnCrash;
+use crate::record::{Record, Release, Reservation, Reserve, State, Write};
 
 fn fail(request: Reserve) -> Reserve {
     Reserve { on_crash: OnCrash::Fail, ..request }

@@ -1,7 +1,9 @@
 //! The same key for another payload is a misuse, in every state.
 
 use super::{Case, completed, fingerprint, limited, marked, stored};
-use crate::{Finish, Key, Lease, OnCrash, Record, Release, Reservation, Reserve, Write};
+use crate::key::Key;
+use crate::policy::OnCrash;
+use crate::record::{Finish, Lease, Record, Release, Reservation, Reserve, Write};
 
 /// Checks that another fingerprint is a mismatch with attempt `attempt`, and that asking changes nothing.
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use super::{Case, completed};
-use crate::{Key, Write};
+use crate::key::Key;
+use crate::record::Write;
 
 /// Checks that each of `keys` has a record of its own.
 async fn are_distinct(case: &Case, keys: &[Key]) {

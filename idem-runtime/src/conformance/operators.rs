@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use super::{Case, LONG, PAUSE, TOLERANCE, completed, limited, marked, stored};
-use crate::{Finish, Key, OnCrash, Record, Release, Reservation, Reserve, State, Write};
+use crate::key::Key;
+use crate::policy::OnCrash;
+use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write};
 
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Case, LONG, PAUSE, TOLERANCE, chain, completed, limited};
-use crate::{Lease, Record, Release, Reservation, Reserve, Write};
+use crate::record::{Lease, Record, Release, Reservation, Reserve, Write};
 
 pub(super) async fn first_reservation(case: &Case) {
     let key = case.key("");

@@ -3,7 +3,8 @@
 use bytes::Bytes;
 
 use super::{Case, completed, stored};
-use crate::{CodecName, Finish, Payload, Record, Release, Reservation, Reserve, State, Write};
+use crate::codec::CodecName;
+use crate::record::{Finish, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 /// Finishes an attempt at a key of its own, and checks every way to read it.
 async fn survives(case: &Case, name: &str, finish: &Finish) {

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use super::{Case, LONG, PAUSE, SHORT, completed, fingerprint, limited, marked, stored};
-use crate::{Finish, Key, Policy, Release, Reserve, Write};
+use crate::key::Key;
+use crate::policy::Policy;
+use crate::record::{Finish, Release, Reserve, Write};
 
 /// Checks that nothing of the key's past is left.
 async fn is_forgotten(case: &Case, key: &Key, why: &str) {

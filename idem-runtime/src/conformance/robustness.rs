@@ -3,7 +3,9 @@
 use std::collections::HashSet;
 
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
-use crate::{Finish, OnCrash, Record, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write};
+use crate::policy::OnCrash;
+use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write};
+use crate::store::{Store, StoreError, StoreErrorKind};
 
 /// How often a call is polled before it is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
@@ -93,7 +95,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                 })
             })
             .collect();
-        let others = crate::clock::all(&mut dropping).await;
+        let others = crate::future::all(&mut dropping).await;
         case.sleep(PAUSE).await;
         for (lease, what) in others {
             let expected = Record::after(&lease, State::Released);

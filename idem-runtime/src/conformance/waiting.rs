@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Case, LONG, SHORT, abandon, chain, completed};
-use crate::{Key, Lease, OnCrash, Release, Reserve, State, Write};
+use crate::key::Key;
+use crate::policy::OnCrash;
+use crate::record::{Lease, Release, Reserve, State, Write};
 
 /// Long enough for a waiter to have told its server that it waits.
 const SETTLED: Duration = Duration::from_millis(100);

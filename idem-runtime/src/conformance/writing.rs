@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
 use super::{Case, LONG, PAUSE, SHORT, StoreFuture, TOLERANCE, completed, forged, limited, renew_all, stored};
-use crate::clock::all;
+use crate::future::all;
+use crate::record::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
 use crate::sync::lock;
-use crate::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
 
 pub(super) async fn renewal_extends(case: &Case) {
     let key = case.key("");

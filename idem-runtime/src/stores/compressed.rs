@@ -8,10 +8,11 @@ use zstd::bulk::{Compressor, Decompressor};
 use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
-use crate::store::forward;
+use crate::key::Key;
+use crate::record::{Finish, Inspection, Lease, Payload, Reservation, Reserve, Write};
+use crate::store::{Store, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
-use crate::{Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreFuture, Write};
 
 /// The codec that a record with a compressed result names.
 const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");

@@ -16,7 +16,7 @@
 use bytes::Bytes;
 
 use crate::codec::CodecName;
-use crate::{Finish, Payload, Record, State};
+use crate::record::{Finish, Payload, Record, State};
 
 const VERSION: u8 = 1;
 

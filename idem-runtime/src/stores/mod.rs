@@ -1,4 +1,4 @@
-//! One backend per file; each knows the contract and none of its siblings.
+//! The stores, one folder each, and the wrappers around any store. A store knows the contract and the kit, and no other store.
 
 #[cfg(feature = "cached")]
 pub(crate) mod cached;
@@ -10,8 +10,6 @@ pub(crate) mod dynamo;
 pub(crate) mod envelope;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
-#[cfg(any(feature = "redis", feature = "postgres"))]
-mod metered;
 #[cfg(feature = "offloaded")]
 pub(crate) mod offloaded;
 #[cfg(feature = "postgres")]
@@ -20,7 +18,5 @@ pub(crate) mod postgres;
 pub(crate) mod redis;
 #[cfg(feature = "sqlite")]
 pub(crate) mod sqlite;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
-pub(crate) mod waiting;
 #[cfg(any(feature = "cached", feature = "compressed", feature = "offloaded"))]
 pub(crate) mod wrapper;

@@ -9,15 +9,13 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStore, ObjectStoreExt, PutPayload};
 use sha2::{Digest, Sha256};
 
-use crate::clock::race;
 use crate::codec::CodecName;
-use crate::store::forward;
+use crate::future::race;
+use crate::key::Key;
+use crate::record::{Finish, Inspection, Lease, Payload, Reservation, Reserve, Write};
+use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
-use crate::{
-    Finish, Inspection, Key, Lease, Payload, Reservation, Reserve, Store, StoreError, StoreErrorKind, StoreFuture,
-    Write,
-};
 
 /// The codec that a record names whose result is in an object.
 const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");

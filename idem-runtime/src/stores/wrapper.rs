@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::Store;
+use crate::store::Store;
 
 /// The upkeep handle of a wrapper around a store: the same wrapper around that store's, made once. If the store makes no
 /// difference, neither does the wrapper.
@@ -31,7 +31,7 @@ macro_rules! hand_on {
             self.inner.name()
         }
 
-        fn handle(&self) -> ::std::sync::Arc<dyn $crate::Store> {
+        fn handle(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
             self.this.upgrade().expect("alive while it is borrowed")
         }
 
@@ -43,32 +43,32 @@ macro_rules! hand_on {
             self.inner.response_timeout()
         }
 
-        fn heartbeats(&self) -> &$crate::Heartbeats {
+        fn heartbeats(&self) -> &$crate::store::Heartbeats {
             self.inner.heartbeats()
         }
 
         fn renew<'a>(
             &'a self,
-            leases: &'a [$crate::Lease],
-            answer: &'a $crate::Answers<'a>,
-        ) -> $crate::StoreFuture<'a, ()> {
+            leases: &'a [$crate::record::Lease],
+            answer: &'a $crate::store::Answers<'a>,
+        ) -> $crate::store::StoreFuture<'a, ()> {
             self.inner.renew(leases, answer)
         }
 
         fn release<'a>(
             &'a self,
-            lease: &'a $crate::Lease,
-            release: $crate::Release,
-        ) -> $crate::StoreFuture<'a, $crate::Write> {
+            lease: &'a $crate::record::Lease,
+            release: $crate::record::Release,
+        ) -> $crate::store::StoreFuture<'a, $crate::record::Write> {
             self.inner.release(lease, release)
         }
 
         fn wait<'a>(
             &'a self,
-            key: &'a $crate::Key,
+            key: &'a $crate::key::Key,
             attempt: u32,
             at_most: ::std::time::Duration,
-        ) -> $crate::StoreFuture<'a, ()> {
+        ) -> $crate::store::StoreFuture<'a, ()> {
             self.inner.wait(key, attempt, at_most)
         }
     };

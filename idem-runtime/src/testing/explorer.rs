@@ -17,8 +17,9 @@ use super::scenario::{Cut, Duplicate, Point, Scenario};
 use super::simulation::{Simulation, Task};
 use super::worker::{SLOWER, Worker, World};
 use crate::clock::Clock;
+use crate::engine::{Observe, Outcome, Refusal};
+use crate::error::Disposition;
 use crate::sync::lock;
-use crate::{Disposition, Observe, Outcome, Refusal};
 
 /// When a broker delivers a message again of which it has heard nothing, or that was returned without a time; twice as
 /// late each time, up to a lease.

@@ -12,9 +12,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use super::simulation::Tasks;
-use crate::attempt::Entered;
 use crate::clock::{Clock, Instant, Sleep, SplitMix, Task};
-use crate::outcome::Observation;
+use crate::engine::{Entered, Observation};
 use crate::sync::lock;
 
 thread_local! {

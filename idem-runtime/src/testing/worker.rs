@@ -15,12 +15,12 @@ use super::report::Problem;
 use super::scenario::{Cut, Point, Scenario};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
-use crate::store::forward;
+use crate::engine::current;
+use crate::key::Key;
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward, renew_all};
+use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
-use crate::{
-    Answers, Finish, Heartbeats, Inspection, Key, Lease, MemoryStore, Release, Reservation, Reserve, Store, StoreError,
-    StoreErrorKind, StoreFuture, Write, current, renew_all,
-};
 
 /// How long a store that went down stays down, in leases: long enough for somebody else to take over.
 const DOWN_FOR_LEASES: u32 = 2;

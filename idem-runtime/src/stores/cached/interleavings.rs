@@ -4,7 +4,7 @@ use shuttle::future::block_on;
 use shuttle::thread;
 
 use super::*;
-use crate::MemoryStore;
+use crate::stores::memory::MemoryStore;
 use crate::stores::memory::interleavings::request;
 use crate::sync::{TestClock, explore};
 

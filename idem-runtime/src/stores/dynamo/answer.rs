@@ -18,7 +18,7 @@ use aws_sdk_dynamodb::operation::update_item::{UpdateItemError, UpdateItemOutput
 use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 
 use super::item::Attributes;
-use crate::{StoreError, StoreErrorKind};
+use crate::store::{StoreError, StoreErrorKind};
 
 /// The tries that the SDK makes of one call. It repeats by itself what the user's client tells it to repeat, so a call that
 /// ends with a refusal may have taken effect before.

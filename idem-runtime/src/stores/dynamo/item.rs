@@ -7,8 +7,7 @@ use aws_sdk_dynamodb::types::AttributeValue;
 use bytes::Bytes;
 
 use crate::record::format::FormatError;
-use crate::record::{Parts, signed_millis};
-use crate::{Record, State};
+use crate::record::{Parts, Record, State, signed_millis};
 
 /// What DynamoDB calls an item.
 pub(super) type Attributes = HashMap<String, AttributeValue>;

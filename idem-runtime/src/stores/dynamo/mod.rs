@@ -28,16 +28,14 @@ use self::item::{
 };
 pub use self::table::DynamoOptions;
 use self::table::WallClock;
-use crate::clock::{Instant, Sleep, race};
-use crate::record::Parts;
+use crate::clock::{Instant, Sleep};
+use crate::future::race;
+use crate::key::Key;
+use crate::kit::waiting::Waiting;
 use crate::record::format::FormatError;
-use crate::store::forward;
-use crate::stores::waiting::Waiting;
+use crate::record::{Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write};
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::PerProcess;
-use crate::{
-    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write,
-};
 
 /// How often a reservation or an operator's decision looks again at a record that has changed meanwhile, and the pauses in
 /// between. Each time another attempt has got ahead, so the loop ends by itself; the limit guards against bugs, of others

@@ -15,10 +15,11 @@ use aws_sdk_dynamodb::types::{
 
 use super::answer::{self, Tries};
 use super::{Connections, DynamoStore, Shared, apart_from, item};
-use crate::clock::{SystemClock, race, wall_millis};
+use crate::clock::{SystemClock, wall_millis};
+use crate::future::race;
+use crate::kit::waiting::Waiting;
 use crate::record::signed_millis;
-use crate::stores::waiting::Waiting;
-use crate::{Heartbeats, StoreError, StoreErrorKind};
+use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 
 /// How long a new table may take to become usable.
 const LONGEST_CREATION: Duration = Duration::from_secs(120);

@@ -6,8 +6,9 @@ use shuttle::future::block_on;
 use shuttle::thread;
 
 use super::*;
+use crate::policy::OnCrash;
+use crate::record::Payload;
 use crate::sync::{TestClock, explore};
-use crate::{OnCrash, Payload};
 
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);

@@ -12,7 +12,9 @@ use bytes::Bytes;
 
 use super::{Nanos, span};
 use crate::codec::CodecName;
-use crate::{Fingerprint, Finish, Key, OnCrash, Owner, Payload, Record, Release, State};
+use crate::key::{Fingerprint, Key};
+use crate::policy::OnCrash;
+use crate::record::{Finish, Owner, Payload, Record, Release, State};
 
 /// Slots in a chunk. A power of two.
 const CHUNK: usize = 32;

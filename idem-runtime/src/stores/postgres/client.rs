@@ -14,7 +14,7 @@ use tokio_postgres::{Error, Row};
 use super::sessions::{LONGEST, Sessions, Taken, unless_stuck};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
-use crate::{StoreError, StoreErrorKind};
+use crate::store::{StoreError, StoreErrorKind};
 
 /// What to do about a pooler that was not expected.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";

@@ -36,14 +36,14 @@ use self::wake::{Listener, Mark, Wakeups};
 #[cfg(feature = "sqlx")]
 pub use self::with_sqlx::InSqlx;
 pub use self::within::InPostgres;
-use crate::clock::{Clock, all, race};
-use crate::record::Parts;
-use crate::store::forward;
-use crate::sync::{PerProcess, Process};
-use crate::{
-    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Payload, Record, Release, Reservation,
-    Reserve, State, Store, StoreError, StoreErrorKind, StoreFuture, Within, Write,
+use crate::clock::Clock;
+use crate::future::{all, race};
+use crate::key::Key;
+use crate::record::{
+    Finish, Inspection, Lease, Meeting, Owner, Parts, Payload, Record, Release, Reservation, Reserve, State, Write,
 };
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::sync::{PerProcess, Process};
 
 /// How often a call looks at a record before it gives up: each time another attempt has got ahead, or another session has
 /// locked the row.
@@ -125,61 +125,6 @@ impl PostgresStore {
     /// ```
     pub fn schema_sql(schema: &str) -> String {
         sql::ddl(schema)
-    }
-
-    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
-    ///
-    /// The table is that in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE` a duplicate that meets what was committed after this transaction began ends it with an error, as
-    /// any other conflict of theirs. Times count from the start of the transaction.
-    ///
-    /// ```no_run
-    /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
-    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
-    /// }
-    ///
-    /// let tx = client.transaction().await?;
-    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
-    /// tx.commit().await?; // The payment and its record, or neither.
-    /// # Ok(()) }
-    /// ```
-    pub fn within<'a>(
-        tx: &'a tokio_postgres::Transaction<'a>,
-    ) -> Within<InPostgres<&'a tokio_postgres::Transaction<'a>>> {
-        Within(InPostgres::new(tx))
-    }
-
-    /// The same for a transaction of `sqlx`, which the body and the record share by a lock. The body must not hold it while
-    /// it calls another handler in the same transaction.
-    ///
-    /// ```no_run
-    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// use sqlx::{Postgres, Transaction};
-    /// use tokio::sync::Mutex;
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
-    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
-    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
-    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
-    /// }
-    ///
-    /// let tx = Mutex::new(pool.begin().await?);
-    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
-    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
-    /// # Ok(()) }
-    /// ```
-    #[cfg(feature = "sqlx")]
-    pub fn within_sqlx<'a, 'c>(
-        tx: &'a tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>,
-    ) -> Within<InPostgres<InSqlx<'a, 'c>>> {
-        Within(InPostgres::new(InSqlx(tx)))
     }
 
     /// Deletes expired records, looking at no more than `batch` rows, and says how many that were.

@@ -12,8 +12,9 @@ use super::sessions::{LONGEST, Source, Tls};
 use super::sql::{self, Ask as _, Statements};
 use super::wake::Listener;
 use super::{Common, PostgresStore, Server, Shared};
+use crate::clock::SystemClock;
+use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::Process;
-use crate::{Heartbeats, StoreError, StoreErrorKind, SystemClock};
 
 /// The oldest server whose statements are the ones used here.
 const OLDEST: i64 = 120_000;

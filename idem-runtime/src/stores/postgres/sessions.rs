@@ -16,9 +16,10 @@ use tokio_postgres::{Client, Config, Error, NoTls, Socket};
 
 use super::client::Failure;
 use super::sql::Statement;
-use crate::StoreErrorKind;
-use crate::clock::{Clock, Instant, race};
-use crate::stores::metered::{Meter, Metered, Moment};
+use crate::clock::{Clock, Instant};
+use crate::future::race;
+use crate::kit::metered::{Meter, Metered, Moment};
+use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
 /// How often another connection is tried when the pool's turns out to be broken.

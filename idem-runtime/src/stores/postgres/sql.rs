@@ -15,8 +15,8 @@ use tokio_postgres::types::{FromSql, ToSql, Type};
 
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
-use crate::record::{Parts, signed_millis};
-use crate::{Finish, Inspection, Payload, Record, Reserve, State, StoreError, StoreErrorKind};
+use crate::record::{Finish, Inspection, Parts, Payload, Record, Reserve, State, signed_millis};
+use crate::store::{StoreError, StoreErrorKind};
 use std::time::Duration;
 
 /// The schema where nothing is said.

@@ -17,9 +17,10 @@ use tokio_postgres::{AsyncMessage, Config, NoTls, Socket};
 
 use super::sessions::Tls;
 use super::sql;
-use crate::StoreError;
-use crate::clock::{Clock, race};
-use crate::stores::waiting::Waiting;
+use crate::clock::Clock;
+use crate::future::race;
+use crate::kit::waiting::Waiting;
+use crate::store::StoreError;
 
 /// How often a waiter asks if nothing can be listened to.
 const POLL: Duration = Duration::from_millis(50);

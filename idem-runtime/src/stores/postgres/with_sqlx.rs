@@ -17,11 +17,13 @@ use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 use super::PostgresStore;
 use super::sql::{Cells, Statement};
 use super::within::{InPostgres, Refused, Session};
-use crate::clock::{Clock, SystemClock, race};
+use crate::clock::{Clock, SystemClock};
+use crate::engine::Outcome;
+use crate::future::race;
 use crate::record::format::FormatError;
+use crate::store::StoreError;
 use crate::within::sealed::Sealed;
 use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
-use crate::{Outcome, StoreError};
 
 /// How long the connection is waited for: a body that holds it while a handler that it calls needs it waits for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -29,6 +31,35 @@ const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// A transaction of `sqlx`; see [`PostgresStore::within_sqlx`](super::PostgresStore::within_sqlx).
 #[derive(Clone, Copy)]
 pub struct InSqlx<'a, 'c>(pub(super) &'a Mutex<sqlx::Transaction<'c, Postgres>>);
+
+impl PostgresStore {
+    /// The same for a transaction of `sqlx`, which the body and the record share by a lock. The body must not hold it while
+    /// it calls another handler in the same transaction.
+    ///
+    /// ```no_run
+    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// use sqlx::{Postgres, Transaction};
+    /// use tokio::sync::Mutex;
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
+    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
+    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
+    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
+    /// }
+    ///
+    /// let tx = Mutex::new(pool.begin().await?);
+    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
+    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
+    /// # Ok(()) }
+    /// ```
+    pub fn within_sqlx<'a, 'c>(
+        tx: &'a tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>,
+    ) -> Within<InPostgres<InSqlx<'a, 'c>>> {
+        Within(InPostgres::new(InSqlx(tx)))
+    }
+}
 
 impl fmt::Debug for InSqlx<'_, '_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

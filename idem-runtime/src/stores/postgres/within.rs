@@ -14,14 +14,14 @@ use tokio_postgres::{Client, Transaction};
 use super::client::{Effect, Hidden, meaning, told};
 use super::sql::{self, Ask, Cells, Found, Met, Statement, Statements, corrupt};
 use super::{LOOKED, LOOKS, PostgresStore, pause};
-use crate::record::Parts;
+use crate::clock::SystemClock;
+use crate::engine::Outcome;
+use crate::key::Key;
 use crate::record::format::FormatError;
+use crate::record::{Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write};
+use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
 use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
-use crate::{
-    Finish, Inspection, Key, Lease, Meeting, Outcome, Record, Release, Reservation, Reserve, State, StoreError,
-    StoreErrorKind, SystemClock, Write,
-};
 
 /// Tables whose statements are kept. There may be a schema for each tenant, and then each call has another one.
 const TABLES: usize = 16;
@@ -32,6 +32,35 @@ pub struct InPostgres<S> {
     session: S,
     table: Arc<Table>,
     namespace: Box<str>,
+}
+
+impl PostgresStore {
+    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
+    ///
+    /// The table is that in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
+    /// `SERIALIZABLE` a duplicate that meets what was committed after this transaction began ends it with an error, as
+    /// any other conflict of theirs. Times count from the start of the transaction.
+    ///
+    /// ```no_run
+    /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
+    /// }
+    ///
+    /// let tx = client.transaction().await?;
+    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
+    /// tx.commit().await?; // The payment and its record, or neither.
+    /// # Ok(()) }
+    /// ```
+    pub fn within<'a>(
+        tx: &'a tokio_postgres::Transaction<'a>,
+    ) -> Within<InPostgres<&'a tokio_postgres::Transaction<'a>>> {
+        Within(InPostgres::new(tx))
+    }
 }
 
 /// Whose connection the transaction is on: what a driver has to do.

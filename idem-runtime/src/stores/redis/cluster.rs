@@ -22,9 +22,9 @@ use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhe
 use super::dispatch::{Answer, Replicas, Terms};
 use super::limits::Limits;
 use super::route::{Node, Op};
-use crate::clock::{all, race};
+use crate::future::{all, race};
+use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
-use crate::{StoreError, StoreErrorKind};
 
 const SLOTS: u16 = 16_384;
 /// How often an operation follows to another node.

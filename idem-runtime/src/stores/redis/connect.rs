@@ -20,8 +20,8 @@ use super::sentinel::Sentinels;
 use super::wake::{Source, Wakeups};
 use super::{Core, RedisStore, Script, Shared, failed};
 use crate::clock::{Clock, SystemClock};
+use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
-use crate::{Heartbeats, StoreError, StoreErrorKind};
 
 /// How a runtime gets to the servers.
 pub(super) enum Plan {

@@ -11,8 +11,9 @@ use tokio::task::AbortHandle;
 
 use super::sentinel::Sentinels;
 use super::stream::{self, Opened, Pulse};
-use crate::clock::{Clock, Instant, Sleep, race};
-use crate::stores::metered::Meter;
+use crate::clock::{Clock, Instant, Sleep};
+use crate::future::race;
+use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
 /// After a connection could not be made, nobody tries again for this long.

@@ -13,8 +13,8 @@ use redis::Value;
 
 use super::connection::{Failure, Refusal};
 use super::{failed, too_large};
-use crate::StoreError;
 use crate::clock::{Clock, Instant};
+use crate::store::StoreError;
 use crate::sync::lock;
 
 /// The least that a server can be told to take, so a smaller value is never the reason.
@@ -125,7 +125,8 @@ mod tests {
     use redis::{ErrorKind, RedisError};
 
     use super::*;
-    use crate::{ManualClock, StoreErrorKind};
+    use crate::clock::ManualClock;
+    use crate::store::StoreErrorKind;
 
     const MIB: usize = 1024 * 1024;
 

@@ -38,13 +38,11 @@ use self::limits::Limits;
 use self::lines::{Found, Line, Lines};
 use self::route::Op;
 use crate::clock::{Clock, Instant};
+use crate::key::Key;
 use crate::record::format::{self, millis};
-use crate::store::forward;
+use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State, Write};
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::{PerProcess, lock};
-use crate::{
-    Answers, Finish, Heartbeats, Inspection, Key, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State,
-    Store, StoreError, StoreErrorKind, StoreFuture, Write,
-};
 
 /// How often a reservation looks at a record that changes under its eyes. Each time another attempt has got ahead, which
 /// ends by itself; the limit is for servers and bugs that never let it.
@@ -470,7 +468,7 @@ impl Store for Shared {
                     Box::pin(self.renew_some(line, some, move |at, write| answer(chunk * at_once + at, write)))
                 })
                 .collect();
-            crate::clock::all(&mut calls).await.into_iter().collect()
+            crate::future::all(&mut calls).await.into_iter().collect()
         })
     }
 

@@ -16,7 +16,8 @@ use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from
 use tokio::sync::{Notify, watch};
 
 use super::connection::{Background, Connection, Failure, Place, elsewhere};
-use crate::clock::{Clock, all, race};
+use crate::clock::Clock;
+use crate::future::{all, race};
 use crate::sync::lock;
 
 /// How long a sentinel may take; one that is away must not hold up the others for long.
@@ -213,7 +214,7 @@ async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::SystemClock;
+    use crate::clock::SystemClock;
 
     fn primary(port: u16, epoch: u64) -> Primary {
         Primary { host: "h".to_owned(), port, epoch }

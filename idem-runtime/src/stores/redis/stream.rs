@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 use super::connection::Background;
 use crate::clock::{Clock, Instant};
-use crate::stores::metered::{Meter, Metered, Moment};
+use crate::kit::metered::{Meter, Metered, Moment};
 
 /// How many commands the driver of a connection takes over before callers queue for it.
 const DRIVER_QUEUE: usize = 1024;

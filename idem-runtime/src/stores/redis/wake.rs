@@ -15,9 +15,10 @@ use tokio::sync::watch;
 #[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
 use super::connection::{Background, Place};
-use crate::clock::{Clock, Sleep, race};
-use crate::stores::waiting::Waiting;
-use crate::{StoreError, SystemClock};
+use crate::clock::{Clock, Sleep, SystemClock};
+use crate::future::race;
+use crate::kit::waiting::Waiting;
+use crate::store::StoreError;
 
 /// How often a waiter asks if its connection can't subscribe.
 const POLL: Duration = Duration::from_millis(50);

@@ -12,7 +12,8 @@ use rusqlite::{Connection, OpenFlags};
 use super::table::{self, Form, Texts, Trouble};
 use super::{SqliteStore, threads};
 use crate::clock::{Clock, Instant, SystemClock};
-use crate::{Finish, StoreError, StoreErrorKind};
+use crate::record::Finish;
+use crate::store::{StoreError, StoreErrorKind};
 
 /// The pauses between two tries to get a lock that another process holds: about as long as a transaction.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);

@@ -13,7 +13,7 @@ use std::time::Duration;
 use rusqlite::config::DbConfig;
 
 use super::connect::{Connected, misconfigured};
-use crate::StoreError;
+use crate::store::StoreError;
 use crate::sync::{Process, lock};
 
 /// All connections in the memory of this process.

@@ -7,8 +7,10 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::clock::Instant;
+use crate::key::Key;
+use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::store::StoreError;
 use crate::sync::lock;
-use crate::{Finish, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, StoreError, Write};
 
 /// Operations that one transaction takes.
 pub(super) const BATCH: usize = 256;

@@ -12,7 +12,7 @@ use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
 use super::table::{Table, Trouble};
 use super::threads::{Company, Core, SPARED, same};
 use crate::clock::{Clock, Instant, wall_millis};
-use crate::{StoreError, StoreErrorKind};
+use crate::store::{StoreError, StoreErrorKind};
 
 /// How long a transaction may take until it is committed: everybody else waits for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
@@ -415,7 +415,10 @@ mod tests {
     use super::*;
     use crate::clock::SystemClock;
     use crate::codec::CodecName;
-    use crate::{Finish, Key, OnCrash, Owner, Payload, Reservation, Reserve, SqliteStore, Write};
+    use crate::key::Key;
+    use crate::policy::OnCrash;
+    use crate::record::{Finish, Owner, Payload, Reservation, Reserve, Write};
+    use crate::stores::sqlite::SqliteStore;
 
     /// A file in a folder that goes when this is dropped, with nobody at work.
     struct Quiet {
@@ -474,9 +477,9 @@ mod tests {
         let quiet = Quiet::new("answers");
         let requests: Vec<_> = (0..32).map(reserve).collect();
         for request in &requests {
-            let lease = crate::Record::first(request).lease(request);
+            let lease = crate::record::Record::first(request).lease(request);
             let bytes = vec![b'x'; 1024 * 1024].into();
-            let result = Finish::Completed(Payload::Stored { codec: CodecName::of::<crate::Json>(), bytes });
+            let result = Finish::Completed(Payload::Stored { codec: CodecName::of::<crate::codec::Json>(), bytes });
             let asks = vec![Ask::Reserve(request.clone(), true), Ask::Finish(lease, result)];
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
@@ -512,7 +515,7 @@ mod tests {
         company.were_answered(4);
         let leases = (0..3).map(|n| {
             let request = reserve(100 + n);
-            Ask::Finish(crate::Record::first(&request).lease(&request), Finish::Completed(Payload::Unencodable))
+            Ask::Finish(crate::record::Record::first(&request).lease(&request), Finish::Completed(Payload::Unencodable))
         });
         come(leases.collect());
         assert_eq!(answered(asks(1), &company), 4);
@@ -596,7 +599,7 @@ mod tests {
     fn only_renewals_do_not_wait_for_the_disk() {
         let quiet = Quiet::new("disk");
         let request = reserve(1);
-        let lease = crate::Record::first(&request).lease(&request);
+        let lease = crate::record::Record::first(&request).lease(&request);
         let asks = vec![Ask::Renew(lease.clone()), Ask::Reserve(request, true), Ask::Renew(lease.clone())];
         let (_, answers) = quiet.work(asks, |session, batch| {
             assert!(session.keep_up(batch));

@@ -11,9 +11,11 @@ use bytes::Bytes;
 use rusqlite::types::{FromSqlError, Value};
 use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 
+use crate::key::Key;
 use crate::record::format::FormatError;
-use crate::record::{Parts, signed_millis};
-use crate::{Finish, Inspection, Key, Lease, Meeting, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{
+    Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write, signed_millis,
+};
 
 /// What the table is called where nothing is said.
 pub(super) const NAME: &str = "idem_records";

@@ -27,10 +27,12 @@ use super::connect::{Connected, Database, busy, not_written, unavailable};
 use super::link::Link;
 use super::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
 use super::session::Session;
-use crate::clock::{Clock, Instant, race};
-use crate::stores::waiting::Waiting;
+use crate::clock::{Clock, Instant};
+use crate::future::race;
+use crate::kit::waiting::Waiting;
+use crate::record::{Lease, Reservation, Reserve};
+use crate::store::{Answers, StoreError, StoreErrorKind};
 use crate::sync::lock;
-use crate::{Answers, Lease, Reservation, Reserve, StoreError, StoreErrorKind};
 
 /// Renewals and late writes in one transaction: they are small.
 const UPKEEP_BATCH: usize = 4096;

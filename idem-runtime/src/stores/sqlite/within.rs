@@ -9,10 +9,11 @@ use super::SqliteStore;
 use super::connect::{failed, misconfigured};
 use super::table::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
+use crate::engine::Outcome;
+use crate::key::Key;
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::store::{StoreError, StoreErrorKind};
 use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
-use crate::{
-    Finish, Inspection, Key, Lease, Outcome, Release, Reservation, Reserve, StoreError, StoreErrorKind, Write,
-};
 
 /// How often a call looks whether another one in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
@@ -28,6 +29,42 @@ pub struct InSqlite<'a> {
 impl<'a> InSqlite<'a> {
     pub(super) fn new(connection: &'a Connection) -> Self {
         Self { connection, table: table::NAME.to_owned(), namespace: String::new() }
+    }
+}
+
+impl SqliteStore {
+    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
+    ///
+    /// The table is `idem_records`, or [`another`](Within::table), and is made if it is not there. Begin the transaction as
+    /// `IMMEDIATE`: of several that write only one is open at a time, so a duplicate waits where it begins, for as long as
+    /// the `busy_timeout` of its connection allows. In one that was begun otherwise, a duplicate gets [`Error::Store`] of
+    /// kind [`StoreErrorKind::Aborted`] if another transaction writes. `rusqlite` works on the thread that calls it.
+    ///
+    /// [`Error::Store`]: crate::Error::Store
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// use idem_runtime::{Error, SqliteStore, idempotent};
+    /// use rusqlite::{Connection, TransactionBehavior};
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = SqliteStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &rusqlite::Transaction<'_>, order: i64) -> Result<usize, Error> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES (?1)", [order]).expect("the table is there"))
+    /// }
+    ///
+    /// let mut connection = Connection::open_in_memory().unwrap();
+    /// connection.execute_batch("CREATE TABLE payments (order_id INTEGER)").unwrap();
+    /// for _delivery in 0..2 {
+    ///     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).unwrap();
+    ///     pay(&tx, 42).await.unwrap(); // After an error, drop the transaction: that rolls it back.
+    ///     tx.commit().unwrap(); // The payment and its record, or neither.
+    /// }
+    /// let payments: i64 = connection.query_row("SELECT count(*) FROM payments", [], |row| row.get(0)).unwrap();
+    /// assert_eq!(payments, 1);
+    /// # });
+    /// ```
+    pub fn within<'a>(tx: &'a rusqlite::Transaction<'_>) -> Within<InSqlite<'a>> {
+        Within(InSqlite::new(tx))
     }
 }
 

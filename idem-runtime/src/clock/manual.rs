@@ -1,0 +1,104 @@
+//! Time that tests move.
+
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use super::random::SplitMix;
+use super::{Clock, Instant, Sleep, Task, upkeep};
+use crate::sync;
+
+/// A clock that moves only when told to, for tests.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use idem_runtime::{Clock, ManualClock, MemoryStore};
+/// let clock = ManualClock::new();
+/// let store = MemoryStore::with_clock(clock.clone());
+/// let before = clock.now();
+/// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
+/// assert_eq!(clock.now().saturating_since(before).as_secs(), 31);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct ManualClock {
+    state: Arc<Mutex<Manual>>,
+}
+
+#[derive(Debug, Default)]
+struct Manual {
+    now: Duration,
+    random: SplitMix,
+    sleepers: Vec<(Duration, Waker)>,
+}
+
+impl ManualClock {
+    /// A clock that stands at its origin.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A clock whose entropy is derived from `seed`, for runs that must repeat exactly.
+    pub fn seeded(seed: u64) -> Self {
+        let clock = Self::default();
+        clock.lock().random = SplitMix(seed);
+        clock
+    }
+
+    /// Moves time forward and wakes every sleeper whose time has come.
+    pub fn advance(&self, duration: Duration) {
+        let due = {
+            let mut state = self.lock();
+            state.now = state.now.saturating_add(duration);
+            let now = state.now;
+            let (due, rest) = state.sleepers.drain(..).partition::<Vec<_>, _>(|(at, _)| *at <= now);
+            state.sleepers = rest;
+            due
+        };
+        for (_, waker) in due {
+            waker.wake();
+        }
+    }
+
+    /// The time until the next sleeper is due, `None` while nobody sleeps.
+    pub fn next_wake(&self) -> Option<Duration> {
+        let state = self.lock();
+        state.sleepers.iter().map(|(at, _)| at.saturating_sub(state.now)).min()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Manual> {
+        sync::lock(&self.state)
+    }
+}
+
+impl Clock for ManualClock {
+    fn now(&self) -> Instant {
+        Instant::new(self.lock().now)
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        let until = self.lock().now.saturating_add(duration);
+        let clock = self.clone();
+        Box::pin(poll_fn(move |cx| {
+            let mut state = clock.lock();
+            if state.now >= until {
+                return Poll::Ready(());
+            }
+            if !state.sleepers.iter().any(|(at, waker)| *at == until && waker.will_wake(cx.waker())) {
+                state.sleepers.push((until, cx.waker().clone()));
+            }
+            Poll::Pending
+        }))
+    }
+
+    fn entropy(&self) -> u128 {
+        self.lock().random.bits()
+    }
+
+    fn spawn(&self, task: Task) {
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn(task)),
+            Err(_) => upkeep::spawn(task),
+        }
+    }
+}

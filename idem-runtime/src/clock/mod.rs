@@ -1,0 +1,106 @@
+//! The only reader of time and the only source of randomness.
+
+mod manual;
+mod random;
+mod system;
+mod upkeep;
+
+use std::cell::Cell;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+pub use self::manual::ManualClock;
+pub(crate) use self::random::SplitMix;
+pub use self::system::SystemClock;
+#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
+pub(crate) use self::system::wall_millis;
+
+/// A point on a [`Clock`]: the time since an origin that only this clock knows.
+///
+/// Instants of two clocks, and so of two machines, can't be compared; only durations travel.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Instant(Duration);
+
+impl Instant {
+    /// The point `since_origin` after the clock's origin.
+    pub const fn new(since_origin: Duration) -> Self {
+        Self(since_origin)
+    }
+
+    /// The time since the clock's origin.
+    pub const fn since_origin(self) -> Duration {
+        self.0
+    }
+
+    /// The time from `earlier` to `self`, zero if `earlier` is later.
+    pub const fn saturating_since(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+
+    /// The point `duration` later; the end of time where that overflows.
+    #[must_use]
+    pub const fn saturating_add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(duration))
+    }
+}
+
+/// A future that is ready when a [`Clock`] has moved on far enough.
+pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Where the library takes time and randomness from.
+///
+/// [`SystemClock`] is the real one. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
+pub trait Clock: fmt::Debug + Send + Sync + 'static {
+    /// The present. Never goes back.
+    fn now(&self) -> Instant;
+
+    /// A future that is ready once `duration` has passed.
+    fn sleep(&self, duration: Duration) -> Sleep;
+
+    /// 128 random bits: the owner token of an attempt, or where the tokens of a store in this process start.
+    fn entropy(&self) -> u128;
+
+    /// Runs `task`, which no caller waits for: a renewal, or the late write of a call that is gone.
+    ///
+    /// The real clock runs it on a thread of the library's own. A clock of tests runs it where the test runs, so that the
+    /// test decides what happens when.
+    fn spawn(&self, task: Task);
+}
+
+/// What [`Clock::spawn`] runs.
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+thread_local! {
+    /// What a clock showed just now, on this thread: the engine dates a reservation, and the store it asks does so, too.
+    static READING: Cell<Option<(usize, Instant)>> = const { Cell::new(None) };
+}
+
+/// Which clock it is.
+fn address(clock: &dyn Clock) -> usize {
+    std::ptr::from_ref(clock).addr()
+}
+
+/// Asks a store for something right after `clock` was read. What the store answers at once it may date by that reading.
+pub(crate) fn asked<R>(clock: &dyn Clock, now: Instant, ask: impl FnOnce() -> R) -> R {
+    /// However the call ends, its reading is old then.
+    struct Old;
+    impl Drop for Old {
+        fn drop(&mut self) {
+            READING.set(None);
+        }
+    }
+    READING.set(Some((address(clock), now)));
+    let _old = Old;
+    ask()
+}
+
+/// The present by `clock`, for a store that is being asked.
+#[cfg(any(feature = "memory", feature = "cached"))]
+pub(crate) fn now(clock: &dyn Clock) -> Instant {
+    match READING.get() {
+        Some((read, now)) if read == address(clock) => now,
+        _ => clock.now(),
+    }
+}

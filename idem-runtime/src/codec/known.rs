@@ -1,0 +1,52 @@
+//! Reading what any of the library's codecs wrote.
+
+use serde::de::DeserializeOwned;
+
+#[cfg(feature = "msgpack")]
+use super::msgpack;
+#[cfg(feature = "postcard")]
+use super::postcard;
+use super::{Codec, CodecError, CodecName, Json};
+
+/// Reads what the library's codec `name` wrote; `None` if there is none of that name, or it is not compiled in.
+pub(crate) fn decode<V: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<V, CodecError>> {
+    if name == CodecName::of::<Json>() {
+        return Some(Json::decode(bytes));
+    }
+    #[cfg(feature = "msgpack")]
+    if name == CodecName::of::<msgpack::MessagePack>() {
+        return Some(msgpack::MessagePack::decode(bytes));
+    }
+    #[cfg(feature = "postcard")]
+    if name == CodecName::of::<postcard::Postcard>() {
+        return Some(postcard::Postcard::decode(bytes));
+    }
+    None
+}
+
+/// The feature that has to be enabled to read what codec `name` wrote.
+pub(crate) fn missing_feature(name: &str) -> Option<&'static str> {
+    match name {
+        "msgpack" if !cfg!(feature = "msgpack") => Some("msgpack"),
+        "postcard" if !cfg!(feature = "postcard") => Some("postcard"),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Unavailable;
+
+    #[test]
+    fn what_is_not_compiled_in_is_told() {
+        for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
+            let codec = CodecName::new(name.as_bytes()).unwrap();
+            assert_eq!(decode::<u8>(codec, &[7]).map(Result::unwrap), is_there.then_some(7));
+            let said = Unavailable::OtherCodec { codec: name.to_owned() }.to_string();
+            assert_eq!(said.contains(&format!("enable the feature `{name}`")), !is_there, "{said}");
+        }
+        assert_eq!(decode::<u8>(CodecName::of::<Json>(), b"7").map(Result::unwrap), Some(7));
+        assert!(decode::<u8>(CodecName::new(b"jso").unwrap(), b"7").is_none());
+    }
+}

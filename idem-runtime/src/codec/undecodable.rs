@@ -1,0 +1,65 @@
+//! Recorded results that can't be read any more.
+
+use std::fmt;
+
+use serde::de::DeserializeOwned;
+
+use super::{CodecError, CodecName, Unavailable, known};
+
+/// A recorded result that can't be read as what the function returns: what a migration is made from.
+#[derive(Clone, Copy)]
+pub struct Undecodable<'a> {
+    codec: &'a str,
+    bytes: &'a [u8],
+    is_error: bool,
+}
+
+impl<'a> Undecodable<'a> {
+    pub(crate) const fn new(codec: &'a str, bytes: &'a [u8], is_error: bool) -> Self {
+        Self { codec, bytes, is_error }
+    }
+
+    /// A value that the function returned as `Ok`; for tests of a migration.
+    pub const fn value(codec: &'a str, bytes: &'a [u8]) -> Self {
+        Self { codec, bytes, is_error: false }
+    }
+
+    /// A recorded error, which the function returned as `Err`; for tests of a migration.
+    pub const fn error(codec: &'a str, bytes: &'a [u8]) -> Self {
+        Self { codec, bytes, is_error: true }
+    }
+
+    /// The name of the codec that wrote the result: its [`Codec::NAME`].
+    pub const fn codec(&self) -> &'a str {
+        self.codec
+    }
+
+    /// What the codec wrote.
+    pub const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Whether this is a recorded error (`on_error = record`), to be migrated to the function's error type, not to the
+    /// type of its value.
+    pub const fn is_error(&self) -> bool {
+        self.is_error
+    }
+
+    /// The result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. What another codec
+    /// wrote, that codec decodes: `MyCodec::decode(recorded.bytes())`.
+    ///
+    /// # Errors
+    /// The codec is another one, or the result is not a `T` either.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, CodecError> {
+        let decoded = CodecName::new(self.codec.as_bytes()).and_then(|codec| known::decode(codec, self.bytes));
+        decoded.unwrap_or_else(|| Err(Unavailable::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
+    }
+}
+
+impl fmt::Debug for Undecodable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { codec, bytes, is_error } = self;
+        let bytes = format_args!("{} bytes", bytes.len());
+        f.debug_struct("Undecodable").field("codec", codec).field("bytes", &bytes).field("is_error", is_error).finish()
+    }
+}

@@ -1,0 +1,688 @@
+//! The suite that every store passes, for authors of stores (feature `conformance`).
+//!
+//! The contract of [`Store`] as named [`Clause`]s, each a test of its own that says what a store did against it. To run
+//! them, depend on this crate with the feature `conformance` under `[dev-dependencies]` and write, in a test binary:
+//!
+//! ```
+//! use idem_runtime::{MemoryStore, store_conformance};
+//!
+//! // Declares `memory::first_reservation`, `memory::one_winner_of_many`, …
+//! store_conformance!(memory, MemoryStore::new());
+//! # fn main() {}
+//! ```
+//!
+//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a
+//! store, or a [`Subject`] that tells more about it, above all a second handle as another process would open it:
+//!
+//! ```
+//! use idem_runtime::conformance::Subject;
+//! # use idem_runtime::{MemoryStore, store_conformance};
+//! # static STORE: std::sync::LazyLock<MemoryStore> = std::sync::LazyLock::new(MemoryStore::new);
+//! # struct MyStore;
+//! # impl MyStore { async fn connect(_: &str) -> Result<MemoryStore, std::fmt::Error> { Ok(STORE.clone()) } }
+//!
+//! async fn open() -> Subject {
+//!     let url = "my://localhost"; // A test without its server fails; it never skips.
+//!     let store = MyStore::connect(url).await.expect("scripts/test starts the server");
+//!     let peer = MyStore::connect(url).await.expect("scripts/test starts the server");
+//!     Subject::new(store).peer(peer)
+//! }
+//!
+//! store_conformance!(my_store, open().await);
+//! # fn main() {}
+//! ```
+//!
+//! Clauses share a server without harm, with each other and with later runs: every run uses keys of its own, which it
+//! derives from [`Heartbeats::new_owner`](crate::Heartbeats::new_owner). They run on real time, so a store that is driven
+//! by a [`ManualClock`](crate::ManualClock) can't take part. No clause depends on the speed of the machine: leases that
+//! must hold are long, and those that must lapse are waited out.
+//!
+//! [`CLAUSES`] and [`Clause::check`] are there for harnesses other than `cargo test`.
+
+mod crashes;
+mod fingerprints;
+mod keys;
+mod operators;
+mod reserving;
+mod results;
+mod retention;
+mod robustness;
+mod waiting;
+mod writing;
+
+use std::any::Any;
+use std::fmt;
+use std::future::poll_fn;
+use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::clock::{Clock, Instant, SystemClock};
+use crate::codec::CodecName;
+use crate::future::race;
+use crate::key::{Fingerprint, Key};
+use crate::policy::OnCrash;
+use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::store::{Store, StoreError, StoreFuture, renew_all};
+
+/// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
+///
+/// `$open` is an expression, which may `.await`, that yields a store or a [`Subject`](crate::conformance::Subject); see
+/// [`conformance`](crate::conformance).
+#[macro_export]
+macro_rules! store_conformance {
+    ($name:ident, $open:expr $(,)?) => {
+        mod $name {
+            /// Apart from the tests, whose names must not hide those that the expression uses.
+            #[allow(dead_code)]
+            mod __subject {
+                #[allow(unused_imports)]
+                use super::super::*;
+
+                pub(super) fn __open() -> $crate::conformance::Opening {
+                    ::std::boxed::Box::pin(async { $crate::conformance::Subject::from($open) })
+                }
+            }
+
+            $crate::__conformance_clauses! { $crate::__conformance_tests }
+        }
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __conformance_tests {
+    ($($name:ident: $claim:literal,)*) => { $(
+        #[doc = $claim]
+        #[test]
+        fn $name() {
+            $crate::conformance::run(stringify!($name), __subject::__open);
+        }
+    )* };
+}
+
+/// The one list of clauses: their names and what they claim.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __conformance_clauses {
+    ($($callback:tt)*) => { $($callback)* ! {
+        // Reserving.
+        first_reservation: "The first reservation of a key is attempt 1 and gets the lease that it asked for.",
+        reservation_repeated: "A reservation that is repeated with the same owner token is recognised (S8).",
+        reservation_repeated_after_lapse: "A repeated reservation is recognised even if its lease has lapsed meanwhile.",
+        one_winner_of_many: "Of 64 concurrent reservations of a new key exactly one wins.",
+        one_winner_of_a_released_key: "Of 64 concurrent reservations of a released key exactly one wins.",
+        one_winner_of_a_takeover: "Of 64 concurrent takeovers of a lapsed lease exactly one wins.",
+        one_attempt_at_a_time: "Of many tasks that reserve, work and release, never two are inside; no number repeats.",
+        live_lease_is_pending: "A live lease answers with its attempt and the time until it lapses, above zero.",
+        takeover_is_a_new_attempt: "A takeover gets the next attempt number and says that it is one.",
+        released_key_is_free: "A released key is free at once; the next attempt has the next number.",
+        released_owner_never_reserves_again: "A reservation that arrives after its own release is told so and changes nothing (S12).",
+        attempts_never_repeat: "Attempt numbers strictly increase over releases, lapses and operators (S4).",
+        max_attempts_counts_releases: "Attempts that were released count against `max_attempts`.",
+        max_attempts_counts_lapses: "Attempts whose lease lapsed count against `max_attempts`.",
+        not_started_does_not_count: "`NotStarted` gives a start back, but never an attempt number.",
+        exhaustion_is_not_final: "A request that allows more attempts gets one, and a result is replayed whatever the limit.",
+        // Crashes.
+        crashed_under_fail: "A lapsed attempt under `on_crash = fail` is interrupted for every request (S5).",
+        crash_met_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for a request under `fail` only.",
+        marked_interrupted: "`release(Interrupted)` keeps everybody out, whatever their policy.",
+        live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
+        late_finish_under_fail: "An attempt under `on_crash = fail` may complete after its lease has lapsed.",
+        // Fingerprints.
+        mismatch_while_pending: "Another fingerprint is a mismatch while an attempt runs.",
+        mismatch_once_released: "Another fingerprint is a mismatch on a released key.",
+        mismatch_at_takeover: "Another fingerprint is a mismatch at takeover, and takes nothing over.",
+        mismatch_on_replay: "Another fingerprint is a mismatch once the operation is completed or failed.",
+        mismatch_once_interrupted: "Another fingerprint is a mismatch on an interrupted key.",
+        mismatch_once_exhausted: "Another fingerprint is a mismatch although the attempts are exhausted.",
+        missing_fingerprint_matches: "Where one side has no fingerprint there is nothing to compare.",
+        fingerprint_survives: "The fingerprint stays in the record over takeover, release, finish and `reopen`.",
+        // Writing.
+        renewal_extends: "A renewal starts the lease and the retention anew.",
+        renewal_after_lapse: "A lapsed lease is renewed if nobody took over.",
+        renewal_is_the_owners: "Nobody else can renew a lease, and a refused renewal changes nothing (S2).",
+        renewal_after_takeover: "A lease that was taken over can't be renewed.",
+        renewal_after_the_end: "An attempt that has ended has no lease to renew.",
+        renewals_answer_in_order: "A batch of renewals answers for each lease, in order.",
+        each_renewal_has_one_answer: "Each lease of a batch of renewals is answered once, whatever the others are.",
+        blocked_record_holds_up_no_other: "A lease that can't be answered gets no answer and holds up no other (L6; needs `Subject::block`).",
+        no_renewals: "An empty batch of renewals has an empty answer.",
+        many_renewals: "2 000 leases are renewed in one call.",
+        finish_is_the_owners: "Nobody else can finish an attempt, and a refused finish changes nothing (S2).",
+        finish_repeated: "A repeated finish is recognised (S8).",
+        finish_is_final: "A finished record never changes, not even for its own owner (S3).",
+        landed_finish_is_recognised: "Of an attempt whose finish has landed, a renewal is refused and any finish is done (S8).",
+        finish_after_lapse: "An attempt whose lease lapsed may complete while nobody took over.",
+        finish_after_takeover: "A late completion is refused and leaves the successor's record alone.",
+        finish_after_release: "An attempt that was released can't finish.",
+        finish_names_its_attempt: "A finish or renewal is refused for another attempt of the same owner (S4).",
+        finish_of_nothing: "A finish without a record is refused and makes none.",
+        release_is_the_owners: "Nobody else can release an attempt, and a refused release changes nothing (S2).",
+        release_repeated: "A repeated release is recognised, and gives one start back at most (S8).",
+        release_after_takeover: "A late release is refused and leaves the successor's record alone.",
+        release_after_finish: "A release doesn't undo a finish.",
+        release_of_nothing: "A release without a record is refused and makes none.",
+        release_ignores_the_number: "A release goes by the owner token; the attempt number in its lease may be unknown.",
+        // Results.
+        completed_is_replayed: "Every reservation of a completed key answers with the same record.",
+        failed_is_replayed: "Every reservation of a failed key answers with the same record.",
+        every_payload_survives: "Empty, binary and falsy results, too large and unencodable ones come back as they were.",
+        large_result_survives: "A large result comes back as it was.",
+        codec_name_survives: "The name of the codec comes back as it was, the longest one too.",
+        // Keys.
+        similar_keys_are_distinct: "Keys that differ in a single character are different keys.",
+        long_keys_are_distinct: "The longest keys are kept whole.",
+        // Retention.
+        result_is_forgotten: "A finished record past its retention is absent.",
+        released_record_is_forgotten: "A released or interrupted record past its retention is absent.",
+        pending_record_is_forgotten: "A pending record is absent once its lease and then its `ttl` are over; late writes are refused.",
+        pending_record_outlives_ttl: "A live lease is honoured although it is longer than `ttl`.",
+        retention_starts_at_the_end: "A finished or released record is kept for `ttl` from that write.",
+        retention_of_a_pending_record: "A pending record is kept for its lease and then its `ttl`.",
+        longest_times: "The longest lease and retention that a policy allows are kept.",
+        // Waiting.
+        finish_wakes: "A waiter is woken by the finish.",
+        release_wakes: "A waiter is woken by the release.",
+        takeover_wakes: "A waiter for an attempt is woken when that attempt is taken over.",
+        reopen_wakes: "A waiter for an attempt is woken when an operator reopens it.",
+        all_waiters_wake: "Many waiters are all woken.",
+        nothing_to_wait_for: "A wait returns at once unless that very attempt is pending.",
+        wait_is_bounded: "A wait returns when its time is up.",
+        abandoned_wait: "A waiter that gives up changes nothing, and takes no other waiter's waking away.",
+        // Operators.
+        inspection: "`inspect` shows what is recorded, when it lapses and when it is forgotten.",
+        reopen_refused: "`reopen` refuses a live lease, another attempt and an absent record.",
+        reopen_interrupted: "`reopen` lets an interrupted key run again.",
+        reopen_finished: "`reopen` gives a recorded result up.",
+        reopen_lapsed: "`reopen` ends a lapsed attempt, which can't write any more.",
+        reopen_released: "`reopen` of a released record lifts its exhaustion.",
+        reopen_keeps_retention: "`reopen` keeps the retention.",
+        // Robustness.
+        handles_share: "A handle shares the records, the heartbeats and the name of its store.",
+        owners_are_unique: "Owner tokens of two handles differ.",
+        dropped_reserve: "A reservation whose future is dropped happened in full or not at all.",
+        dropped_reserve_stays_away: "A reservation whose caller has gone and cleaned up never takes effect again (S12).",
+        dropped_renew: "A renewal whose future is dropped happened in full or not at all.",
+        dropped_finish: "A finish whose future is dropped happened in full or not at all.",
+        dropped_release: "A release whose future is dropped happened in full or not at all.",
+        dropped_reopen: "A `reopen` whose future is dropped happened in full or not at all.",
+        dropped_reads: "A dropped `inspect` or `wait` changes nothing.",
+        unreachable_store: "A store that can't be reached answers with an error, in time (S6; needs `Subject::unreachable`).",
+        foreign_value: "A value somebody else wrote is an error and is left alone (S6; needs `Subject::spoil`).",
+    } };
+}
+
+macro_rules! list {
+    ($($name:ident: $claim:literal,)*) => {
+        /// The contract, clause by clause.
+        pub const CLAUSES: &[Clause] = &[$(Clause {
+            name: stringify!($name),
+            claim: $claim,
+            body: |case| Box::pin(async move { $name(&case).await }),
+        },)*];
+    };
+}
+
+use crashes::{
+    crash_met_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
+};
+use fingerprints::{
+    fingerprint_survives, mismatch_at_takeover, mismatch_on_replay, mismatch_once_exhausted, mismatch_once_interrupted,
+    mismatch_once_released, mismatch_while_pending, missing_fingerprint_matches,
+};
+use keys::{long_keys_are_distinct, similar_keys_are_distinct};
+use operators::{
+    inspection, reopen_finished, reopen_interrupted, reopen_keeps_retention, reopen_lapsed, reopen_refused,
+    reopen_released,
+};
+use reserving::{
+    attempts_never_repeat, exhaustion_is_not_final, first_reservation, live_lease_is_pending,
+    max_attempts_counts_lapses, max_attempts_counts_releases, not_started_does_not_count, one_attempt_at_a_time,
+    one_winner_of_a_released_key, one_winner_of_a_takeover, one_winner_of_many, released_key_is_free,
+    released_owner_never_reserves_again, reservation_repeated, reservation_repeated_after_lapse,
+    takeover_is_a_new_attempt,
+};
+use results::{
+    codec_name_survives, completed_is_replayed, every_payload_survives, failed_is_replayed, large_result_survives,
+};
+use retention::{
+    longest_times, pending_record_is_forgotten, pending_record_outlives_ttl, released_record_is_forgotten,
+    result_is_forgotten, retention_of_a_pending_record, retention_starts_at_the_end,
+};
+use robustness::{
+    dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
+    dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique, unreachable_store,
+};
+use waiting::{
+    abandoned_wait, all_waiters_wake, finish_wakes, nothing_to_wait_for, release_wakes, reopen_wakes, takeover_wakes,
+    wait_is_bounded,
+};
+use writing::{
+    blocked_record_holds_up_no_other, each_renewal_has_one_answer, finish_after_lapse, finish_after_release,
+    finish_after_takeover, finish_is_final, finish_is_the_owners, finish_names_its_attempt, finish_of_nothing,
+    finish_repeated, landed_finish_is_recognised, many_renewals, no_renewals, release_after_finish,
+    release_after_takeover, release_ignores_the_number, release_is_the_owners, release_of_nothing, release_repeated,
+    renewal_after_lapse, renewal_after_takeover, renewal_after_the_end, renewal_extends, renewal_is_the_owners,
+    renewals_answer_in_order,
+};
+
+__conformance_clauses! { list }
+
+/// A future that opens a [`Subject`].
+pub type Opening = Pin<Box<dyn Future<Output = Subject> + Send>>;
+
+type Running = Pin<Box<dyn Future<Output = ()> + Send>>;
+type Spoil = Arc<dyn Fn(Key) -> Running + Send + Sync>;
+/// What holds a record back until it is dropped.
+type Blocked = Box<dyn Any + Send>;
+type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = Blocked> + Send>> + Send + Sync>;
+
+/// The store that is checked, and what a check needs to know of it.
+#[derive(Clone)]
+pub struct Subject {
+    store: Arc<dyn Store>,
+    peer: Arc<dyn Store>,
+    unreachable: Option<Arc<dyn Store>>,
+    spoil: Option<Spoil>,
+    block: Option<Block>,
+    largest_result: usize,
+    patience: Duration,
+}
+
+impl Subject {
+    /// A subject with nothing but a store.
+    pub fn new(store: impl Store) -> Self {
+        let store: Arc<dyn Store> = Arc::new(store);
+        Self {
+            peer: store.handle(),
+            store,
+            unreachable: None,
+            spoil: None,
+            block: None,
+            largest_result: 1024 * 1024,
+            patience: Duration::from_secs(20),
+        }
+    }
+
+    /// A second, independent handle to the same records, as another process would open it. The clauses use both in turn.
+    #[must_use]
+    pub fn peer(mut self, peer: impl Store) -> Self {
+        self.peer = Arc::new(peer);
+        self
+    }
+
+    /// A handle whose server can't be reached; without one, `unreachable_store` has nothing to check.
+    #[must_use]
+    pub fn unreachable(mut self, store: impl Store) -> Self {
+        self.unreachable = Some(Arc::new(store));
+        self
+    }
+
+    /// Writes a value that is not a record where the store keeps the key's record; without this, `foreign_value` has
+    /// nothing to check.
+    #[must_use]
+    pub fn spoil<F: Future<Output = ()> + Send + 'static>(
+        mut self,
+        spoil: impl Fn(Key) -> F + Send + Sync + 'static,
+    ) -> Self {
+        self.spoil = Some(Arc::new(move |key| Box::pin(spoil(key))));
+        self
+    }
+
+    /// Keeps the record of the key from being answered for, until what this gives is dropped: another session locks its row,
+    /// its node is stopped. Without this, `blocked_record_holds_up_no_other` has nothing to check.
+    #[must_use]
+    pub fn block<F: Future<Output: Send + 'static> + Send + 'static>(
+        mut self,
+        block: impl Fn(Key) -> F + Send + Sync + 'static,
+    ) -> Self {
+        self.block = Some(Arc::new(move |key| {
+            let blocked = block(key);
+            Box::pin(async move { Box::new(blocked.await) as Blocked })
+        }));
+        self
+    }
+
+    /// How many bytes of result the store keeps, if that is less than 1 MiB.
+    #[must_use]
+    pub fn largest_result(mut self, bytes: usize) -> Self {
+        self.largest_result = bytes;
+        self
+    }
+
+    /// How long a call may take that should return at once; 20 s unless set.
+    #[must_use]
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+}
+
+impl<S: Store> From<S> for Subject {
+    fn from(store: S) -> Self {
+        Self::new(store)
+    }
+}
+
+impl fmt::Debug for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Subject").field("store", &self.store).field("peer", &self.peer).finish_non_exhaustive()
+    }
+}
+
+/// One promise of the contract, and how to check it.
+pub struct Clause {
+    name: &'static str,
+    claim: &'static str,
+    body: fn(Case) -> Running,
+}
+
+impl Clause {
+    /// Its name, which is also the name of its test.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// What it claims, in one sentence.
+    pub fn claim(&self) -> &'static str {
+        self.claim
+    }
+
+    /// The clause called `name`.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        CLAUSES.iter().find(|clause| clause.name == name)
+    }
+
+    /// Checks a store, on a tokio runtime with timers; of several threads, or the races are none.
+    ///
+    /// # Panics
+    /// If the store does not keep what the clause claims.
+    pub async fn check(&self, subject: Subject) {
+        let token = subject.store.heartbeats().new_owner();
+        let run = token.as_bytes().iter().fold(String::new(), |run, byte| format!("{run}{byte:02x}"));
+        (self.body)(Case { subject, clause: self.name, run, turn: AtomicUsize::new(0) }).await;
+    }
+}
+
+impl fmt::Debug for Clause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.name, self.claim)
+    }
+}
+
+/// Checks the clause called `name` on a runtime of its own; what [`store_conformance!`](crate::store_conformance) calls.
+///
+/// # Panics
+/// If the store does not keep what the clause claims.
+pub fn run(name: &str, open: fn() -> Opening) {
+    let clause = Clause::named(name).expect("a clause of this suite");
+    // Shown only if the test fails.
+    eprintln!("{clause:?}");
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(4).enable_all().build().expect("a runtime for the test");
+    runtime.block_on(async {
+        let checked = race(async { clause.check(open().await).await }, SystemClock::default().sleep(LONG / 2)).await;
+        assert!(checked.is_some(), "`{name}` hangs: a call of the store does not end");
+    });
+}
+
+/// A lease or retention that doesn't end during a test, on the slowest machine.
+const LONG: Duration = Duration::from_secs(600);
+/// A lease or retention that is waited out.
+const SHORT: Duration = Duration::from_millis(50);
+/// Long enough to tell times apart that are written at its two ends.
+const PAUSE: Duration = Duration::from_millis(120);
+/// How coarse a store's clock may be, and how much the rates of two clocks may differ meanwhile.
+const TOLERANCE: Duration = Duration::from_millis(40);
+/// How many tasks race.
+const RACERS: usize = 64;
+
+/// One run of one clause: the store, and how to talk to it.
+struct Case {
+    subject: Subject,
+    clause: &'static str,
+    run: String,
+    turn: AtomicUsize,
+}
+
+impl Case {
+    /// The store and its peer in turn: a fresh operation is never answered from what one handle remembers.
+    fn store(&self) -> &Arc<dyn Store> {
+        match self.turn.fetch_add(1, Ordering::Relaxed) % 2 {
+            0 => &self.subject.store,
+            _ => &self.subject.peer,
+        }
+    }
+
+    /// A key that no other run uses.
+    fn key(&self, name: &str) -> Key {
+        Key::new("conformance", format!("{}:{}:{name}", self.clause, self.run)).expect("a short key")
+    }
+
+    /// A new attempt at `key` with a lease and a retention that don't end.
+    fn request(&self, key: &Key) -> Reserve {
+        Reserve {
+            key: key.clone(),
+            owner: self.subject.store.heartbeats().new_owner(),
+            lease: LONG,
+            ttl: LONG,
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+        }
+    }
+
+    /// A new attempt whose lease lapses by the next [`Case::lapse`].
+    fn short(&self, key: &Key) -> Reserve {
+        Reserve { lease: SHORT, ..self.request(key) }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.subject.store.heartbeats().clock()
+    }
+
+    fn now(&self) -> Instant {
+        self.clock().now()
+    }
+
+    /// How long ago `earlier` was, at least.
+    fn since(&self, earlier: Instant) -> Duration {
+        self.now().saturating_since(earlier)
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        self.clock().sleep(duration).await;
+    }
+
+    /// Waits until a [`SHORT`] lease has lapsed, or a `SHORT` retention ended.
+    async fn lapse(&self) {
+        self.sleep(SHORT + TOLERANCE).await;
+    }
+
+    /// What `future` gives, which should be there at once.
+    async fn soon<T>(&self, future: impl Future<Output = T>, what: &str) -> T {
+        let in_time = race(future, SystemClock::default().sleep(self.subject.patience)).await;
+        in_time.unwrap_or_else(|| panic!("{what}: no answer within {:?}", self.subject.patience))
+    }
+
+    /// What the store answers.
+    async fn ask<T>(&self, call: StoreFuture<'_, T>, what: &str) -> T {
+        self.soon(call, what).await.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)))
+    }
+
+    async fn reserve(&self, request: &Reserve) -> Reservation {
+        self.ask(self.store().reserve(request), "reserve").await
+    }
+
+    /// The lease that `request` gets, and whether it is a takeover.
+    async fn wins(&self, request: &Reserve, why: &str) -> (Lease, bool) {
+        match self.reserve(request).await {
+            Reservation::Reserved { lease, takeover } => {
+                let asked = (&request.key, request.owner, request.lease, request.ttl, request.on_crash);
+                let got = (&lease.key, lease.owner, lease.lease, lease.ttl, lease.on_crash);
+                assert_eq!(got, asked, "{why}: the lease is not the one that was asked for");
+                (lease, takeover)
+            }
+            other => panic!("{why}: should be reserved, is {other:?}"),
+        }
+    }
+
+    /// The lease that `request` gets without a takeover, as attempt `attempt`.
+    async fn reserved(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
+        let (lease, takeover) = self.wins(request, why).await;
+        assert_eq!((lease.attempt, takeover), (attempt, false), "{why}: wrong attempt number, or a takeover of nobody");
+        lease
+    }
+
+    /// The lease that `request` takes over, as attempt `attempt`.
+    async fn takes_over(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
+        let (lease, takeover) = self.wins(request, why).await;
+        assert_eq!((lease.attempt, takeover), (attempt, true), "{why}: wrong attempt number, or not called a takeover");
+        lease
+    }
+
+    /// Checks that `request` is told that attempt `attempt` is running.
+    async fn waits_for(&self, request: &Reserve, attempt: u32, why: &str) {
+        match self.reserve(request).await {
+            Reservation::Pending { attempt: running, lapses_in } => {
+                assert_eq!(running, attempt, "{why}: pending, but another attempt");
+                assert!(!lapses_in.is_zero(), "{why}: a lease that lapses in no time has lapsed");
+            }
+            other => panic!("{why}: should be pending, is {other:?}"),
+        }
+    }
+
+    /// Checks that `request` is answered with `expected`.
+    async fn is_told(&self, request: &Reserve, expected: Reservation, why: &str) {
+        assert_eq!(self.reserve(request).await, expected, "{why}");
+    }
+
+    async fn renew(&self, lease: &Lease) -> Write {
+        let answers = self.ask(StoreFuture::new(renew_all(self.store(), std::slice::from_ref(lease))), "renew").await;
+        assert_eq!(answers.len(), 1, "one lease has one answer");
+        answers[0]
+    }
+
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Write {
+        self.ask(self.store().finish(lease, finish), "finish").await
+    }
+
+    async fn release(&self, lease: &Lease, release: Release) -> Write {
+        self.ask(self.store().release(lease, release), "release").await
+    }
+
+    async fn reopen(&self, key: &Key, attempt: u32) -> Write {
+        self.ask(self.store().reopen(key, attempt), "reopen").await
+    }
+
+    async fn inspect(&self, key: &Key) -> Option<Inspection> {
+        self.ask(self.store().inspect(key), "inspect").await
+    }
+
+    /// What is recorded for `key`, which something must be.
+    async fn recorded(&self, key: &Key) -> Inspection {
+        self.inspect(key).await.unwrap_or_else(|| panic!("the record of {key} is gone"))
+    }
+
+    /// Does what must be refused, and checks that this changed neither the record nor its times.
+    async fn changes_nothing(&self, key: &Key, refused: impl Future<Output = Write>, why: &str) {
+        let earliest = self.now();
+        let before = self.recorded(key).await;
+        self.sleep(PAUSE).await;
+        assert_eq!(refused.await, Write::Refused, "{why}: should be refused");
+        let after = self.recorded(key).await;
+        assert_eq!(after.record, before.record, "{why}: was refused, and yet it changed the record");
+        let left = |before: Option<Duration>, after: Option<Duration>, time: &str| {
+            let (Some(before), Some(after)) = (before, after) else { return };
+            let latest = (before + TOLERANCE).saturating_sub(PAUSE);
+            assert!(after <= latest, "{why}: was refused, and yet it put the {time} off: {before:?}, then {after:?}");
+            let soonest = before.saturating_sub(self.since(earliest) + TOLERANCE);
+            assert!(
+                after >= soonest,
+                "{why}: was refused, and yet it cut the {time} short: {before:?}, then {after:?}"
+            );
+        };
+        left(Some(before.expires_in), Some(after.expires_in), "retention");
+        left(before.lapses_in, after.lapses_in, "lease");
+    }
+
+    /// Checks that a time that began between `earliest` and now has `left` of its `length` left.
+    fn has_left(&self, left: Duration, length: Duration, earliest: Instant, why: &str) {
+        // Right on a machine of any speed: between the write and this check no more time passes than since `earliest`.
+        let least = length.saturating_sub(self.since(earliest) + TOLERANCE);
+        assert!(left >= least, "{why}: {left:?} are left of {length:?}, at least {least:?} should be");
+        assert!(left <= length + TOLERANCE, "{why}: {left:?} are left of no more than {length:?}");
+    }
+
+    /// Lets 64 tasks on both handles reserve `key` at once, and gives their answers.
+    async fn race(&self, key: &Key) -> Vec<(Reserve, Reservation)> {
+        let start = Arc::new(tokio::sync::Barrier::new(RACERS));
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..RACERS {
+            let (store, request, start) = (Arc::clone(self.store()), self.request(key), Arc::clone(&start));
+            tasks.spawn(async move {
+                start.wait().await;
+                let answer = store.reserve(&request).await;
+                (request, answer.unwrap_or_else(|error| panic!("reserve: {}", chain(&error))))
+            });
+        }
+        self.soon(tasks.join_all(), "64 concurrent reservations").await
+    }
+}
+
+/// The error with all its causes.
+fn chain(error: &StoreError) -> String {
+    let mut text = format!("{:?}: {error}", error.kind());
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+fn fingerprint(byte: u8) -> Fingerprint {
+    let mut bytes = [byte; Fingerprint::BYTES];
+    bytes[0] = Fingerprint::VERSION;
+    Fingerprint::from_bytes(bytes)
+}
+
+/// A result as the codec `json` writes it.
+fn stored(bytes: impl Into<Vec<u8>>) -> Payload {
+    Payload::Stored { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
+}
+
+fn completed(text: &str) -> Finish {
+    Finish::Completed(stored(text))
+}
+
+/// `request` with a limit.
+fn limited(request: Reserve, max_attempts: u32) -> Reserve {
+    Reserve { max_attempts: NonZeroU32::new(max_attempts), ..request }
+}
+
+/// The same payload's fingerprint in every byte.
+fn marked(request: Reserve, byte: u8) -> Reserve {
+    Reserve { fingerprint: Some(fingerprint(byte)), ..request }
+}
+
+/// The same attempt as seen by somebody who doesn't own it.
+fn forged(lease: &Lease, by: &Reserve) -> Lease {
+    Lease { owner: by.owner, ..lease.clone() }
+}
+
+/// Polls `call` up to `polls` times, and drops it.
+async fn abandon<T>(case: &Case, mut call: StoreFuture<'_, T>, polls: usize) {
+    for _ in 0..polls {
+        if poll_fn(|cx| Poll::Ready(Pin::new(&mut call).poll(cx).is_ready())).await {
+            return;
+        }
+        case.sleep(Duration::from_millis(1)).await;
+    }
+}

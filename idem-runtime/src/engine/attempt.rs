@@ -1,0 +1,189 @@
+//! The attempt a handler runs in.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::Instant;
+use crate::error::Error;
+use crate::key::Key;
+use crate::policy::{Backoff, Policy};
+use crate::record::{Lease, Owner, Write};
+use crate::store::{Store, renew_all};
+
+thread_local! {
+    /// The attempt whose body is being polled on this thread.
+    static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
+}
+
+/// The attempt this code runs in, `None` outside of the body of an idempotent function and in one whose message has no
+/// key (`missing_key = run`).
+///
+/// It follows the body's own `await`s. A task spawned by the body is on its own: hand it a clone of the [`Attempt`].
+///
+/// ```
+/// # use idem_runtime::{Error, MemoryStore, current, idempotent};
+/// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+/// async fn pay(store: &MemoryStore, id: u32) -> Result<String, Error> {
+///     let attempt = current().expect("inside an idempotent function");
+///     assert_eq!(attempt.number(), 1);
+///     // The same on every attempt, so the payment provider recognises a retry.
+///     Ok(attempt.child_key("charge"))
+/// }
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// # assert_eq!(pay(&MemoryStore::new(), 42).await.unwrap().len(), 36);
+/// # assert!(current().is_none());
+/// # });
+/// ```
+pub fn current() -> Option<Attempt> {
+    CURRENT.with_borrow(Clone::clone)
+}
+
+/// One run of a handler body.
+///
+/// A body that runs without a reservation (mode `off` or `shadow`, `on_store_error = run`) has an attempt as well, so
+/// that a handler works the same whatever the mode: its [`number`](Attempt::number) is 0.
+#[derive(Clone)]
+pub struct Attempt {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) lease: Lease,
+    /// When the reservation was asked for, on the clock of the store handle.
+    pub(crate) reserved_at: Instant,
+    pub(crate) backoff: Backoff,
+    /// The attempt whose body made this call.
+    parent: Option<Arc<Attempt>>,
+}
+
+impl Attempt {
+    /// An attempt for `key` without a reservation.
+    pub(crate) fn unprotected(store: Arc<dyn Store>, key: Key, policy: &Policy) -> Self {
+        let lease = Lease {
+            key,
+            owner: Owner::from_bytes([0; Owner::BYTES]),
+            attempt: 0,
+            starts: 0,
+            lease: policy.lease,
+            ttl: policy.ttl,
+            on_crash: policy.on_crash,
+            fingerprint: None,
+        };
+        Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)
+    }
+
+    pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant, backoff: Backoff) -> Self {
+        let parent = CURRENT.with_borrow(|current| current.clone().map(Arc::new));
+        Self { store, lease, reserved_at, backoff, parent }
+    }
+
+    /// The key of the operation.
+    pub fn key(&self) -> &Key {
+        &self.lease.key
+    }
+
+    /// The number of the attempt, from 1 and strictly increasing for a key: the fencing token to hand to a system that
+    /// can refuse writes of an older one. 0 if the body runs without a reservation.
+    pub fn number(&self) -> u32 {
+        self.lease.attempt
+    }
+
+    /// A key for a call to another API with idempotency keys of its own: a UUID made from the namespace of the store, this
+    /// operation's key and `name`, the same on every attempt.
+    ///
+    /// It depends on nothing else. A key that is used again after its retention has the same child keys as before, so the
+    /// other API may take the call for the old one: give each operation a key of its own, for ever. Two applications with one
+    /// account at that API need stores with different namespaces ([`Store::namespace`]).
+    pub fn child_key(&self, name: &str) -> String {
+        crate::key::child_key(self.store.namespace(), self.key(), name)
+    }
+
+    /// Whether the body runs under a reservation, so that its result will be recorded.
+    pub fn is_protected(&self) -> bool {
+        self.number() > 0
+    }
+
+    /// How long the lease is sure to be held, without asking the store. Zero means that another attempt may have
+    /// taken over, that there is no reservation, or that the call has ended.
+    pub fn lease_remaining(&self) -> Duration {
+        if !self.is_protected() {
+            return Duration::ZERO;
+        }
+        self.store.heartbeats().lease_remaining(self.lease.owner)
+    }
+
+    /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is nothing
+    /// to confirm, and nothing is asked.
+    ///
+    /// # Errors
+    /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer, so that nobody
+    /// knows.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the lease is renewed, or it is not.
+    pub async fn confirm_lease(&self) -> Result<(), Error> {
+        if !self.is_protected() {
+            return Ok(());
+        }
+        let store = self.store.name();
+        let asked_at = self.store.heartbeats().clock().now();
+        match renew_all(&self.store, std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
+            Ok(Some(Write::Done)) => {
+                self.store.heartbeats().confirmed(self.lease.owner, asked_at);
+                Ok(())
+            }
+            Ok(_) => {
+                let (key, attempt) = (self.key().clone(), self.number());
+                Err(Error::LeaseLost { key, store, attempt, retry_after: self.pause() })
+            }
+            Err(source) => {
+                let (key, retry_after) = (self.key().clone(), self.pause());
+                Err(Error::Store { key, store, started: true, retry_after, source })
+            }
+        }
+    }
+}
+
+impl Attempt {
+    /// How long the message waits before it is delivered again.
+    pub(crate) fn pause(&self) -> Duration {
+        self.backoff.after(self.number(), self.lease.owner.seed())
+    }
+}
+
+impl fmt::Debug for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attempt").field("key", self.key()).field("number", &self.number()).finish_non_exhaustive()
+    }
+}
+
+/// Whether an attempt that holds `key` is running further up in this call tree.
+pub(crate) fn is_inside(key: &Key) -> bool {
+    CURRENT.with_borrow(|current| {
+        let mut attempt = current.as_ref();
+        while let Some(it) = attempt {
+            if it.key() == key && it.is_protected() {
+                return true;
+            }
+            attempt = it.parent.as_deref();
+        }
+        false
+    })
+}
+
+/// Makes an attempt the current one on this thread until it is dropped.
+pub(crate) struct Entered<'a> {
+    slot: &'a mut Option<Attempt>,
+}
+
+impl<'a> Entered<'a> {
+    pub(crate) fn enter(slot: &'a mut Option<Attempt>) -> Self {
+        CURRENT.with_borrow_mut(|current| std::mem::swap(current, slot));
+        Self { slot }
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        CURRENT.with_borrow_mut(|current| std::mem::swap(current, self.slot));
+    }
+}

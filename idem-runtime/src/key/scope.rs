@@ -1,0 +1,198 @@
+//! The names of handlers inside the key space.
+
+use std::collections::HashMap;
+use std::fmt::{self, Display};
+use std::panic::Location;
+use std::sync::{LazyLock, Mutex, OnceLock};
+
+use super::{Key, KeyProblem};
+use crate::sync;
+
+/// A place in the user's source.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Site(&'static Location<'static>);
+
+impl Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The name of a handler inside the key space; the attribute keeps one in a `static` for each handler.
+///
+/// In one process a scope belongs to one handler: the first one that uses it. Another one is refused with
+/// [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). What [`Key::new`] makes is not looked at: there the
+/// scope is only a part of the name.
+#[derive(Debug)]
+pub struct Scope {
+    pub(super) name: &'static str,
+    site: Site,
+    shared: bool,
+    /// Whether the attribute made it, in a `static` of its own: the sites of what one `macro_rules!` wrote are all in one place.
+    attribute: bool,
+    /// The result type of the handler that uses it; empty if nobody says.
+    claimed: OnceLock<Result<&'static str, KeyProblem>>,
+}
+
+impl Scope {
+    /// A scope for one handler, which is made where this is called.
+    #[track_caller]
+    pub const fn named(name: &'static str) -> Self {
+        Self::new(name, false, false)
+    }
+
+    /// A scope for several handlers, which replay each other's results where their keys are the same.
+    #[track_caller]
+    pub const fn shared(name: &'static str) -> Self {
+        Self::new(name, true, false)
+    }
+
+    /// The scope of a handler with the attribute.
+    #[track_caller]
+    pub(crate) const fn of_handler(name: &'static str, shared: bool) -> Self {
+        Self::new(name, shared, true)
+    }
+
+    #[track_caller]
+    const fn new(name: &'static str, shared: bool, attribute: bool) -> Self {
+        Self { name, site: Site(Location::caller()), shared, attribute, claimed: OnceLock::new() }
+    }
+
+    /// Whether a handler that records a `result` may use the scope. Asked at each call: one load and one comparison.
+    pub(super) fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
+        match self.claimed.get_or_init(|| self.claim(result)) {
+            // The text is in one place, or in one for each crate.
+            Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
+            Ok(other) => Err(KeyProblem::SharedByResults { site: self.site, other, this: result }),
+            Err(problem) => Err(problem.clone()),
+        }
+    }
+
+    #[cold]
+    fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
+        static CLAIMED: LazyLock<Mutex<HashMap<&'static str, Claim>>> = LazyLock::new(Mutex::default);
+        check_scope(self.name)?;
+        let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
+        let claim = Claim { site: self.site, handler, shared: self.shared };
+        let first = *sync::lock(&CLAIMED).entry(self.name).or_insert(claim);
+        if first == claim || first.shared && self.shared {
+            Ok(result)
+        } else {
+            Err(KeyProblem::SharedScope { other: first.site, this: self.site })
+        }
+    }
+}
+
+/// Who uses a scope.
+#[derive(Clone, Copy, PartialEq)]
+struct Claim {
+    site: Site,
+    /// The address of its `static`.
+    handler: Option<usize>,
+    shared: bool,
+}
+
+/// Whether `scope` can be one.
+pub(crate) const fn is_scope(scope: &str) -> bool {
+    let bytes = scope.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        // The last control characters are the second byte of two: U+0080 to U+009F.
+        let control = bytes[at] < b' ' || bytes[at] == 0x7f || at > 0 && bytes[at - 1] == 0xc2 && bytes[at] < 0xa0;
+        if bytes[at] == b'/' || control {
+            return false;
+        }
+        at += 1;
+    }
+    !bytes.is_empty() && bytes.len() <= Key::MAX_SCOPE_BYTES
+}
+
+pub(super) fn check_scope(scope: &str) -> Result<(), KeyProblem> {
+    if is_scope(scope) { Ok(()) } else { Err(KeyProblem::InvalidScope) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::KeyBuilder;
+
+    #[track_caller]
+    fn claim(scope: &Scope, result: &'static str) -> Result<(), KeyProblem> {
+        let mut builder = KeyBuilder::of_results(scope, result);
+        builder.text("x");
+        builder.build().map(drop).map_err(|error| error.problem)
+    }
+
+    #[test]
+    fn a_scope_belongs_to_one_handler() {
+        static FIRST: Scope = Scope::of_handler("test::claimed", false);
+        static SECOND: Scope = Scope::of_handler("test::claimed", false);
+        static SHARED: Scope = Scope::of_handler("test::claimed", true);
+        assert_eq!(claim(&FIRST, "u8"), Ok(()));
+        for other in [&SECOND, &SHARED, &Scope::named("test::claimed"), &Scope::shared("test::claimed")] {
+            let problem = claim(other, "u8").unwrap_err();
+            assert_eq!(problem, KeyProblem::SharedScope { other: FIRST.site, this: other.site });
+            assert!(problem.is_misconfiguration());
+            let shown = problem.to_string();
+            assert!(shown.contains(&FIRST.site.to_string()) && shown.contains(&other.site.to_string()), "{shown}");
+            assert!(shown.contains("`scope = shared(\"…\")` on both"), "{shown}");
+        }
+        assert_eq!(claim(&FIRST, "u8"), Ok(()));
+    }
+
+    #[test]
+    fn two_handlers_in_one_place_are_two() {
+        macro_rules! scopes {
+            ($($name:ident)*) => { $( static $name: Scope = Scope::of_handler("test::one place", false); )* };
+        }
+        scopes!(ONE TWO);
+        assert_eq!(ONE.site, TWO.site);
+        assert_eq!(claim(&ONE, ""), Ok(()));
+        assert_eq!(claim(&TWO, ""), Err(KeyProblem::SharedScope { other: ONE.site, this: TWO.site }));
+    }
+
+    #[test]
+    fn a_scope_is_shared_by_those_who_say_so() {
+        static FIRST: Scope = Scope::of_handler("test::shared", true);
+        static SECOND: Scope = Scope::of_handler("test::shared", true);
+        for scope in [&FIRST, &SECOND, &Scope::shared("test::shared")] {
+            assert_eq!(claim(scope, "u8"), Ok(()));
+            assert_eq!(claim(scope, "u16"), Ok(()));
+        }
+        let claimed = claim(&Scope::named("test::shared"), "u8");
+        assert!(matches!(claimed, Err(KeyProblem::SharedScope { .. })), "{claimed:?}");
+    }
+
+    #[test]
+    fn a_scope_made_by_hand_belongs_to_its_place() {
+        let make = || Scope::named("test::by hand");
+        let (first, again) = (make(), make());
+        assert_eq!(claim(&first, ""), Ok(()));
+        assert_eq!(claim(&again, ""), Ok(()));
+        assert!(matches!(claim(&Scope::named("test::by hand"), ""), Err(KeyProblem::SharedScope { .. })));
+    }
+
+    #[test]
+    fn a_generic_handler_has_one_result_type_for_each_scope() {
+        static SCOPE: Scope = Scope::of_handler("test::generic", false);
+        assert_eq!(claim(&SCOPE, "alloc::string::String"), Ok(()));
+        let problem = claim(&SCOPE, "u32").unwrap_err();
+        assert!(problem.is_misconfiguration());
+        let shown = problem.to_string();
+        assert!(shown.contains("`alloc::string::String` before and returns `u32`"), "{shown}");
+        // The same text in another place.
+        let text: &'static str = String::from("alloc::string::String").leak();
+        assert_eq!(claim(&SCOPE, text), Ok(()));
+    }
+
+    #[test]
+    fn scopes_are_checked_while_compiling_as_well() {
+        for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(Key::MAX_SCOPE_BYTES).as_str()] {
+            assert!(is_scope(text) && !text.contains(char::is_control), "{text:?}");
+        }
+        let long = "x".repeat(Key::MAX_SCOPE_BYTES + 1);
+        for text in ["", "/", "a/b", "\0", "a\nb", "\u{7f}", "\u{80}", "é\u{9f}", &long] {
+            assert!(!is_scope(text), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! What stores share, beside the contract. A store imports this, `store`, `record`, `key`, `policy`, `clock`, `future`
+//! and `sync`, and nothing else of the crate.
+
+#[cfg(any(feature = "redis", feature = "postgres"))]
+pub(crate) mod metered;
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
+pub(crate) mod waiting;

@@ -1,0 +1,76 @@
+//! How long a message waits until it is delivered again.
+
+use std::time::Duration;
+
+use crate::clock::SplitMix;
+
+/// How long a message waits before it is delivered again, where nothing better is known.
+///
+/// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages that failed
+/// together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
+///
+/// ```
+/// use std::time::Duration;
+/// use idem_runtime::Backoff;
+///
+/// let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+/// let after = backoff.after(3, 0x5eed);
+/// assert!((Duration::from_secs(2)..=Duration::from_secs(4)).contains(&after));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Backoff {
+    /// Milliseconds.
+    first: u32,
+    /// Milliseconds.
+    longest: u32,
+}
+
+impl Backoff {
+    /// From 1 s to 5 min.
+    pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
+
+    /// A pause of `first` after the first attempt, and never more than `longest`. Counted in milliseconds, from 1 ms to 49
+    /// days.
+    pub const fn new(first: Duration, longest: Duration) -> Self {
+        let first = Self::millis(first);
+        let longest = Self::millis(longest);
+        Self { first, longest: if longest < first { first } else { longest } }
+    }
+
+    const fn millis(duration: Duration) -> u32 {
+        let millis = duration.as_millis();
+        if millis == 0 {
+            1
+        } else if millis > u32::MAX as u128 {
+            u32::MAX
+        } else {
+            #[expect(clippy::cast_possible_truncation, reason = "compared just now")]
+            {
+                millis as u32
+            }
+        }
+    }
+
+    /// The pause after attempt `attempt` (from 1); `seed` decides by how much it is shortened.
+    pub fn after(self, attempt: u32, seed: u64) -> Duration {
+        self.spread(u64::from(self.first) << attempt.saturating_sub(1).min(31), seed)
+    }
+
+    /// The pause while a store has not answered for `outage`: about as long again.
+    pub(crate) fn during(self, outage: Duration, seed: u64) -> Duration {
+        self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
+    }
+
+    fn spread(self, millis: u64, seed: u64) -> Duration {
+        let pause = millis.min(u64::from(self.longest));
+        let half = pause / 2;
+        let spread = pause - half + 1;
+        Duration::from_millis((half + SplitMix(seed).next() % spread).max(1))
+    }
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}

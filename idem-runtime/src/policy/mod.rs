@@ -1,0 +1,301 @@
+//! How an operation is protected, as one value.
+
+mod backoff;
+mod mode;
+mod options;
+mod uncertain;
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+pub use self::backoff::Backoff;
+use self::mode::ModeSource;
+pub use self::mode::{Mode, ModeSwitch};
+pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnStoreError, OnUndecodable};
+pub use self::uncertain::{Doubt, Uncertain};
+
+/// How operations are protected: retention, lease, and what to do when something goes wrong.
+///
+/// A policy is a small `Copy` value that can be built in a `const`; the `#[idempotent]` attribute builds one from its
+/// options, and options written beside `policy = …` override that policy.
+///
+/// ```
+/// use std::time::Duration;
+/// use idem_runtime::{InProgress, OnCrash, Policy};
+///
+/// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
+///     .lease(Duration::from_secs(60))
+///     .in_progress(InProgress::Wait(Duration::from_secs(10)))
+///     .on_crash(OnCrash::Fail)
+///     .max_attempts(5);
+/// assert!(PAYMENTS.check().is_ok());
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    pub(crate) ttl: Duration,
+    pub(crate) lease: Duration,
+    pub(crate) in_progress: InProgress,
+    pub(crate) on_crash: OnCrash,
+    pub(crate) max_attempts: Option<NonZeroU32>,
+    pub(crate) missing_key: MissingKey,
+    pub(crate) on_store_error: OnStoreError,
+    pub(crate) max_result_bytes: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) backoff: Backoff,
+    pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
+    pub(crate) on_undecodable: OnUndecodable,
+    mode: ModeSource,
+}
+
+impl Policy {
+    /// The lease where none is given.
+    pub const DEFAULT_LEASE: Duration = Duration::from_secs(30);
+    /// The shortest lease that can be renewed in time over a network.
+    pub const MIN_LEASE: Duration = Duration::from_millis(100);
+    /// The longest lease and the longest retention: 100 years.
+    pub const MAX_DURATION: Duration = Duration::from_secs(100 * 366 * 86_400);
+    /// For how long a body may run where nothing else is said: one hour.
+    pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3600);
+    /// How many bytes of result are recorded where nothing else is said: 256 KiB.
+    pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
+
+    /// Finished records are remembered for `ttl`, counted from completion; everything else stands at its default.
+    pub const fn new(ttl: Duration) -> Self {
+        Self {
+            ttl,
+            lease: Self::DEFAULT_LEASE,
+            in_progress: InProgress::Reject,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+            missing_key: MissingKey::Reject,
+            on_store_error: OnStoreError::Fail,
+            max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
+            timeout: Self::DEFAULT_TIMEOUT,
+            backoff: Backoff::DEFAULT,
+            on_uncertain: None,
+            on_undecodable: OnUndecodable::Error,
+            mode: ModeSource::Fixed(Mode::Enforce),
+        }
+    }
+
+    /// How long a finished record is remembered, counted from completion; must exceed the broker's retention.
+    #[must_use]
+    pub const fn ttl(self, ttl: Duration) -> Self {
+        Self { ttl, ..self }
+    }
+
+    /// How long a pending record is honoured without a renewal; it is renewed every third of this.
+    #[must_use]
+    pub const fn lease(self, lease: Duration) -> Self {
+        Self { lease, ..self }
+    }
+
+    /// For how long the body may run (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call returns
+    /// `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that
+    /// blocks its thread can't be cancelled: its lease is no longer renewed, and lapses.
+    #[must_use]
+    pub const fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// How long a message waits before it is delivered again after a failure (default: from 1 s to 5 min).
+    #[must_use]
+    pub const fn backoff(self, backoff: Backoff) -> Self {
+        Self { backoff, ..self }
+    }
+
+    /// Calls `hook` whenever an effect may have happened although the record does not know: for alerts. Most of it is what
+    /// [`Error::is_uncertain`](crate::Error::is_uncertain) tells the caller; a call that is dropped tells nobody else.
+    ///
+    /// The hook runs where the call does, also while a dropped call is cleaned up: it has to be quick. A panic in it is caught
+    /// and logged.
+    #[must_use]
+    pub const fn on_uncertain(self, hook: fn(Uncertain<'_>)) -> Self {
+        Self { on_uncertain: Some(hook), ..self }
+    }
+
+    /// What a duplicate does while another attempt holds the key.
+    #[must_use]
+    pub const fn in_progress(self, in_progress: InProgress) -> Self {
+        Self { in_progress, ..self }
+    }
+
+    /// What the next delivery does after an attempt died without an answer.
+    #[must_use]
+    pub const fn on_crash(self, on_crash: OnCrash) -> Self {
+        Self { on_crash, ..self }
+    }
+
+    /// After `max_attempts` runs of the body without a recorded result, [`Error::AttemptsExhausted`] is returned
+    /// instead of another run.
+    ///
+    /// # Panics
+    /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
+    ///
+    /// [`Error::AttemptsExhausted`]: crate::Error::AttemptsExhausted
+    #[must_use]
+    pub const fn max_attempts(self, max_attempts: u32) -> Self {
+        let limit = NonZeroU32::new(max_attempts);
+        assert!(limit.is_some(), "`max_attempts` must be at least 1");
+        Self { max_attempts: limit, ..self }
+    }
+
+    /// What happens when the key is `None`, empty or blank.
+    #[must_use]
+    pub const fn missing_key(self, missing_key: MissingKey) -> Self {
+        Self { missing_key, ..self }
+    }
+
+    /// What happens when the store can't reserve the key.
+    #[must_use]
+    pub const fn on_store_error(self, on_store_error: OnStoreError) -> Self {
+        Self { on_store_error, ..self }
+    }
+
+    /// The largest encoded result that is recorded. A larger one is returned to its caller, and the completion is
+    /// recorded without it: duplicates get [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    #[must_use]
+    pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
+        Self { max_result_bytes, ..self }
+    }
+
+    /// What happens when a recorded result can't be read any more. A migration belongs to one return type: handlers that
+    /// share a policy share its function, so it mostly stands beside the handler, `on_undecodable = migrate`.
+    #[must_use]
+    pub const fn on_undecodable(self, on_undecodable: OnUndecodable) -> Self {
+        Self { on_undecodable, ..self }
+    }
+
+    /// Fixes the mode.
+    #[must_use]
+    pub const fn mode(self, mode: Mode) -> Self {
+        Self { mode: ModeSource::Fixed(mode), ..self }
+    }
+
+    /// Takes the mode from a switch at the beginning of each call.
+    #[must_use]
+    pub const fn mode_switch(self, switch: &'static ModeSwitch) -> Self {
+        Self { mode: ModeSource::Switch(switch), ..self }
+    }
+
+    /// The mode a call that began now would have.
+    pub fn current_mode(&self) -> Mode {
+        match self.mode {
+            ModeSource::Fixed(mode) => mode,
+            ModeSource::Switch(switch) => switch.get(),
+        }
+    }
+
+    /// The time between two renewals: a third of the lease.
+    pub const fn beat(&self) -> Duration {
+        match self.lease.checked_div(3) {
+            Some(beat) => beat,
+            None => self.lease,
+        }
+    }
+
+    /// Whether the durations can be honoured.
+    ///
+    /// # Errors
+    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
+    pub const fn check(&self) -> Result<(), InvalidPolicy> {
+        if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
+            return Err(InvalidPolicy::LeaseTooShort(self.lease));
+        }
+        if self.timeout.is_zero() {
+            return Err(InvalidPolicy::NoTime);
+        }
+        if self.lease.as_nanos() > Self::MAX_DURATION.as_nanos() || self.ttl.as_nanos() > Self::MAX_DURATION.as_nanos()
+        {
+            return Err(InvalidPolicy::TooLong);
+        }
+        // Counted in milliseconds, which is what stores keep.
+        if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
+            return Err(InvalidPolicy::TtlTooShort { ttl: self.ttl, beat: self.beat() });
+        }
+        Ok(())
+    }
+}
+
+/// A [`Policy`] that can't be honoured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum InvalidPolicy {
+    /// The lease is shorter than [`Policy::MIN_LEASE`].
+    LeaseTooShort(Duration),
+    /// The retention is zero or shorter than the time between two renewals.
+    TtlTooShort {
+        /// The retention that was asked for.
+        ttl: Duration,
+        /// The time between two renewals.
+        beat: Duration,
+    },
+    /// The lease or the retention is longer than [`Policy::MAX_DURATION`].
+    TooLong,
+    /// The `timeout` is zero.
+    NoTime,
+    /// The lease is not longer than one call of the store may take.
+    LeaseBelowResponseTimeout {
+        /// The lease that was asked for.
+        lease: Duration,
+        /// How long a call of the store may take.
+        response_timeout: Duration,
+    },
+}
+
+impl fmt::Display for InvalidPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LeaseTooShort(lease) => {
+                write!(
+                    f,
+                    "`lease` is {lease:?}, too short to be renewed in time; give at least {:?}",
+                    Policy::MIN_LEASE
+                )
+            }
+            Self::TtlTooShort { ttl, beat } => write!(
+                f,
+                "`ttl` is {ttl:?}, shorter than the time between two renewals ({beat:?}); \
+                 give more than the broker keeps a message"
+            ),
+            Self::TooLong => write!(f, "`lease` or `ttl` is longer than 100 years"),
+            Self::NoTime => write!(f, "`timeout` is zero, so no body could run; leave it out or give it time"),
+            Self::LeaseBelowResponseTimeout { lease, response_timeout } => write!(
+                f,
+                "`lease` is {lease:?}, and one call of the store may take {response_timeout:?}: a single slow call costs the \
+                 lease; give a lease of at least three times that, or the store a shorter `response_timeout`"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for InvalidPolicy {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_checked() {
+        let policy = Policy::new(Duration::from_secs(60));
+        assert_eq!(policy.check(), Ok(()));
+        assert_eq!(policy.beat(), Duration::from_secs(10));
+        let short = Duration::from_millis(99);
+        assert_eq!(policy.lease(short).check(), Err(InvalidPolicy::LeaseTooShort(short)));
+        assert!(matches!(policy.ttl(Duration::ZERO).check(), Err(InvalidPolicy::TtlTooShort { .. })));
+        assert!(matches!(policy.ttl(Duration::from_secs(9)).check(), Err(InvalidPolicy::TtlTooShort { .. })));
+        assert_eq!(policy.ttl(Duration::from_secs(10)).check(), Ok(()));
+        assert_eq!(policy.ttl(Duration::MAX).check(), Err(InvalidPolicy::TooLong));
+    }
+
+    #[test]
+    fn a_switch_changes_a_const_policy() {
+        static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
+        const POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
+        for mode in ModeSwitch::MODES {
+            SWITCH.set(mode);
+            assert_eq!(POLICY.current_mode(), mode);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Whether protection is enforced, shadowed or off.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Whether the library acts, only watches, or stays out of the way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum Mode {
+    /// Duplicates are suppressed.
+    #[default]
+    Enforce,
+    /// Reserves, records and compares, and reports in the [`Outcome`](crate::Outcome) what would have been
+    /// suppressed, but always runs the body.
+    Shadow,
+    /// Runs the body; no store call.
+    Off,
+}
+
+/// A [`Mode`] that can be changed while the process runs.
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::{Mode, ModeSwitch, Policy};
+///
+/// static SHIPPING: ModeSwitch = ModeSwitch::new(Mode::Shadow);
+/// const POLICY: Policy = Policy::new(Duration::from_secs(7 * 86_400)).mode_switch(&SHIPPING);
+///
+/// SHIPPING.set(Mode::Enforce); // For example from an admin endpoint.
+/// assert_eq!(POLICY.current_mode(), Mode::Enforce);
+/// ```
+pub struct ModeSwitch(AtomicU8);
+
+impl ModeSwitch {
+    pub(super) const MODES: [Mode; 3] = [Mode::Enforce, Mode::Shadow, Mode::Off];
+
+    /// A switch that stands at `mode`.
+    pub const fn new(mode: Mode) -> Self {
+        Self(AtomicU8::new(mode as u8))
+    }
+
+    /// Changes the mode for every call that begins from now on.
+    pub fn set(&self, mode: Mode) {
+        self.0.store(mode as u8, Ordering::Relaxed);
+    }
+
+    /// The present mode.
+    pub fn get(&self) -> Mode {
+        Self::MODES[usize::from(self.0.load(Ordering::Relaxed))]
+    }
+}
+
+impl fmt::Debug for ModeSwitch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ModeSwitch").field(&self.get()).finish()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ModeSource {
+    Fixed(Mode),
+    Switch(&'static ModeSwitch),
+}

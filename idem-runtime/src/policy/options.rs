@@ -1,0 +1,116 @@
+//! What happens in each case that a policy decides.
+
+use std::time::Duration;
+
+use crate::codec::{CodecError, Undecodable};
+
+/// What a duplicate does while another attempt holds the key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum InProgress {
+    /// Returns [`Error::InProgress`](crate::Error::InProgress) at once.
+    #[default]
+    Reject,
+    /// Waits at most this long for the running attempt and then replays its result, or competes for the key if it failed.
+    Wait(Duration),
+}
+
+/// What the next delivery does after an attempt died without an answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnCrash {
+    /// Takes over once the lease has lapsed and runs the body again: at least once.
+    #[default]
+    Retry,
+    /// Returns [`Error::Interrupted`](crate::Error::Interrupted) until an operator decides: at most once.
+    Fail,
+}
+
+/// What happens when the key is `None`, empty or blank.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum MissingKey {
+    /// Returns [`Error::MissingKey`](crate::Error::MissingKey).
+    #[default]
+    Reject,
+    /// Runs the body unprotected, without a store call.
+    Run,
+}
+
+/// What happens when the store can't reserve the key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnStoreError {
+    /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
+    #[default]
+    Fail,
+    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) says so.
+    Run,
+}
+
+/// What becomes of an error that the body returned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnError {
+    /// The key is freed: the next delivery runs the body again.
+    #[default]
+    Release,
+    /// The error is stored and replayed to every duplicate.
+    Record,
+}
+
+/// Turns a recorded result that can't be read any more into bytes that the handler's codec reads; see
+/// [`OnUndecodable::Migrate`].
+pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
+
+/// What a duplicate gets whose recorded result was written by a codec that can't be read here, or no longer decodes as what
+/// the function returns. It never gets another run.
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Debug, PartialEq, Serialize, Deserialize)]
+/// struct Shipment {
+///     parcel: String,
+/// }
+///
+/// /// What the release before this one returned.
+/// #[derive(Serialize, Deserialize)]
+/// struct OldShipment {
+///     parcel_number: u64,
+/// }
+///
+/// fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+///     let old: OldShipment = recorded.decode()?;
+///     Json::encode(&Shipment { parcel: format!("P{}", old.parcel_number) })
+/// }
+///
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"), on_undecodable = migrate)]
+/// async fn ship(store: &MemoryStore, order: u64) -> Result<Shipment, Error> {
+///     Ok(Shipment { parcel: format!("P{order}") })
+/// }
+/// # #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"))]
+/// # async fn ship_before(store: &MemoryStore, order: u64) -> Result<OldShipment, Error> {
+/// #     Ok(OldShipment { parcel_number: order })
+/// # }
+///
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// # let store = MemoryStore::new();
+/// # ship_before(&store, 41).await.unwrap();
+/// // Order 41 was shipped by the release before.
+/// assert_eq!(ship(&store, 41).await.unwrap(), Shipment { parcel: "P41".to_owned() });
+/// # });
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub enum OnUndecodable {
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    #[default]
+    Error,
+    /// Calls the function and replays what its bytes decode to; if either fails, it is
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable) all the same. The record stays as it is, so the
+    /// function is called at each replay. If it panics, so does the call, and nothing else happens.
+    Migrate(Migrate),
+}

@@ -1,0 +1,172 @@
+//! Records as columns of a table or attributes of an item.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::format::{FormatError, millis};
+use super::{Owner, Payload, Record, State};
+use crate::codec::CodecName;
+use crate::key::Fingerprint;
+use crate::policy::OnCrash;
+
+/// The parts of a record, version 1, for stores that keep them apart: the columns of a table, the attributes of an item.
+///
+/// Which of `codec`, `result` and `result_bytes` are there says what became of the result: codec and result if it is
+/// stored, its size if it was too large, none of them if it could not be encoded.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Parts<'a> {
+    /// The version of the parts: [`Parts::VERSION`].
+    pub(crate) format: i64,
+    /// `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed.
+    pub(crate) state: &'a str,
+    pub(crate) owner: &'a [u8],
+    pub(crate) attempt: i64,
+    pub(crate) starts: i64,
+    pub(crate) fingerprint: Option<&'a [u8]>,
+    /// Whether `on_crash = fail`; false unless pending.
+    pub(crate) on_crash_fail: bool,
+    /// Milliseconds; `None` unless pending.
+    pub(crate) lease_ms: Option<i64>,
+    /// Milliseconds; `None` unless pending.
+    pub(crate) ttl_ms: Option<i64>,
+    pub(crate) codec: Option<&'a str>,
+    pub(crate) result: Option<Bytes>,
+    pub(crate) result_bytes: Option<i64>,
+}
+
+impl<'a> Parts<'a> {
+    /// The version that is written.
+    pub(crate) const VERSION: i64 = 1;
+
+    /// The parts of `record`.
+    pub(crate) fn of(record: &'a Record) -> Self {
+        let mut parts = Self {
+            format: Self::VERSION,
+            state: record.state.letter(),
+            owner: record.owner.as_bytes(),
+            attempt: record.attempt.into(),
+            starts: record.starts.into(),
+            fingerprint: record.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..]),
+            on_crash_fail: false,
+            lease_ms: None,
+            ttl_ms: None,
+            codec: None,
+            result: None,
+            result_bytes: None,
+        };
+        match &record.state {
+            State::Pending { lease, ttl, on_crash } => {
+                parts.on_crash_fail = *on_crash == OnCrash::Fail;
+                parts.lease_ms = Some(signed_millis(*lease));
+                parts.ttl_ms = Some(signed_millis(*ttl));
+            }
+            State::Completed(payload) | State::Failed(payload) => match payload {
+                Payload::Stored { codec, bytes } => {
+                    parts.codec = Some(codec.as_str());
+                    parts.result = Some(bytes.clone());
+                }
+                // The same 64 bits, so that every size is kept.
+                Payload::TooLarge { bytes } => parts.result_bytes = Some(bytes.cast_signed()),
+                Payload::Unencodable | Payload::Unreadable { .. } => {}
+            },
+            State::Released | State::Interrupted => {}
+        }
+        parts
+    }
+
+    /// The record that has these parts.
+    ///
+    /// # Errors
+    /// [`FormatError`] for parts that no release up to this one has written.
+    pub(crate) fn record(self) -> Result<Record, FormatError> {
+        match self.format {
+            Self::VERSION => self.read().ok_or(FormatError::Damaged),
+            later => match u8::try_from(later) {
+                Ok(later @ 2..) => Err(FormatError::LaterVersion(later)),
+                _ => Err(FormatError::Damaged),
+            },
+        }
+    }
+
+    fn read(self) -> Option<Record> {
+        let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
+        let payload = match (self.codec, self.result, self.result_bytes) {
+            (Some(codec), Some(bytes), None) => Payload::Stored { codec: CodecName::new(codec.as_bytes())?, bytes },
+            // The largest stands for everything that is larger.
+            (None, None, Some(bytes)) => Payload::TooLarge { bytes: bytes.cast_unsigned() },
+            (None, None, None) => Payload::Unencodable,
+            _ => return None,
+        };
+        let state = match self.state {
+            "P" => State::Pending {
+                lease: time(self.lease_ms)?,
+                ttl: time(self.ttl_ms)?,
+                on_crash: if self.on_crash_fail { OnCrash::Fail } else { OnCrash::Retry },
+            },
+            "R" => State::Released,
+            "I" => State::Interrupted,
+            "C" => State::Completed(payload),
+            "F" => State::Failed(payload),
+            _ => return None,
+        };
+        let record = Record {
+            owner: Owner::from_bytes(self.owner.try_into().ok()?),
+            attempt: u32::try_from(self.attempt).ok()?,
+            starts: u32::try_from(self.starts).ok()?,
+            fingerprint: match self.fingerprint {
+                Some(bytes) => Some(Fingerprint::from_bytes(bytes.try_into().ok()?)),
+                None => None,
+            },
+            state,
+        };
+        (record.attempt > 0 && record.starts <= record.attempt).then_some(record)
+    }
+}
+
+/// Milliseconds, rounded up, for systems whose integers have a sign.
+pub(crate) fn signed_millis(duration: Duration) -> i64 {
+    i64::try_from(millis(duration)).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(state: State) -> Record {
+        let fingerprint = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
+        Record { owner: Owner::from_bytes([9; Owner::BYTES]), attempt: 3, starts: 2, fingerprint, state }
+    }
+
+    #[test]
+    fn parts_make_the_record_they_came_from() {
+        let (lease, ttl) = (Duration::from_millis(1500), Duration::from_secs(60));
+        let stored = Payload::Stored { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"{}") };
+        for state in [
+            State::Pending { lease, ttl, on_crash: OnCrash::Retry },
+            State::Pending { lease, ttl, on_crash: OnCrash::Fail },
+            State::Released,
+            State::Interrupted,
+            State::Completed(stored.clone()),
+            State::Completed(Payload::TooLarge { bytes: 7 }),
+            State::Failed(stored),
+            State::Failed(Payload::Unencodable),
+        ] {
+            let record = record(state);
+            assert_eq!(Parts::of(&record).record(), Ok(record.clone()));
+        }
+    }
+
+    #[test]
+    fn parts_of_nobody_or_of_a_later_release_are_refused() {
+        let record = record(State::Completed(Payload::Unencodable));
+        let parts = Parts::of(&record);
+        assert_eq!(Parts { format: 2, ..parts.clone() }.record(), Err(FormatError::LaterVersion(2)));
+        assert_eq!(Parts { format: 0, ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { state: "X", ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { state: "P", ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { attempt: 0, ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { owner: b"short", ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { codec: Some("json"), ..parts }.record(), Err(FormatError::Damaged));
+    }
+}

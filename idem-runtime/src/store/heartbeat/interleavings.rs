@@ -1,0 +1,275 @@
+//! Leases that come and go beside the renewal task, in every order.
+
+use std::future::poll_fn;
+use std::task::Poll;
+
+use shuttle::future::block_on;
+
+use super::*;
+use crate::key::Key;
+use crate::policy::OnCrash;
+use crate::record::{Release, Reservation, Reserve};
+use crate::stores::memory::MemoryStore;
+use crate::sync::atomic::AtomicBool as Flag;
+use crate::sync::{TestClock, explore};
+
+const LEASE: Duration = Duration::from_secs(6);
+const TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// One process with a store.
+#[derive(Clone)]
+struct World {
+    clock: TestClock,
+    store: Arc<dyn Store>,
+    /// How many tasks of the clock are bodies.
+    bodies: Arc<AtomicUsize>,
+}
+
+impl World {
+    fn new() -> Self {
+        let clock = TestClock::default();
+        Self { store: MemoryStore::with_clock(clock.clone()).handle(), clock, bodies: Arc::default() }
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        self.store.heartbeats()
+    }
+
+    fn leases(&self) -> &Leases {
+        &self.heartbeats().0
+    }
+
+    fn reserve(&self, key: u32, lease: Duration) -> Lease {
+        let request = Reserve {
+            key: Key::new("interleavings", key).expect("a key"),
+            owner: self.heartbeats().new_owner(),
+            lease,
+            ttl: TIMEOUT,
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+        };
+        match block_on(self.store.reserve(&request)) {
+            Ok(Reservation::Reserved { lease, .. }) => lease,
+            other => panic!("should be reserved, is {other:?}"),
+        }
+    }
+
+    fn register(&self, key: u32, lease: Duration) -> Lease {
+        self.register_for(key, lease, TIMEOUT)
+    }
+
+    fn register_for(&self, key: u32, lease: Duration, timeout: Duration) -> Lease {
+        let asked_at = self.clock.now();
+        let lease = self.reserve(key, lease);
+        self.heartbeats().register(&self.store, &lease, asked_at, timeout);
+        lease
+    }
+
+    /// Lets `duration` pass, in which none of `leases` must lapse.
+    async fn hold(&self, leases: &[Lease], duration: Duration) {
+        let check = |step| {
+            for lease in leases {
+                let left = self.heartbeats().lease_remaining(lease.owner);
+                assert!(left > step, "{} was left without a beat", lease.key.as_str());
+            }
+            let renewing = self.clock.tasks.alive() - self.bodies.load(Ordering::SeqCst);
+            assert!(renewing <= 1, "more than one renewal task");
+        };
+        self.clock.pass(duration, check).await;
+    }
+
+    /// Lets time pass without any lease, in which the renewal task has to end.
+    async fn rest(&self) {
+        assert_eq!(self.heartbeats().live(), 0);
+        self.clock.pass(3 * LONGEST_SLEEP, |_| {}).await;
+        assert_eq!(self.clock.tasks.alive(), 0, "the renewal task does not end");
+        assert!(!self.leases().running.load(Ordering::SeqCst));
+        assert_eq!(self.leases().next_beat.load(Ordering::SeqCst), NEVER);
+    }
+
+    /// A body that does nothing but wait until its standing meets `until`; the answer says whether it has.
+    fn body(&self, lease: &Lease, until: impl Fn(Standing) -> bool + Send + Sync + 'static) -> Arc<Flag> {
+        let (world, owner, met) = (self.clone(), lease.owner, Arc::new(Flag::new(false)));
+        let body = {
+            let met = Arc::clone(&met);
+            async move {
+                poll_fn(|cx| match until(world.heartbeats().standing(owner, cx.waker())) {
+                    true => Poll::Ready(()),
+                    false => Poll::Pending,
+                })
+                .await;
+                met.store(true, Ordering::SeqCst);
+                world.bodies.fetch_sub(1, Ordering::SeqCst);
+            }
+        };
+        self.bodies.fetch_add(1, Ordering::SeqCst);
+        self.clock.tasks.spawn(body);
+        met
+    }
+}
+
+/// Leases that are registered side by side, a later one with an earlier beat among them: each has its beats.
+#[test]
+fn each_lease_has_its_beats() {
+    explore(|| {
+        let world = World::new();
+        let registering: Vec<_> = [LEASE, LEASE / 3, LEASE / 2]
+            .into_iter()
+            .zip(0..)
+            .map(|(lease, key)| {
+                let world = world.clone();
+                shuttle::thread::spawn(move || world.register(key, lease))
+            })
+            .collect();
+        let leases: Vec<_> = registering.into_iter().map(|thread| thread.join().expect("no panic")).collect();
+        block_on(async {
+            world.hold(&leases, LEASE + LEASE / 2).await;
+            for lease in &leases {
+                world.heartbeats().deregister(lease.owner);
+            }
+            world.rest().await;
+        });
+    });
+}
+
+/// A lease is registered while the renewal task looks, and is due long before that task would look again.
+#[test]
+fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
+    explore(|| {
+        let world = World::new();
+        let first = world.register(0, 8 * LONGEST_SLEEP);
+        block_on(world.clock.tasks.idle());
+        world.clock.advance(LONGEST_SLEEP);
+        let second = world.register(1, LEASE);
+        block_on(world.hold(&[first, second], 2 * LEASE));
+    });
+}
+
+/// The renewal task ends while a lease is registered whose body never looks: it has its beats all the same.
+#[test]
+fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
+    explore(|| {
+        let world = World::new();
+        let first = world.register(0, LEASE);
+        let threads = block_on(async {
+            world.hold(&[first.clone()], Duration::from_secs(1)).await;
+            world.heartbeats().deregister(first.owner);
+            // The task looks up, and finds nothing.
+            let came = world.clone();
+            let coming = shuttle::thread::spawn(move || vec![came.register(1, 4 * LONGEST_SLEEP)]);
+            let came = world.clone();
+            let going = shuttle::thread::spawn(move || {
+                let lease = came.register(2, LEASE);
+                came.heartbeats().deregister(lease.owner);
+                vec![]
+            });
+            world.clock.advance(LONGEST_SLEEP);
+            [coming, going]
+        });
+        let came = threads.into_iter().flat_map(|thread| thread.join().expect("no panic"));
+        let mut leases: Vec<_> = came.collect();
+        block_on(async {
+            world.clock.tasks.idle().await;
+            leases.push(world.register(3, 2 * LONGEST_SLEEP));
+            world.hold(&leases, 5 * LONGEST_SLEEP).await;
+            for lease in &leases {
+                world.heartbeats().deregister(lease.owner);
+            }
+            world.rest().await;
+        });
+    });
+}
+
+/// The runtime of the renewal task shuts down: bodies that wait elsewhere, or come, start another one.
+#[test]
+fn a_task_that_is_dropped_is_followed_by_another() {
+    explore(|| {
+        let world = World::new();
+        let lease = world.register(0, LEASE);
+        let renewing = world.clock.tasks.clone();
+        let dropping = shuttle::thread::spawn(move || renewing.drop_first());
+        let body = world.body(&lease, |standing| standing != Standing::Held);
+        dropping.join().expect("no panic");
+        block_on(async {
+            world.hold(&[lease.clone()], 2 * LEASE).await;
+            assert!(!body.load(Ordering::SeqCst));
+            let released = world.store.release(&lease, Release::Returned).await;
+            assert_eq!(released.expect("released"), Write::Done);
+            world.clock.pass(LEASE, |_| {}).await;
+            assert!(body.load(Ordering::SeqCst), "not told that its lease is lost");
+            world.heartbeats().deregister(lease.owner);
+            world.rest().await;
+        });
+    });
+}
+
+/// A body that waits is woken: when its time is over, when its lease is lost, and when one that had lapsed is renewed.
+#[test]
+fn a_body_that_waits_is_woken() {
+    explore(|| {
+        let world = World::new();
+        let hangs = world.register_for(0, LEASE, LEASE);
+        let loses = world.register(1, LEASE);
+        let lapses = world.register(2, LEASE);
+        let hung = world.body(&hangs, |standing| standing == Standing::TimedOut);
+        let lost = world.body(&loses, |standing| standing == Standing::Lost);
+        let was_lapsed = Arc::new(Flag::new(false));
+        let held = {
+            let was_lapsed = Arc::clone(&was_lapsed);
+            world.body(&lapses, move |standing| {
+                was_lapsed.fetch_or(standing == Standing::Lapsed, Ordering::SeqCst) && standing == Standing::Held
+            })
+        };
+        block_on(async {
+            let released = world.store.release(&loses, Release::Returned).await;
+            assert_eq!(released.expect("released"), Write::Done);
+            // All at once, as if the process had been paused.
+            world.clock.advance(LEASE + Duration::from_secs(1));
+            // The task may have read the time just before.
+            world.clock.pass(LEASE, |_| {}).await;
+            assert!(hung.load(Ordering::SeqCst), "not told that its time is over");
+            assert!(lost.load(Ordering::SeqCst), "not told that its lease is lost");
+            // It may have been renewed before it looked.
+            let told = held.load(Ordering::SeqCst) || !was_lapsed.load(Ordering::SeqCst);
+            assert!(told, "not told that its lease is renewed");
+        });
+    });
+}
+
+/// `flush` waits for what is under way, and for nothing else.
+#[test]
+fn flush_returns_when_nothing_is_under_way() {
+    explore(|| {
+        let world = World::new();
+        let over = Arc::new([Flag::new(false), Flag::new(false)]);
+        let works: Vec<_> = (0..2)
+            .map(|at| {
+                let (under_way, over) = (world.heartbeats().under_way(), Arc::clone(&over));
+                shuttle::thread::spawn(move || {
+                    over[at].store(true, Ordering::SeqCst);
+                    drop(under_way);
+                })
+            })
+            .collect();
+        let lease = world.register(0, LEASE);
+        let flushing: Vec<_> = (0..2)
+            .map(|_| {
+                let (world, over) = (world.clone(), Arc::clone(&over));
+                shuttle::thread::spawn(move || {
+                    block_on(world.heartbeats().flush());
+                    assert!(over.iter().all(|over| over.load(Ordering::SeqCst)), "flushed too early");
+                })
+            })
+            .collect();
+        world.clock.advance(LEASE / 3);
+        for thread in flushing.into_iter().chain(works) {
+            thread.join().expect("no panic");
+        }
+        block_on(async {
+            world.hold(&[lease], LEASE).await;
+            world.heartbeats().flush().await;
+        });
+        assert_eq!(world.leases().under_way.load(Ordering::SeqCst), 0);
+    });
+}

@@ -1,0 +1,614 @@
+//! Keeps leases alive: one renewal task for each store handle, whatever the number of leases.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::{Store, StoreError, StoreErrorKind};
+use crate::clock::{Clock, Instant};
+use crate::future::race;
+use crate::record::{Lease, Owner, Owners, Write};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
+/// No renewal task is running, so no beat is planned.
+const NEVER: u64 = u64::MAX;
+/// The renewal task is looking through the leases: whoever registers one now must tell it to look again.
+const LOOKING: u64 = NEVER - 1;
+/// A power of two; enough that the threads of a large machine rarely meet at one lock.
+const SHARDS: usize = 16;
+/// The renewal task looks up at least this often, so that it ends soon after the last handler.
+const LONGEST_SLEEP: Duration = Duration::from_secs(10);
+/// A renewal task that is late by this much may be that of the parent process, which is not there after a `fork()`.
+const OVERDUE: Duration = Duration::from_secs(1);
+
+/// The leases that one store handle keeps alive, and the writes it has still to make.
+///
+/// Every store owns one and hands it out from [`Store::heartbeats`]. A handler is registered before it is first polled, so
+/// that one which never yields keeps its lease as well. A single task looks what is due and asks for it through
+/// [`Store::upkeep`], by [`Clock::spawn`]: with the real clock on a thread of the library's own, which no handler blocks.
+/// Renewals that got no answer are asked for again while the first ones are under way, and each lease is answered by itself:
+/// a key, a node or a connection that is stuck costs no other lease.
+///
+/// The task starts with the first handler, ends some seconds after the last one, and starts anew in the child of a `fork()`.
+pub struct Heartbeats(Arc<Leases>);
+
+struct Leases {
+    clock: Arc<dyn Clock>,
+    /// `None`: tokens come from the system's randomness, each by itself.
+    owners: Option<Owners>,
+    shards: [Mutex<Shard>; SHARDS],
+    /// A lease that is due before this must wake the renewal task: nanoseconds since the clock's origin, [`LOOKING`] or
+    /// [`NEVER`].
+    next_beat: AtomicU64,
+    running: AtomicBool,
+    /// The process whose renewal task is running.
+    process: AtomicU32,
+    /// Whether leases are renewed at all.
+    beats: bool,
+    /// Wakes the renewal task for a lease that is due before `next_beat`.
+    earlier: Notify,
+    /// Writes and renewals under way that nobody's call waits for.
+    under_way: AtomicUsize,
+    flushed: Notify,
+    /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
+    down_since: AtomicU64,
+    warned: AtomicBool,
+    /// Whether the process is taken for dead, by a test.
+    abandoned: AtomicBool,
+}
+
+type Shard = HashMap<Owner, Registered, BuildHasherDefault<TokenHasher>>;
+
+/// Takes the last bytes of an owner token as its hash: they are random already. `Hash` writes the length of the array
+/// first; the last write is the token.
+#[derive(Default)]
+struct TokenHasher(u64);
+
+impl Hasher for TokenHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(tail) = bytes.last_chunk() {
+            self.0 = u64::from_le_bytes(*tail);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Whether a body may be polled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Standing {
+    /// Its lease is held.
+    Held,
+    /// Its lease is over by the clock of this process. It is being renewed, and the body waits for that.
+    Lapsed,
+    /// The store said that the lease is somebody else's.
+    Lost,
+    /// The body has run for longer than its policy allows; its lease is not renewed any more.
+    TimedOut,
+}
+
+struct Registered {
+    /// Of the call, so that the renewal task keeps no store open.
+    store: Arc<dyn Store>,
+    lease: Lease,
+    /// When the last confirmed reservation or renewal was asked for: the lease is held for its length from here.
+    confirmed_at: Instant,
+    due: Instant,
+    /// When the last renewal was asked for, whether or not it has an answer.
+    asked_at: Instant,
+    stop_at: Instant,
+    /// Anything but [`Standing::Lapsed`], which the clock says.
+    standing: Standing,
+    /// Woken when `standing` changes, and when a lapsed lease is renewed.
+    waker: Option<Waker>,
+}
+
+impl Registered {
+    fn beat(&self) -> Duration {
+        self.lease.lease / 3
+    }
+
+    fn held_until(&self) -> Instant {
+        self.confirmed_at.saturating_add(self.lease.lease)
+    }
+
+    /// When the renewal task has to look at this lease again.
+    fn next(&self) -> Instant {
+        self.due.min(self.stop_at)
+    }
+
+    fn turn(&mut self, standing: Standing) -> Option<Waker> {
+        self.standing = standing;
+        self.waker.take()
+    }
+}
+
+impl Heartbeats {
+    /// The heartbeats of a new store handle. Each owner token comes from the clock's entropy, so that none repeats in a
+    /// forked process or in the copy of a virtual machine.
+    pub fn new(clock: Arc<dyn Clock>) -> Self {
+        Self::of(clock, None, true)
+    }
+
+    /// The heartbeats of a store whose records no other process sees: one that is forked has a copy of its own. Owner tokens
+    /// are counted from a random start.
+    pub fn in_process(clock: Arc<dyn Clock>) -> Self {
+        let owners = Owners::new(clock.entropy());
+        Self::of(clock, Some(owners), true)
+    }
+
+    /// No heartbeats: for a store whose reservations need no lease, because they end with something else.
+    pub fn none(clock: Arc<dyn Clock>) -> Self {
+        Self::of(clock, None, false)
+    }
+
+    fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Self {
+        Self(Arc::new(Leases {
+            clock,
+            owners,
+            shards: Default::default(),
+            next_beat: AtomicU64::new(NEVER),
+            running: AtomicBool::new(false),
+            process: AtomicU32::new(0),
+            beats,
+            earlier: Notify::new(),
+            under_way: AtomicUsize::new(0),
+            flushed: Notify::new(),
+            down_since: AtomicU64::new(NEVER),
+            warned: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
+        }))
+    }
+
+    /// The clock of the store handle.
+    pub fn clock(&self) -> &dyn Clock {
+        &*self.0.clock
+    }
+
+    /// Whether leases are renewed at all; if not, they end with something else, such as a transaction.
+    pub(crate) fn renews(&self) -> bool {
+        self.0.beats
+    }
+
+    #[cfg(any(feature = "memory", feature = "cached"))]
+    pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
+        Arc::clone(&self.0.clock)
+    }
+
+    /// An owner token for a new attempt.
+    pub fn new_owner(&self) -> Owner {
+        match &self.0.owners {
+            Some(owners) => owners.next(),
+            None => Owner::from_bytes(self.0.clock.entropy().to_be_bytes()),
+        }
+    }
+
+    /// How many leases are being kept alive.
+    pub fn live(&self) -> usize {
+        self.0.live()
+    }
+
+    /// Waits until every late write and renewal is through: those of handlers that were cancelled or panicked, and the
+    /// beat that is under way. Call it on shutdown, after the handlers have ended and before the process does.
+    ///
+    /// # Cancel safety
+    /// Cancel safe; the writes go on.
+    pub async fn flush(&self) {
+        loop {
+            let mut flushed = pin!(self.0.flushed.notified());
+            flushed.as_mut().enable();
+            if self.0.under_way.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            flushed.await;
+        }
+    }
+
+    /// From here on nothing is renewed, released or written late by this handle, as if its process had died: for tests and
+    /// demonstrations with several handles in one process (`MemoryStore::peer`).
+    pub fn abandon(&self) {
+        self.0.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether calls of this handle may write when nobody waits for them.
+    pub(crate) fn writes_late(&self) -> bool {
+        self.0.beats && !self.0.abandoned.load(Ordering::SeqCst)
+    }
+
+    /// The store has answered.
+    pub(crate) fn store_answered(&self) {
+        if self.0.down_since.load(Ordering::Relaxed) != NEVER {
+            self.0.down_since.store(NEVER, Ordering::Relaxed);
+        }
+    }
+
+    /// The store has not answered; for how long so far.
+    pub(crate) fn store_failed(&self) -> Duration {
+        let now = nanos(self.clock().now());
+        let down_since = self.0.down_since.fetch_min(now, Ordering::Relaxed).min(now);
+        Duration::from_nanos(now - down_since)
+    }
+
+    /// Whether this is the first time that it is asked.
+    pub(crate) fn warns_now(&self) -> bool {
+        !self.0.warned.swap(true, Ordering::Relaxed)
+    }
+
+    /// Work that [`flush`](Heartbeats::flush) waits for, until the answer is dropped.
+    pub(crate) fn under_way(&self) -> UnderWay {
+        UnderWay::new(&self.0)
+    }
+
+    /// Keeps `lease` alive until it is deregistered, and for at most `timeout`.
+    pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, timeout: Duration) {
+        // A store in memory is a copy in the child of a `fork()`, as are the records of its parent: a beat that is late tells.
+        let planned = self.0.next_beat.load(Ordering::SeqCst);
+        let overdue = planned < nanos(confirmed_at).saturating_sub(span(OVERDUE));
+        if (self.0.owners.is_none() || overdue) && self.is_forked() {
+            self.start_anew();
+        }
+        let registered = Registered {
+            store: Arc::clone(store),
+            lease: lease.clone(),
+            confirmed_at,
+            due: confirmed_at.saturating_add(lease.lease / 3),
+            asked_at: confirmed_at,
+            stop_at: confirmed_at.saturating_add(timeout),
+            standing: Standing::Held,
+            waker: None,
+        };
+        let next = nanos(registered.next());
+        lock(self.0.shard(lease.owner)).insert(lease.owner, registered);
+        if self.0.beats && next < self.0.next_beat.load(Ordering::SeqCst) {
+            self.expect_beat();
+        }
+    }
+
+    /// Whether the body of `owner` may be polled. `waker` is woken when that changes.
+    pub(crate) fn standing(&self, owner: Owner, waker: &Waker) -> Standing {
+        if !self.0.beats {
+            return Standing::Held;
+        }
+        let now = self.0.clock.now();
+        let (standing, unasked) = {
+            let mut shard = lock(self.0.shard(owner));
+            let Some(registered) = shard.get_mut(&owner) else { return Standing::Held };
+            match &mut registered.waker {
+                Some(known) if known.will_wake(waker) => {}
+                known => *known = Some(waker.clone()),
+            }
+            if registered.standing != Standing::Held {
+                return registered.standing;
+            }
+            if now < registered.held_until() {
+                (Standing::Held, false)
+            } else {
+                // At once, but once: a call may be polled often while the store is slow.
+                let unasked = registered.asked_at < registered.held_until();
+                if unasked {
+                    registered.due = registered.due.min(now);
+                }
+                (Standing::Lapsed, unasked)
+            }
+        };
+        // The runtime of the renewal task may have shut down, or be another process's.
+        if unasked || self.0.next_beat.load(Ordering::SeqCst) == NEVER {
+            self.expect_beat();
+        }
+        standing
+    }
+
+    /// No time limit and no beat ends the attempt of `owner` any more: its body has returned, and what is left is for the
+    /// store to accept or to refuse.
+    pub(crate) fn body_returned(&self, owner: Owner) {
+        if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
+            registered.stop_at = Instant::new(Duration::MAX);
+            registered.waker = None;
+        }
+    }
+
+    /// Stops the heartbeat and says when the lease was last confirmed.
+    pub(crate) fn deregister(&self, owner: Owner) -> Option<Instant> {
+        lock(self.0.shard(owner)).remove(&owner).map(|registered| registered.confirmed_at)
+    }
+
+    /// Notes a renewal that somebody else made at `asked_at`.
+    pub(crate) fn confirmed(&self, owner: Owner, asked_at: Instant) {
+        if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
+            registered.confirmed_at = registered.confirmed_at.max(asked_at);
+        }
+    }
+
+    /// When the last confirmed reservation or renewal of `owner` was asked for.
+    pub(crate) fn confirmed_at(&self, owner: Owner) -> Option<Instant> {
+        lock(self.0.shard(owner)).get(&owner).map(|registered| registered.confirmed_at)
+    }
+
+    /// Until when the lease of `owner` is sure to be held, if this handle keeps it alive.
+    #[cfg(feature = "redis")]
+    pub(crate) fn held_until(&self, owner: Owner) -> Option<Instant> {
+        let shard = lock(self.0.shard(owner));
+        shard.get(&owner).filter(|registered| registered.standing == Standing::Held).map(Registered::held_until)
+    }
+
+    /// How long the lease of `owner` is sure to be held; zero once its call has ended.
+    pub(crate) fn lease_remaining(&self, owner: Owner) -> Duration {
+        let shard = lock(self.0.shard(owner));
+        match shard.get(&owner) {
+            Some(registered) if !self.0.beats => registered.lease.lease,
+            Some(registered) if registered.standing != Standing::Lost => {
+                registered.held_until().saturating_since(self.0.clock.now())
+            }
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// How long `lease` may still be held, if it was last confirmed at `confirmed_at` or by a beat since. What a beat was
+    /// refused doesn't count: the record may be that of this attempt, ended.
+    pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
+        if !self.0.beats {
+            return lease.lease;
+        }
+        let known = lock(self.0.shard(lease.owner)).get(&lease.owner).map(|registered| registered.confirmed_at);
+        let confirmed_at = known.unwrap_or(confirmed_at).max(confirmed_at);
+        confirmed_at.saturating_add(lease.lease).saturating_since(self.0.clock.now())
+    }
+
+    /// Makes sure that the renewal task looks again.
+    fn expect_beat(&self) {
+        // The lease is in its shard already. The task publishes `next_beat` only after it has looked there, and one that
+        // ends looks again after it has given its place back: either it sees the lease, or we wake it, or start another.
+        if self.0.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
+            self.0.earlier.notify_one();
+            return;
+        }
+        let process = std::process::id();
+        self.0.next_beat.store(LOOKING, Ordering::SeqCst);
+        self.0.process.store(process, Ordering::SeqCst);
+        self.clock().spawn(Box::pin(beat(Running { leases: Arc::clone(&self.0), process, has_ended: false })));
+    }
+
+    /// Whether the renewal task is that of the process which this one was forked off.
+    fn is_forked(&self) -> bool {
+        let process = self.0.process.load(Ordering::SeqCst);
+        process != 0 && process != std::process::id()
+    }
+
+    /// In the child of a `fork()`: what is registered is the parent's, and its threads are not here.
+    fn start_anew(&self) {
+        if self.0.owners.is_none() {
+            self.0
+                .shards
+                .iter()
+                .for_each(|shard| std::mem::take(&mut *lock(shard)).into_values().for_each(std::mem::forget));
+        }
+        self.0.under_way.store(0, Ordering::SeqCst);
+        self.expect_beat();
+    }
+}
+
+impl Drop for Heartbeats {
+    /// A renewal task that sleeps has nothing to wait for.
+    fn drop(&mut self) {
+        self.0.earlier.notify_one();
+    }
+}
+
+impl Leases {
+    fn shard(&self, owner: Owner) -> &Mutex<Shard> {
+        &self.shards[usize::from(owner.as_bytes()[0]) % SHARDS]
+    }
+
+    fn live(&self) -> usize {
+        self.shards.iter().map(|shard| lock(shard).len()).sum()
+    }
+
+    /// The leases that are due by `now` or soon after, and when to look again. Bodies whose time is over are told so.
+    fn due(&self, now: Instant) -> (Due, Instant) {
+        let mut due = Due::default();
+        if self.abandoned.load(Ordering::SeqCst) {
+            return (due, now.saturating_add(LONGEST_SLEEP));
+        }
+        let mut next = now.saturating_add(LONGEST_SLEEP);
+        for shard in &self.shards {
+            let mut over = Vec::new();
+            for registered in lock(shard).values_mut().filter(|registered| registered.standing == Standing::Held) {
+                if registered.stop_at <= now {
+                    over.extend(registered.turn(Standing::TimedOut));
+                    continue;
+                }
+                // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease that could
+                // not be renewed would be due at once.
+                let beat = registered.beat();
+                if registered.due <= now.saturating_add(beat / 8) {
+                    due.store.get_or_insert_with(|| Arc::clone(&registered.store));
+                    due.leases.push(registered.lease.clone());
+                    // Asked for again before the answer comes: this call may be stuck at another lease.
+                    registered.due = now.saturating_add(beat / 2);
+                    registered.asked_at = now;
+                }
+                next = next.min(registered.next());
+            }
+            over.into_iter().for_each(Waker::wake);
+        }
+        (due, next)
+    }
+
+    /// Enters what the store said of `lease`, which was asked about at `asked_at`.
+    fn enter(&self, lease: &Lease, asked_at: Instant, write: Write) {
+        let mut shard = lock(self.shard(lease.owner));
+        // The owner may have another attempt by now, if its request was answered anew.
+        let Some(registered) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
+            return;
+        };
+        let waker = match write {
+            Write::Done => {
+                let lapsed = registered.held_until() <= self.clock.now();
+                registered.confirmed_at = registered.confirmed_at.max(asked_at);
+                registered.due = registered.confirmed_at.saturating_add(registered.beat());
+                if lapsed { registered.waker.take() } else { None }
+            }
+            Write::Refused => registered.turn(Standing::Lost),
+        };
+        drop(shard);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Has those of `leases` that got no answer asked for again, sooner than if nobody had said so.
+    fn unanswered(&self, leases: &[Lease], asked_at: Instant) {
+        let now = self.clock.now();
+        let mut sooner = false;
+        for lease in leases {
+            if let Some(registered) = lock(self.shard(lease.owner)).get_mut(&lease.owner)
+                && registered.confirmed_at < asked_at
+            {
+                registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
+                sooner = true;
+            }
+        }
+        if sooner {
+            self.earlier.notify_one();
+        }
+    }
+}
+
+impl fmt::Debug for Heartbeats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Heartbeats").field("live", &self.live()).finish_non_exhaustive()
+    }
+}
+
+fn span(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(LOOKING).min(LOOKING - 1)
+}
+
+fn nanos(instant: Instant) -> u64 {
+    span(instant.since_origin())
+}
+
+/// Says that a renewal task is running. Dropped by a runtime that shuts down, it wakes the handlers that are left, on
+/// whatever runtime they are, and the first of them starts a new task.
+struct Running {
+    leases: Arc<Leases>,
+    process: u32,
+    /// Whether another task may be running by now.
+    has_ended: bool,
+}
+
+impl Running {
+    /// Ends the task if no lease is left, and says whether it has.
+    ///
+    /// Whoever registers a lease while the task is about to end takes it for running, and its body may never yield: the
+    /// task looks again after it has said that it ends.
+    fn end(&mut self) -> bool {
+        let leases = &self.leases;
+        leases.next_beat.store(NEVER, Ordering::SeqCst);
+        leases.running.store(false, Ordering::SeqCst);
+        self.has_ended = leases.live() == 0 || leases.running.swap(true, Ordering::SeqCst);
+        if !self.has_ended {
+            leases.next_beat.store(LOOKING, Ordering::SeqCst);
+        }
+        self.has_ended
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let leases = &self.leases;
+        if self.has_ended || leases.process.load(Ordering::SeqCst) != self.process {
+            return;
+        }
+        leases.next_beat.store(NEVER, Ordering::SeqCst);
+        leases.running.store(false, Ordering::SeqCst);
+        for shard in &leases.shards {
+            let wakers: Vec<_> = lock(shard).values_mut().filter_map(|registered| registered.waker.take()).collect();
+            wakers.into_iter().for_each(Waker::wake);
+        }
+    }
+}
+
+/// Leases of one store handle, or of wrappers around it.
+#[derive(Default)]
+struct Due {
+    store: Option<Arc<dyn Store>>,
+    leases: Vec<Lease>,
+}
+
+/// The renewal task.
+async fn beat(mut running: Running) {
+    let mut slept = false;
+    loop {
+        let leases = &running.leases;
+        let now = leases.clock.now();
+        let (due, next) = leases.due(now);
+        if let Some(store) = due.store {
+            let under_way = UnderWay::new(leases);
+            leases.clock.spawn(Box::pin(renew(under_way, store, due.leases, now)));
+        }
+        if Arc::strong_count(leases) == 1 {
+            return;
+        }
+        // Ends only after a sleep: a stream of short handlers must not start a task each.
+        if slept && leases.live() == 0 {
+            if running.end() {
+                return;
+            }
+            slept = false;
+            continue;
+        }
+        leases.next_beat.store(nanos(next), Ordering::SeqCst);
+        slept = race(leases.earlier.notified(), leases.clock.sleep(next.saturating_since(now))).await.is_none();
+        leases.next_beat.store(LOOKING, Ordering::SeqCst);
+    }
+}
+
+/// One call for all leases that are due together. Those that get no answer in it are asked for in others.
+async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
+    let leases = &under_way.0;
+    let answer = |at: usize, write| {
+        if let Some(lease) = due.get(at) {
+            leases.enter(lease, asked_at, write);
+        }
+    };
+    // A call that takes longer keeps no lease, and others have been asked since.
+    let longest = due.iter().map(|lease| lease.lease).max().unwrap_or_default();
+    let upkeep = store.upkeep();
+    let renewed = race(upkeep.renew(&due, &answer), leases.clock.sleep(longest)).await;
+    let late = || Err(StoreError::new(StoreErrorKind::Unknown, "no answer within a lease"));
+    if let Err(error) = renewed.unwrap_or_else(late) {
+        tracing::warn!(store = store.name(), leases = due.len(), %error, "leases could not be renewed; trying again");
+    }
+    leases.unanswered(&due, asked_at);
+}
+
+/// Counts work that [`Heartbeats::flush`] waits for.
+pub(crate) struct UnderWay(Arc<Leases>);
+
+impl UnderWay {
+    fn new(leases: &Arc<Leases>) -> Self {
+        leases.under_way.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(leases))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.flushed.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! The contract between the engine and a store.
+
+mod error;
+mod forward;
+mod future;
+mod heartbeat;
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub use self::error::{StoreError, StoreErrorKind};
+#[allow(unused_imports, reason = "without a store of the library nobody else forwards")]
+pub(crate) use self::forward::forward;
+pub use self::future::StoreFuture;
+pub use self::heartbeat::Heartbeats;
+pub(crate) use self::heartbeat::Standing;
+use crate::key::Key;
+use crate::policy::{InvalidPolicy, Policy};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::sync::lock;
+
+/// Where records are kept.
+///
+/// The contract, which the suite in `idem_runtime::conformance` (feature `conformance`) checks:
+///
+/// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
+///   one is answered [`Reservation::Reserved`]. What a reservation does with the record it meets is decided by
+///   [`Record::meet`]; the store makes that decision atomic.
+/// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
+///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
+///   number of the attempt. A refusal is an answer ([`Write::Refused`]), not an error.
+/// - **Repeatable.** Every operation may be repeated with the same owner token; one that took effect although its answer
+///   got lost is recognised as done.
+/// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released one is kept for `ttl` from
+///   that write. Nothing is forgotten earlier, and an expired record is treated as absent whether or not it has been
+///   cleaned up.
+/// - **One clock.** Leases and retentions are measured by the store's own clock, never by comparing two machines'.
+/// - **Bounded.** Every call ends; a store that can hang has a timeout of its own.
+/// - **Cancel safe.** Any returned future may be dropped at any time; its write then happened in full or not at all.
+///
+/// There are no default bodies: a `reserve` made of a read and a write would compile, and race.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a `Store`",
+    label = "not an idempotency store",
+    note = "name a value that implements `idem_runtime::Store`, or derefs to or shares one, for example `store = app.idempotency`"
+)]
+pub trait Store: fmt::Debug + Send + Sync + 'static {
+    /// What errors and logs call the store, for example `redis`.
+    fn name(&self) -> &'static str;
+
+    /// Another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
+    fn handle(&self) -> Arc<dyn Store>;
+
+    /// A handle of the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
+    ///
+    /// They run on a thread of their own ([`Clock::spawn`](crate::Clock::spawn)). A handle that shares no connection, no queue and no runtime with
+    /// other callers keeps leases alive while those are slow or blocked. It should open its connection at its first use. A
+    /// store that has nothing to share returns [`handle`](Store::handle).
+    fn upkeep(&self) -> Arc<dyn Store>;
+
+    /// What tells this application's records from those of others in the same place. It enters child keys
+    /// ([`Attempt::child_key`](crate::Attempt::child_key)), so that two applications never share one. Empty if there is none.
+    fn namespace(&self) -> &str;
+
+    /// How long one call of the store may take before it is given up; zero if calls can't hang. A lease has to be longer.
+    fn response_timeout(&self) -> Duration;
+
+    /// The leases this handle keeps alive, its clock, and its late writes.
+    fn heartbeats(&self) -> &Heartbeats;
+
+    /// Reserves `request.key` for one attempt, or reports what is there, in one atomic step.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not answer; it is never an answer such as "no record".
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation>;
+
+    /// Renews the leases and calls `answer` for each, by its place in `leases`, as soon as the store has answered for it. A
+    /// lease that has lapsed is renewed if nobody took over.
+    ///
+    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish). A lease without an answer is renewed or
+    /// not: its record could not be reached, or was locked by somebody else. Such a lease must not hold up the others.
+    ///
+    /// # Errors
+    /// [`StoreError`] says why leases have no answer. The answers that were given stand.
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()>;
+
+    /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
+    ///
+    /// Refused unless owner token and `lease.attempt` are those of the record. The token alone is not enough: a reservation
+    /// that arrives again late may get its owner a later attempt, whose number would then go backwards.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write>;
+
+    /// Ends the attempt without a result, keeps the record for `lease.ttl` from now, and wakes its waiters.
+    ///
+    /// `lease.attempt` is not looked at: a caller that never heard the answer to its reservation doesn't know it.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write>;
+
+    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store can't be asked.
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()>;
+
+    /// What is recorded for `key`, for operators and tests.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not answer.
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>>;
+
+    /// Lets the next delivery of `key` run again: the decision of an operator.
+    ///
+    /// The record becomes released, with no attempt counted against `max_attempts`, and keeps its retention and its
+    /// attempt number. Refused unless the latest attempt is `attempt`, the one the operator looked at, and holds no
+    /// live lease. A recorded result is given up.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm.
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write>;
+}
+
+/// Takes what a store says of one lease of [`Store::renew`]: its place among the leases, and the answer.
+pub type Answers<'a> = dyn Fn(usize, Write) + Send + Sync + 'a;
+
+/// Renews `leases`, and waits for all answers.
+///
+/// # Errors
+/// [`StoreError`] if a lease got no answer; each of them is then renewed or not.
+pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
+    let answers = Mutex::new(vec![None; leases.len()]);
+    let answer = |at: usize, write| {
+        if let Some(slot) = lock(&answers).get_mut(at) {
+            *slot = Some(write);
+        }
+    };
+    let renewed = store.renew(leases, &answer).await;
+    let answers: Option<Vec<_>> = lock(&answers).drain(..).collect();
+    match (answers, renewed) {
+        (Some(answers), _) => Ok(answers),
+        (None, Err(error)) => Err(error),
+        (None, Ok(())) => Err(StoreError::new(StoreErrorKind::Unknown, "the store did not answer for a lease")),
+    }
+}
+
+impl Policy {
+    /// Whether the durations can be honoured by `store`: besides [`check`](Policy::check), a lease must be longer than a call
+    /// of the store may take, or one call that is slow costs the lease. For the start of a program; a call under such a
+    /// policy only warns.
+    ///
+    /// # Errors
+    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use idem_runtime::{MemoryStore, Policy};
+    ///
+    /// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400)).lease(Duration::from_secs(10));
+    /// PAYMENTS.check_with(&MemoryStore::new())?;
+    /// # Ok::<(), idem_runtime::InvalidPolicy>(())
+    /// ```
+    pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), InvalidPolicy> {
+        self.check()?;
+        let response_timeout = store.response_timeout();
+        if self.lease > response_timeout {
+            return Ok(());
+        }
+        Err(InvalidPolicy::LeaseBelowResponseTimeout { lease: self.lease, response_timeout })
+    }
+}

@@ -1,0 +1,615 @@
+//! Finished records in the memory of this process, in front of a store.
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::hash::BuildHasherDefault;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::Notify;
+use tokio::sync::futures::OwnedNotified;
+
+use crate::clock::{self, Clock, Instant};
+use crate::future::race;
+use crate::key::{Key, KeyHasher};
+use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Payload, Record, Reservation, Reserve, State, Write};
+use crate::store::{Store, StoreError, StoreFuture, forward};
+use crate::stores::wrapper::{self, hand_on};
+use crate::sync::{Mutex, MutexGuard, lock};
+
+/// A power of two; enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
+/// default cache holds results of megabytes.
+const MOST_SHARDS: usize = 16;
+/// A shard with less room than this is not worth having.
+const LEAST_ENTRIES: usize = 64;
+const LEAST_BYTES: usize = 1024 * 1024;
+/// What an entry takes beside its key and its result, about.
+const ENTRY_BYTES: usize = 384;
+/// How many owners of writes a shard remembers.
+const WRITERS: usize = 256;
+/// How long a duplicate waits for what another one of its key has asked. That one may not be polled any more, and must not
+/// keep anybody waiting for long.
+const LONGEST_JOIN: Duration = Duration::from_millis(100);
+/// Later than every point in time.
+const NEVER: Instant = Instant::new(Duration::MAX);
+
+/// A bounded cache of finished records in this process, in front of any other store: a replay that hits costs no call.
+///
+/// Only what can't change is kept: completed and failed records, never pending, released or interrupted ones. A hit is
+/// decided by [`Record::meet`], so the fingerprint is checked as everywhere. An entry lives no longer than the retention
+/// of its record, by the process's monotonic clock. What this process finished itself is kept at once. What
+/// another process finished is kept from its second replay on, which reads the record together with what is left of its
+/// retention; the first two replays cost one call each, as they would without the cache.
+///
+/// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have
+/// it without a call if it is a finished record. Any other answer is not shared: each then asks for itself.
+///
+/// - *Atomicity*, *Clock*, *Durability*: those of the store. The cache never answers that a key is free.
+/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them what
+///   was not asked for lately is dropped, and costs a call again. Results of more than 1 MiB are kept only if they are
+///   less than a sixteenth of the bytes.
+/// - *Cost*: none for a hit; otherwise that of the store, and the memory.
+///
+/// **Operators.** A [`reopen`](Store::reopen) through this cache, or through a [`peer`](Cached::peer), takes effect at once.
+/// One in another process is noticed within [`max_age`](CachedOptions::max_age); until then duplicates get the old
+/// result here. The same goes for records that the server itself has lost.
+///
+/// In front of a store inside the user's own transaction it keeps nothing: a rollback would make it lie.
+///
+/// Clones share the cache.
+///
+/// ```
+/// use idem_runtime::{Cached, MemoryStore};
+///
+/// let store = Cached::new(MemoryStore::new());
+/// ```
+#[derive(Clone, Debug)]
+pub struct Cached(Arc<Shared>);
+
+impl Cached {
+    /// Caches finished records of `store`, with the settings of [`CachedOptions`] as they stand.
+    pub fn new(store: impl Store) -> Self {
+        Self::options().around(store)
+    }
+
+    /// Other settings.
+    pub fn options() -> CachedOptions {
+        CachedOptions::default()
+    }
+
+    /// The same cache in front of `store`, another handle to the same records, where a process has several: one per
+    /// runtime, for example. With caches of their own, each would notice a `reopen` of the other only in time.
+    #[must_use]
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
+    pub fn peer(&self, store: impl Store) -> Self {
+        Self::open(store.handle(), Arc::clone(&self.0.cache))
+    }
+
+    /// How many finished records are held, those included whose time is over and that were not asked for since.
+    pub fn len(&self) -> usize {
+        self.0.cache.shards.iter().map(|shard| lock(shard).ring.len()).sum()
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many bytes that takes, about.
+    pub fn bytes(&self) -> usize {
+        self.0.cache.shards.iter().map(|shard| lock(shard).bytes).sum()
+    }
+
+    fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
+        let keeps = inner.heartbeats().renews();
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: OnceLock::new() }))
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+forward! { () Cached => shared; }
+
+/// Settings of a [`Cached`].
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+#[expect(clippy::struct_field_names, reason = "they are called like their setters")]
+pub struct CachedOptions {
+    max_entries: usize,
+    max_bytes: usize,
+    max_age: Duration,
+}
+
+impl Default for CachedOptions {
+    fn default() -> Self {
+        Self { max_entries: 100_000, max_bytes: 64 * 1024 * 1024, max_age: Duration::from_secs(60) }
+    }
+}
+
+impl CachedOptions {
+    /// How many records are held; 100 000 unless set.
+    pub fn max_entries(self, max_entries: usize) -> Self {
+        Self { max_entries, ..self }
+    }
+
+    /// How many bytes the records take, with their keys and what the cache needs for each; 64 MiB unless set.
+    pub fn max_bytes(self, max_bytes: usize) -> Self {
+        Self { max_bytes, ..self }
+    }
+
+    /// After what time a record is read again; 60 s unless set. A longer time saves calls, one a record and `max_age`; a
+    /// shorter one notices a `reopen` of another process sooner.
+    pub fn max_age(self, max_age: Duration) -> Self {
+        Self { max_age, ..self }
+    }
+
+    /// Caches finished records of `store`.
+    #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
+    pub fn around(self, store: impl Store) -> Cached {
+        let worthwhile = (self.max_entries / LEAST_ENTRIES).min(self.max_bytes / LEAST_BYTES).clamp(1, MOST_SHARDS);
+        let shards = 1 << worthwhile.ilog2();
+        let inner = store.handle();
+        let cache = Arc::new(Cache {
+            shards: (0..shards).map(|_| Mutex::default()).collect(),
+            max_entries: self.max_entries / shards,
+            max_bytes: self.max_bytes / shards,
+            max_age: self.max_age,
+            clock: inner.heartbeats().clock_handle(),
+        });
+        Cached::open(inner, cache)
+    }
+}
+
+struct Shared {
+    this: Weak<Shared>,
+    inner: Arc<dyn Store>,
+    cache: Arc<Cache>,
+    /// Whether what the store says is there to stay: what it says inside a transaction may be rolled back.
+    keeps: bool,
+    upkeep: OnceLock<Arc<Shared>>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cached").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+struct Cache {
+    shards: Box<[Mutex<Shard>]>,
+    /// In each shard, like the bytes.
+    max_entries: usize,
+    max_bytes: usize,
+    max_age: Duration,
+    /// The clock of the first handle dates all entries: the times of two clocks can't be compared.
+    clock: Arc<dyn Clock>,
+}
+
+#[derive(Default)]
+struct Shard {
+    entries: HashMap<Key, Entry, BuildHasherDefault<KeyHasher>>,
+    /// The keys of all entries, for the hand of a clock that drops what was not touched since it last came by.
+    ring: Vec<Key>,
+    hand: usize,
+    bytes: usize,
+    /// Entries that are being made while the store is asked, each with a number of its own.
+    making: Vec<Making>,
+    made: u64,
+    /// Whose results may have landed: owners of the latest writes, under way, done, or never answered.
+    writers: VecDeque<Owner>,
+    /// The reservations under way that others of their key may join.
+    flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
+}
+
+/// A reservation under way.
+struct Flight {
+    /// Whose it is: another handle may be of another runtime, which may stand still.
+    of: Weak<Shared>,
+    landed: Arc<Notify>,
+    /// The answer, if it is a finished record that stays as it is.
+    record: OnceLock<Record>,
+}
+
+/// The reservation that others may join; however it ends, they are woken.
+struct Leading<'a> {
+    cache: &'a Cache,
+    key: &'a Key,
+    flight: Arc<Flight>,
+}
+
+impl Drop for Leading<'_> {
+    fn drop(&mut self) {
+        let mut shard = self.cache.shard(self.key);
+        // What is there may be the next one: nobody joins what a `reopen` has outdated.
+        if shard.flights.get(self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
+            shard.flights.remove(self.key);
+        }
+        drop(shard);
+        self.flight.landed.notify_waiters();
+    }
+}
+
+/// A key that is known to be finished.
+struct Entry {
+    /// The record, while it need not be read again.
+    record: Option<Record>,
+    /// When it is to be read again.
+    fresh_until: Instant,
+    /// When its retention is over, at the latest.
+    ends_at: Instant,
+    bytes: usize,
+    touched: bool,
+    /// Its place in the ring.
+    at: usize,
+}
+
+enum Known {
+    Nothing,
+    /// It is finished; the record is to be read.
+    Finished,
+    Answer(Reservation),
+}
+
+struct Making {
+    number: u64,
+    key: Key,
+    /// The first attempt that is not known to be outdated.
+    from: u32,
+}
+
+/// An entry that is being made. Whatever shows meanwhile that the record isn't final any more keeps it from being entered.
+struct Ticket<'a> {
+    cache: &'a Cache,
+    key: &'a Key,
+    number: u64,
+    asked_at: Instant,
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        let mut shard = self.cache.shard(self.key);
+        shard.making.retain(|making| making.number != self.number);
+    }
+}
+
+impl Shard {
+    fn remove(&mut self, key: &Key) {
+        let Some(entry) = self.entries.remove(key) else { return };
+        self.bytes -= entry.bytes;
+        self.ring.swap_remove(entry.at);
+        if let Some(moved) = self.ring.get(entry.at)
+            && let Some(moved) = self.entries.get_mut(moved)
+        {
+            moved.at = entry.at;
+        }
+    }
+
+    /// What is known of the key of `request`.
+    fn look_up(&mut self, request: &Reserve, now: Instant) -> Known {
+        match self.entries.get_mut(&request.key) {
+            None => Known::Nothing,
+            Some(entry) if entry.ends_at <= now => {
+                self.remove(&request.key);
+                Known::Nothing
+            }
+            Some(entry) => {
+                entry.touched = true;
+                match &entry.record {
+                    Some(record) if entry.fresh_until > now => match record.meet(request, Duration::ZERO) {
+                        Meeting::Answer(answer) => Known::Answer(answer),
+                        Meeting::Replace { .. } => Known::Finished,
+                    },
+                    _ => Known::Finished,
+                }
+            }
+        }
+    }
+
+    /// Drops one entry: one that is over, or that was not touched since the hand last came by.
+    fn evict(&mut self, now: Instant) {
+        while !self.ring.is_empty() {
+            if self.hand >= self.ring.len() {
+                self.hand = 0;
+            }
+            let key = self.ring[self.hand].clone();
+            match self.entries.get_mut(&key) {
+                Some(entry) if entry.touched && entry.ends_at > now => entry.touched = false,
+                _ => {
+                    self.remove(&key);
+                    // The last one has moved here, and it is the newest.
+                    self.hand += 1;
+                    return;
+                }
+            }
+            self.hand += 1;
+        }
+    }
+}
+
+impl Cache {
+    fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
+        lock(&self.shards[key.shard(self.shards.len())])
+    }
+
+    /// To be taken before the store is asked for what will be entered.
+    fn ticket<'a>(&'a self, key: &'a Key) -> Ticket<'a> {
+        let asked_at = self.now();
+        let mut shard = self.shard(key);
+        shard.made += 1;
+        let number = shard.made;
+        shard.making.push(Making { number, key: key.clone(), from: 0 });
+        Ticket { cache: self, key, number, asked_at }
+    }
+
+    /// Enters a record that was read with `left` of its retention.
+    fn enter_read(&self, ticket: &Ticket<'_>, record: &Record, left: Duration) {
+        self.enter(ticket, record, left, |_| true);
+    }
+
+    /// Enters a record that was just written, with all of its retention.
+    fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
+        // What is there already was written or read before: a repeated write changes and prolongs nothing.
+        self.enter(ticket, record, ttl, |entry| entry.record.is_none());
+    }
+
+    /// Enters a final record whose retention ends `left` after the ticket was taken, or later.
+    fn enter(&self, ticket: &Ticket<'_>, record: &Record, left: Duration, replaces: fn(&Entry) -> bool) {
+        let ends_at = ticket.asked_at.saturating_add(left);
+        let fresh_until = ends_at.min(ticket.asked_at.saturating_add(self.max_age));
+        if !is_final(record) || Self::bytes_of(ticket.key, Some(record)) > self.max_bytes {
+            return;
+        }
+        // Bytes of its own: those of a store may be a part of something much larger.
+        let record = with_own_bytes(record);
+        let mut shard = self.shard(ticket.key);
+        let mut making = shard.making.iter();
+        let current = making.any(|making| making.number == ticket.number && making.from <= record.attempt);
+        if current && shard.entries.get(ticket.key).is_none_or(replaces) {
+            self.put(&mut shard, ticket.key, Some(record), fresh_until, ends_at);
+        }
+    }
+
+    /// Notes that `key` is finished, until nobody knows when.
+    fn note_finished(&self, key: &Key) {
+        let mut shard = self.shard(key);
+        if !shard.entries.contains_key(key) {
+            self.put(&mut shard, key, None, NEVER, NEVER);
+        }
+    }
+
+    fn bytes_of(key: &Key, record: Option<&Record>) -> usize {
+        ENTRY_BYTES
+            + key.as_str().len()
+            + record.and_then(|record| record.state.payload()).map_or(0, Payload::stored_bytes)
+    }
+
+    fn put(&self, shard: &mut Shard, key: &Key, record: Option<Record>, fresh_until: Instant, ends_at: Instant) {
+        let bytes = Self::bytes_of(key, record.as_ref());
+        if bytes > self.max_bytes || self.max_entries == 0 {
+            return;
+        }
+        shard.remove(key);
+        let now = self.now();
+        while shard.ring.len() >= self.max_entries || shard.bytes + bytes > self.max_bytes {
+            shard.evict(now);
+        }
+        let at = shard.ring.len();
+        shard.ring.push(key.clone());
+        shard.bytes += bytes;
+        shard.entries.insert(key.clone(), Entry { record, fresh_until, ends_at, bytes, touched: false, at });
+    }
+
+    /// Forgets what is known of `key` up to the attempt before `from`: that is the earliest that may be finished now.
+    fn outdate(&self, key: &Key, from: u32) {
+        let mut shard = self.shard(key);
+        let outdated = |entry: &Entry| entry.record.as_ref().is_none_or(|record| record.attempt < from);
+        if shard.entries.get(key).is_some_and(outdated) {
+            shard.remove(key);
+        }
+        for making in shard.making.iter_mut().filter(|making| making.key == *key) {
+            making.from = making.from.max(from);
+        }
+        shard.flights.remove(key);
+    }
+
+    /// Forgets everything that is known of `key`.
+    fn forget(&self, key: &Key) {
+        let mut shard = self.shard(key);
+        shard.remove(key);
+        shard.making.retain(|making| making.key != *key);
+        shard.flights.remove(key);
+    }
+
+    /// Notes a write of `owner`, and says whether it is the only one that may have landed.
+    fn note_writer(&self, key: &Key, owner: Owner) -> bool {
+        let mut shard = self.shard(key);
+        if shard.writers.contains(&owner) {
+            return false;
+        }
+        if shard.writers.len() == WRITERS {
+            shard.writers.pop_front();
+        }
+        shard.writers.push_back(owner);
+        true
+    }
+
+    fn forget_writer(&self, key: &Key, owner: Owner) {
+        self.shard(key).writers.retain(|other| *other != owner);
+    }
+}
+
+/// Whether the record never changes within its retention, and neither does what is read of it.
+fn is_final(record: &Record) -> bool {
+    // What can't be read now may be read later.
+    record.state.payload().is_some_and(|payload| !matches!(payload, Payload::Unreadable { .. }))
+}
+
+fn with_own_bytes(record: &Record) -> Record {
+    let mut record = record.clone();
+    if let State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) =
+        &mut record.state
+    {
+        *bytes = Bytes::copy_from_slice(bytes);
+    }
+    record
+}
+
+/// Forgets a key, however the call that holds it ends.
+struct Forgotten<'a>(&'a Cache, &'a Key);
+
+impl Drop for Forgotten<'_> {
+    fn drop(&mut self) {
+        self.0.forget(self.1);
+    }
+}
+
+impl Shared {
+    async fn reserve_in_store(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let answer = self.inner.reserve(request).await?;
+        match &answer {
+            Reservation::Finished(record) if is_final(record) => self.cache.note_finished(&request.key),
+            Reservation::Pending { attempt, .. } => self.cache.outdate(&request.key, *attempt),
+            // The one may be read better later, the other is said of a record in any state.
+            Reservation::Finished(_) | Reservation::Mismatch { .. } => {}
+            _ => self.cache.forget(&request.key),
+        }
+        Ok(answer)
+    }
+
+    async fn ask(&self, request: &Reserve, is_finished: bool) -> Result<Reservation, StoreError> {
+        if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
+    }
+
+    /// Asks for everybody who joins meanwhile.
+    async fn lead(
+        &self,
+        request: &Reserve,
+        is_finished: bool,
+        leading: Leading<'_>,
+    ) -> Result<Reservation, StoreError> {
+        let answer = self.ask(request, is_finished).await;
+        if let Ok(Reservation::Finished(record)) = &answer
+            && is_final(record)
+        {
+            // Nobody else sets it.
+            let _ = leading.flight.record.set(record.clone());
+        }
+        answer
+    }
+
+    /// Waits for what another duplicate has asked, and asks as well unless that is a finished record: whose attempt is
+    /// pending, and whose reservation failed, is said to each one in its own words.
+    async fn join(
+        &self,
+        request: &Reserve,
+        flight: Arc<Flight>,
+        landed: OwnedNotified,
+    ) -> Result<Reservation, StoreError> {
+        race(landed, self.cache.clock.sleep(LONGEST_JOIN)).await;
+        if let Some(record) = flight.record.get()
+            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+        {
+            return Ok(answer);
+        }
+        let known = self.cache.shard(&request.key).look_up(request, self.cache.now());
+        match known {
+            Known::Answer(answer) => Ok(answer),
+            known => self.ask(request, matches!(known, Known::Finished)).await,
+        }
+    }
+
+    /// Reserves a key that is known to be finished, by reading its record together with what is left of its retention.
+    async fn read(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let ticket = self.cache.ticket(&request.key);
+        // An error says nothing here: whoever may not read may reserve.
+        if let Ok(Some(Inspection { record, expires_in, .. })) = self.inner.inspect(&request.key).await
+            && record.is_finished()
+            && !expires_in.is_zero()
+            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+        {
+            self.cache.enter_read(&ticket, &record, expires_in);
+            return Ok(answer);
+        }
+        drop(ticket);
+        self.reserve_in_store(request).await
+    }
+}
+
+impl Store for Shared {
+    fn upkeep(&self) -> Arc<dyn Store> {
+        wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
+    }
+
+    hand_on!();
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        if !self.keeps {
+            return self.inner.reserve(request);
+        }
+        let mut shard = self.cache.shard(&request.key);
+        let is_finished = match shard.look_up(request, clock::now(&*self.cache.clock)) {
+            Known::Answer(answer) => return StoreFuture::ready(Ok(answer)),
+            known => matches!(known, Known::Finished),
+        };
+        let Some(flight) = shard.flights.get(&request.key) else {
+            let (landed, record) = Default::default();
+            let flight = Arc::new(Flight { of: Weak::clone(&self.this), landed, record });
+            shard.flights.insert(request.key.clone(), Arc::clone(&flight));
+            drop(shard);
+            let leading = Leading { cache: &self.cache, key: &request.key, flight };
+            return StoreFuture::new(self.lead(request, is_finished, leading));
+        };
+        if !Weak::ptr_eq(&flight.of, &self.this) {
+            drop(shard);
+            return StoreFuture::new(self.ask(request, is_finished));
+        }
+        let flight = Arc::clone(flight);
+        // Made while the lock is held, so that the landing finds it.
+        let landed = Arc::clone(&flight.landed).notified_owned();
+        drop(shard);
+        StoreFuture::new(self.join(request, flight, landed))
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        if !self.keeps {
+            return self.inner.finish(lease, finish);
+        }
+        StoreFuture::new(async move {
+            let (key, owner) = (&lease.key, lease.owner);
+            let ticket = self.cache.ticket(key);
+            // Of several writes that may have landed nobody knows which one is recorded, and since when.
+            let only = self.cache.note_writer(key, owner);
+            let written = self.inner.finish(lease, finish).await;
+            match &written {
+                Ok(Write::Done) if only => {
+                    self.cache.enter_written(&ticket, &Record::after(lease, finish.state()), lease.ttl);
+                }
+                Err(error) if only && !error.may_have_landed() => self.cache.forget_writer(key, owner),
+                _ => {}
+            }
+            written
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.inner.inspect(key)
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        StoreFuture::new(async move {
+            // Afterwards: what is entered meanwhile may have been read before.
+            let _forgotten = Forgotten(&self.cache, key);
+            self.inner.reopen(key, attempt).await
+        })
+    }
+}

@@ -1,0 +1,443 @@
+//! Records in the memory of this process.
+
+#[cfg(all(test, shuttle))]
+pub(crate) mod interleavings;
+mod slots;
+
+use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use hashbrown::HashTable;
+use tokio::sync::Notify;
+
+use self::slots::{Order, Slot, Slots};
+use crate::clock::{self, Clock, Instant, SystemClock};
+use crate::future::race;
+use crate::key::{Key, KeyHasher};
+use crate::record::{Finish, Inspection, Lease, Meeting, Record, Release, Reservation, Reserve, State, Write};
+use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
+
+/// A power of two; enough that the threads of a large machine rarely meet at one lock.
+const SHARDS: usize = 64;
+/// How many expired records a reservation cleans up: more than one, so that they can't pile up.
+const SWEEP: usize = 2;
+
+/// A store in the memory of this process, for tests and for duplicates that one process sees.
+///
+/// - *Atomicity*: one lock per shard decides the winner.
+/// - *Clock*: the process's monotonic clock, or the one given to [`with_clock`](MemoryStore::with_clock).
+/// - *Durability*: none. A restart forgets everything, and other processes don't see it.
+/// - *Limits*: as many records as [`with_capacity`](MemoryStore::with_capacity) allows. A full store refuses new keys
+///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are cleaned up
+///   as new ones arrive.
+/// - *Cost*: one look-up a step, no allocation beyond key and result.
+///
+/// Clones share the records.
+#[derive(Clone, Debug)]
+pub struct MemoryStore(Arc<Shared>);
+
+impl MemoryStore {
+    /// How many records a store holds where nothing else is said.
+    pub const DEFAULT_CAPACITY: usize = 1_000_000;
+
+    /// An empty store for [`DEFAULT_CAPACITY`](MemoryStore::DEFAULT_CAPACITY) records.
+    pub fn new() -> Self {
+        Self::with_capacity(Self::DEFAULT_CAPACITY)
+    }
+
+    /// An empty store that holds at most `capacity` records.
+    pub fn with_capacity(capacity: usize) -> Self {
+        Self::with_capacity_and_clock(capacity, SystemClock::default())
+    }
+
+    /// An empty store whose leases and retentions are measured by `clock`.
+    pub fn with_clock(clock: impl Clock) -> Self {
+        Self::with_capacity_and_clock(Self::DEFAULT_CAPACITY, clock)
+    }
+
+    /// An empty store that holds at most `capacity` records and measures time by `clock`.
+    pub fn with_capacity_and_clock(capacity: usize, clock: impl Clock) -> Self {
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let records = Arc::new(Records { shards, capacity, len: AtomicUsize::new(0) });
+        Self::open(records, Arc::new(Heartbeats::in_process(Arc::new(clock))), Arc::default())
+    }
+
+    fn open(records: Arc<Records>, heartbeats: Arc<Heartbeats>, namespace: Arc<str>) -> Self {
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
+    }
+
+    /// The same store, with what tells this application's operations from those of others, for the keys that handlers hand
+    /// on (default: empty). See [`Attempt::child_key`](crate::Attempt::child_key), which it enters; the records don't
+    /// depend on it.
+    #[must_use]
+    pub fn with_namespace(self, namespace: impl Into<Arc<str>>) -> Self {
+        Self::open(Arc::clone(&self.0.records), Arc::clone(&self.0.heartbeats), namespace.into())
+    }
+
+    /// Another handle to the same records, with heartbeats of its own: what another process would have. For tests of
+    /// processes that die, and for one handle per runtime where a process has several.
+    #[must_use]
+    pub fn peer(&self) -> Self {
+        let heartbeats = Arc::new(Heartbeats::in_process(self.0.heartbeats.clock_handle()));
+        Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
+    }
+
+    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    pub async fn flush(&self) {
+        self.0.heartbeats.flush().await;
+    }
+
+    /// How many records are held, expired ones that wait for their clean-up included.
+    pub fn len(&self) -> usize {
+        self.0.records.len.load(Ordering::Relaxed)
+    }
+
+    /// Whether no record is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+forward! { () MemoryStore => shared; }
+
+#[derive(Debug)]
+struct Shared {
+    this: Weak<Shared>,
+    heartbeats: Arc<Heartbeats>,
+    records: Arc<Records>,
+    namespace: Arc<str>,
+}
+
+#[derive(Debug)]
+struct Records {
+    shards: Box<[Mutex<Shard>]>,
+    capacity: usize,
+    len: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct Shard {
+    /// Nothing is due before this: [`Slot::listed_at`] of the first in `order`.
+    next_due: Nanos,
+    /// Where in `slots` a key is, by its hash.
+    places: HashTable<u32>,
+    slots: Slots,
+    order: Order,
+    waiters: HashMap<Key, Waiters, BuildHasherDefault<KeyHasher>>,
+}
+
+/// Those who wait for one key, and how many they are.
+#[derive(Debug, Default)]
+struct Waiters {
+    woken: Arc<Notify>,
+    count: usize,
+}
+
+impl Default for Shard {
+    fn default() -> Self {
+        let (slots, order, waiters) = Default::default();
+        Self { next_due: Nanos::MAX, places: HashTable::new(), slots, order, waiters }
+    }
+}
+
+impl Shard {
+    /// The place of a record that may have expired.
+    fn place(&self, key: &Key) -> Option<u32> {
+        let hash = key.short_hash();
+        let is_it = |place: &u32| self.slots.get(*place).is_of(hash, key);
+        self.places.find(spread(hash), is_it).copied()
+    }
+
+    fn get(&mut self, key: &Key, now: Nanos) -> Option<&mut Slot> {
+        let place = self.place(key)?;
+        Some(self.slots.get_mut(place)).filter(|slot| slot.expires_at > now)
+    }
+
+    fn insert(&mut self, slot: Slot) {
+        let hash = slot.hash();
+        self.next_due = self.next_due.min(slot.listed_at);
+        let place = self.slots.insert(slot);
+        self.places.insert_unique(spread(hash), place, |place| spread(self.slots.get(*place).hash()));
+        self.order.push(place, &self.slots);
+    }
+
+    /// Counts the retention of the record at `place` anew, now that it has changed.
+    fn date(&mut self, place: u32, ttl: Nanos, now: Nanos) {
+        let slot = self.slots.get_mut(place);
+        slot.date(ttl, now);
+        if slot.expires_at < slot.listed_at {
+            // Only if the `ttl` has become shorter, or if the attempt has run for longer than that: worth a search.
+            slot.listed_at = slot.expires_at;
+            self.next_due = self.next_due.min(slot.listed_at);
+            self.order.sooner(place, &self.slots);
+        }
+    }
+
+    /// Removes up to `limit` expired records and says how many.
+    fn sweep(&mut self, now: Nanos, limit: usize) -> usize {
+        let mut removed = 0;
+        while self.next_due <= now && removed < limit {
+            let Some(place) = self.order.first() else { break };
+            let slot = self.slots.get_mut(place);
+            if slot.expires_at > now {
+                slot.listed_at = slot.expires_at;
+                self.order.first_is_later(&self.slots);
+            } else {
+                self.order.remove_first(&self.slots);
+                if let Ok(entry) = self.places.find_entry(spread(self.slots.get(place).hash()), |it| *it == place) {
+                    entry.remove();
+                }
+                self.slots.remove(place);
+                removed += 1;
+            }
+            self.next_due = self.order.first_due(&self.slots);
+        }
+        removed
+    }
+
+    /// Wakes whoever waits for `key`.
+    fn wake(&mut self, key: &Key) {
+        if !self.waiters.is_empty()
+            && let Some(waiters) = self.waiters.remove(key)
+        {
+            waiters.woken.notify_waiters();
+        }
+    }
+}
+
+/// As many bits as a table wants, at both ends.
+fn spread(hash: u32) -> u64 {
+    u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Nanoseconds since the origin of the store's clock, or a span of time: half as large as an [`Instant`].
+type Nanos = u64;
+
+/// The longest span, 146 years: two of them and the present are still a point in time.
+const LONGEST: Nanos = Nanos::MAX / 4;
+
+fn span(duration: Duration) -> Nanos {
+    Nanos::try_from(duration.as_nanos()).unwrap_or(LONGEST).min(LONGEST)
+}
+
+fn point(instant: Instant) -> Nanos {
+    Nanos::try_from(instant.since_origin().as_nanos()).unwrap_or(2 * LONGEST).min(2 * LONGEST)
+}
+
+impl Shared {
+    fn now(&self) -> Nanos {
+        point(clock::now(self.heartbeats.clock()))
+    }
+
+    fn shard(&self, key: &Key) -> &Mutex<Shard> {
+        &self.records.shards[key.shard(SHARDS)]
+    }
+
+    fn sweep(&self, shard: &mut Shard, now: Nanos, limit: usize) {
+        let removed = shard.sweep(now, limit);
+        if removed > 0 {
+            self.records.len.fetch_sub(removed, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes room for one more record.
+    fn claim_room(&self) -> bool {
+        let grow = |len| (len < self.records.capacity).then_some(len + 1);
+        self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
+    }
+
+    fn try_reserve(&self, request: &Reserve, now: Nanos) -> Result<Reservation, StoreError> {
+        let mut shard = lock(self.shard(&request.key));
+        let shard = &mut *shard;
+        self.sweep(shard, now, SWEEP);
+        let ttl = span(request.ttl);
+        let Some(place) = shard.place(&request.key) else {
+            if !self.claim_room() {
+                let message =
+                    format!("the store holds {} records and is full; none is forgotten early", self.records.capacity);
+                return Err(StoreError::new(StoreErrorKind::Full, message));
+            }
+            let record = Record::first(request);
+            let lease = record.lease(request);
+            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now));
+            return Ok(Reservation::Reserved { lease, takeover: false });
+        };
+        let slot = shard.slots.get_mut(place);
+        let (with, takeover) = if slot.expires_at > now {
+            match slot.record().met_by(request, slot.lapses_in(now)) {
+                Meeting::Answer(answer) => return Ok(answer),
+                Meeting::Replace { with, takeover } => (with, takeover),
+            }
+        } else {
+            (Record::first(request), false)
+        };
+        let lease = with.lease(request);
+        slot.set(with, &request.key);
+        shard.date(place, ttl, now);
+        shard.wake(&request.key);
+        Ok(Reservation::Reserved { lease, takeover })
+    }
+
+    /// Compare-and-set on the attempt, or for a release on its owner token: `end` is done to a pending record; one that is
+    /// ended already is recognised.
+    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Write {
+        let now = self.now();
+        let mut shard = lock(self.shard(&lease.key));
+        let Some(place) = shard.place(&lease.key) else { return Write::Refused };
+        let slot = shard.slots.get_mut(place);
+        if slot.expires_at <= now || slot.owner() != lease.owner {
+            return Write::Refused;
+        }
+        if !slot.is_pending() {
+            return slot.record().ended(lease, with_result);
+        }
+        if with_result && slot.attempt() != lease.attempt {
+            return Write::Refused;
+        }
+        end(slot);
+        shard.date(place, span(lease.ttl), now);
+        shard.wake(&lease.key);
+        Write::Done
+    }
+
+    fn renew_one(&self, lease: &Lease, now: Nanos) -> Write {
+        match lock(self.shard(&lease.key)).get(&lease.key, now) {
+            Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
+                slot.renew(now);
+                Write::Done
+            }
+            _ => Write::Refused,
+        }
+    }
+}
+
+impl Store for Shared {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
+
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    fn response_timeout(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+
+    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+        let now = self.now();
+        let mut answer = self.try_reserve(request, now);
+        if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
+            self.records.shards.iter().for_each(|shard| self.sweep(&mut lock(shard), now, usize::MAX));
+            answer = self.try_reserve(request, now);
+        }
+        StoreFuture::ready(answer)
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        let now = self.now();
+        leases.iter().enumerate().for_each(|(at, lease)| answer(at, self.renew_one(lease, now)));
+        StoreFuture::ready(Ok(()))
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+        StoreFuture::ready(Ok(self.end(lease, true, |slot| slot.finish(finish))))
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+        StoreFuture::ready(Ok(self.end(lease, false, |slot| slot.release(release))))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+        let now = self.now();
+        let shard = self.shard(key);
+        let (waiter, woken) = {
+            let mut shard = lock(shard);
+            let pending = shard.get(key, now).is_some_and(|slot| slot.attempt() == attempt && slot.is_pending());
+            if !pending {
+                return StoreFuture::ready(Ok(()));
+            }
+            let waiters = shard.waiters.entry(key.clone()).or_default();
+            waiters.count += 1;
+            let woken = Arc::clone(&waiters.woken);
+            // Made while the lock is held, so that the next write to the record finds it.
+            (Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())
+        };
+        let sleep = self.heartbeats.clock().sleep(at_most);
+        StoreFuture::new(async move {
+            let _waiter = waiter;
+            race(woken, sleep).await;
+            Ok(())
+        })
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        let now = self.now();
+        StoreFuture::ready(Ok(lock(self.shard(key)).get(key, now).map(|slot| Inspection {
+            record: slot.record(),
+            expires_in: slot.expires_in(now),
+            lapses_in: slot.is_pending().then(|| slot.lapses_in(now)),
+        })))
+    }
+
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+        let now = self.now();
+        let mut shard = lock(self.shard(key));
+        let reopened = shard.get(key, now).filter(|slot| slot.attempt() == attempt).is_some_and(|slot| {
+            let live = slot.is_pending() && !slot.lapses_in(now).is_zero();
+            if !live {
+                let record = slot.record();
+                slot.set(Record { starts: 0, state: State::Released, ..record }, key);
+            }
+            !live
+        });
+        shard.wake(key);
+        StoreFuture::ready(Ok(if reopened { Write::Done } else { Write::Refused }))
+    }
+}
+
+/// A waiting duplicate; the last one to give up takes its entry away.
+struct Waiter<'a> {
+    shard: &'a Mutex<Shard>,
+    key: &'a Key,
+    woken: Arc<Notify>,
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut shard = lock(self.shard);
+        // Those who were woken have lost their entry, and the one that is there may be of others.
+        if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
+            waiters.count -= 1;
+            if waiters.count == 0 {
+                shard.waiters.remove(self.key);
+            }
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! Sends what many tasks want of the server in few statements.
+//!
+//! - A lone operation never waits: while no other of its kind is in flight its caller drives it, as one plain statement.
+//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
+//!   statement of many rows: one commit for all. A lane takes what is there; it never waits for more.
+//! - An operation whose caller has gone away leaves its lane before it is sent, unless it has to be done all the same
+//!   ([`Work::OUTLIVES`]). What was sent belongs to the lane.
+//! - An operation that fails because of another session's transaction is asked alone from then on: it holds up no others.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, oneshot};
+
+use super::client::{Database, Failure};
+use crate::clock::Instant;
+use crate::store::StoreErrorKind;
+use crate::stores::postgres::sessions::unless_stuck;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Handle, Mutex, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
+/// Operations in one batch.
+const BATCH: usize = 128;
+/// Bytes above which a batch takes no more.
+const BATCH_BYTES: usize = 256 * 1024;
+/// How many operations at a time may be asked alone: they may have to wait, each with a connection.
+const ALONE: usize = 2;
+/// For how long the operations of a key are asked alone after one that was locked.
+const REMEMBERED: Duration = Duration::from_secs(10);
+
+/// A kind of operation, and how one or many of them are done.
+pub(super) trait Work: Send + Sync + Sized + 'static {
+    type Operation: Send + Sync + 'static;
+    type Answer: Send + 'static;
+
+    /// How many batches are in flight at a time.
+    const LANES: usize;
+    /// Whether an operation is done although nobody waits for it any more.
+    const OUTLIVES: bool;
+
+    fn database(&self) -> &Database;
+
+    /// What a batch holds while it is in flight, if only one at a time is to be.
+    fn turn(&self) -> Option<&Semaphore>;
+
+    /// What it is about.
+    fn key(operation: &Self::Operation) -> &str;
+
+    /// About how many bytes it sends.
+    fn bytes(operation: &Self::Operation) -> usize;
+
+    fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
+
+    /// An answer for each, in order; or what became of all of them. Of those that are not [wanted](Waiting::is_wanted) any
+    /// more right before they are sent the answer does not matter.
+    fn many(&self, operations: &[Waiting<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
+}
+
+type Answer<W> = Result<<W as Work>::Answer, Failure>;
+
+/// An operation that waits for its lane.
+pub(super) struct Waiting<W: Work> {
+    pub(super) operation: W::Operation,
+    since: Instant,
+    answer: oneshot::Sender<Answer<W>>,
+}
+
+impl<W: Work> Waiting<W> {
+    /// Whether it is to be sent, if it was not yet.
+    pub(super) fn is_wanted(&self) -> bool {
+        W::OUTLIVES || !self.answer.is_closed()
+    }
+}
+
+/// All operations of one kind.
+pub(super) struct Lanes<W: Work>(Arc<Shared<W>>);
+
+struct Shared<W: Work> {
+    work: W,
+    runtime: Handle,
+    /// Whether a lone operation is in flight, driven by its caller.
+    lone: AtomicBool,
+    /// Whether the latest batch was more than one operation: then others are about to follow.
+    is_busy: AtomicBool,
+    /// Lanes running; written under `queue`, read without it as a hint.
+    lanes: AtomicUsize,
+    queue: Mutex<VecDeque<Waiting<W>>>,
+    alone: Semaphore,
+    /// Keys that were locked, and until when they are taken for that.
+    locked: Mutex<HashMap<String, Instant>>,
+    /// Whether there are any: most of the time there is none.
+    any_locked: AtomicBool,
+}
+
+/// A lone operation, driven by its caller.
+struct Lone<'a, W: Work> {
+    shared: &'a Arc<Shared<W>>,
+    /// `None` once it is answered.
+    operation: Option<W::Operation>,
+}
+
+impl<W: Work> Drop for Lone<'_, W> {
+    fn drop(&mut self) {
+        self.shared.lone.store(false, Ordering::Relaxed);
+        // It may have been sent, and then it is done twice, which is once.
+        if W::OUTLIVES
+            && let Some(operation) = self.operation.take()
+        {
+            drop(Shared::gather(self.shared, operation));
+        }
+    }
+}
+
+impl<W: Work> Lanes<W> {
+    /// Lanes are tasks of the current runtime.
+    pub(super) fn new(work: W) -> Self {
+        Self(Arc::new(Shared {
+            work,
+            runtime: Handle::current(),
+            lone: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
+            lanes: AtomicUsize::new(0),
+            queue: Mutex::default(),
+            alone: Semaphore::new(ALONE),
+            locked: Mutex::default(),
+            any_locked: AtomicBool::new(false),
+        }))
+    }
+
+    /// Does `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
+    pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
+        if self.0.enter() {
+            let mut lone = Lone { shared: &self.0, operation: None };
+            // In a box: what is gathered, as most is when it matters, would move its room about.
+            let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
+            lone.operation = None;
+            return answer;
+        }
+        // Nobody answered: the runtime of the lane is gone, and how far it got nobody knows.
+        Shared::gather(&self.0, operation).await.unwrap_or_else(|_| Err(Failure::lost()))
+    }
+}
+
+impl<W: Work> Shared<W> {
+    /// Whether an operation may be sent by itself, as nothing else is in flight.
+    fn enter(&self) -> bool {
+        // A caller outside any runtime has neither timers nor sockets; a lane has.
+        self.lanes.load(Ordering::Relaxed) == 0
+            && !self.is_busy.load(Ordering::Relaxed)
+            && Handle::try_current().is_ok()
+            && !self.lone.swap(true, Ordering::Relaxed)
+    }
+
+    /// Adds an operation to those that gather, and sees to it that a lane will take it.
+    fn gather(this: &Arc<Self>, operation: W::Operation) -> oneshot::Receiver<Answer<W>> {
+        let (answer, receiver) = oneshot::channel();
+        let since = this.work.database().clock().now();
+        let is_locked = this.was_locked(W::key(&operation));
+        let waiting = Waiting { operation, since, answer };
+        if is_locked {
+            this.runtime.spawn(Arc::clone(this).ask_alone(waiting));
+            return receiver;
+        }
+        let mut queue = lock(&this.queue);
+        queue.push_back(waiting);
+        let lanes = this.lanes.load(Ordering::Relaxed);
+        if lanes < W::LANES {
+            this.lanes.store(lanes + 1, Ordering::Relaxed);
+            drop(queue);
+            this.runtime.spawn(Lane { shared: Arc::clone(this), running: true }.run());
+        }
+        receiver
+    }
+
+    /// Whether `key` was locked by another session lately.
+    fn was_locked(&self, key: &str) -> bool {
+        if !self.any_locked.load(Ordering::Relaxed) {
+            return false;
+        }
+        let now = self.work.database().clock().now();
+        let mut locked = lock(&self.locked);
+        locked.retain(|_, until| *until > now);
+        self.any_locked.store(!locked.is_empty(), Ordering::Relaxed);
+        locked.contains_key(key)
+    }
+
+    async fn one(&self, operation: &W::Operation) -> Answer<W> {
+        let answer = self.work.one(operation).await;
+        if matches!(&answer, Err(failure) if failure.is_locked) {
+            let until = self.work.database().clock().now().saturating_add(REMEMBERED);
+            lock(&self.locked).insert(W::key(operation).to_owned(), until);
+            self.any_locked.store(true, Ordering::Relaxed);
+        }
+        answer
+    }
+
+    /// Sends an operation that may have to wait for somebody else's transaction.
+    async fn ask_alone(self: Arc<Self>, waiting: Waiting<W>) {
+        let database = self.work.database();
+        let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), self.alone.acquire());
+        let answer = match room.await {
+            Some(Ok(_room)) if waiting.is_wanted() => self.one(&waiting.operation).await,
+            Some(Ok(_)) => return,
+            _ => Err(Failure::not_sent("others wait for records that another session has locked")),
+        };
+        waiting.answer.send(answer).ok();
+    }
+
+    /// What a lane sends next; nothing gives the lane's place back. Both under one lock, or an operation that gathers in
+    /// between would be left there.
+    fn next(&self) -> Vec<Waiting<W>> {
+        let mut queue = lock(&self.queue);
+        let mut bytes = 0;
+        let mut next = Vec::new();
+        while next.len() < BATCH
+            && let Some(waiting) = queue.pop_front()
+        {
+            if !waiting.is_wanted() {
+                continue;
+            }
+            bytes += W::bytes(&waiting.operation);
+            if bytes > BATCH_BYTES && !next.is_empty() {
+                queue.push_front(waiting);
+                break;
+            }
+            next.push(waiting);
+        }
+        if next.is_empty() {
+            self.lanes.fetch_sub(1, Ordering::Relaxed);
+        }
+        next
+    }
+
+    async fn send(self: &Arc<Self>, batch: Vec<Waiting<W>>) {
+        let database = self.work.database();
+        let now = database.clock().now();
+        let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
+            // The server stalls. What waited this long is not sent any more: its caller knows that it did not land.
+            now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
+        });
+        for waiting in late.drain(..) {
+            waiting.answer.send(Err(Failure::not_sent("it did not answer what was sent before"))).ok();
+        }
+        if batch.len() > 1 {
+            let mut answer = self.work.many(&batch).await;
+            if matches!(&answer, Err(failure) if failure.is_deadlock) {
+                answer = self.work.many(&batch).await;
+            }
+            match answer {
+                Ok(all) => {
+                    for (waiting, one) in batch.into_iter().zip(all) {
+                        waiting.answer.send(Ok(one)).ok();
+                    }
+                }
+                // Nothing was written. Whichever is to blame must not fail the others, nor hold them up.
+                Err(failure) if failure.blames_one => {
+                    for waiting in batch {
+                        self.runtime.spawn(Arc::clone(self).ask_alone(waiting));
+                    }
+                }
+                Err(failure) => {
+                    for waiting in batch {
+                        waiting.answer.send(Err(failure.clone())).ok();
+                    }
+                }
+            }
+        } else if let Some(waiting) = batch.pop() {
+            waiting.answer.send(self.one(&waiting.operation).await).ok();
+        }
+    }
+}
+
+/// A task that sends batches until nothing gathers any more.
+struct Lane<W: Work> {
+    shared: Arc<Shared<W>>,
+    running: bool,
+}
+
+impl<W: Work> Lane<W> {
+    async fn run(mut self) {
+        loop {
+            let _turn = match self.shared.work.turn() {
+                // It is never closed.
+                Some(turn) => turn.acquire().await.ok(),
+                None => None,
+            };
+            // Whoever was woken by the same answer runs first, so that what they ask is in one batch.
+            tokio::task::yield_now().await;
+            let batch = self.shared.next();
+            if batch.is_empty() {
+                self.running = false;
+                return;
+            }
+            self.shared.is_busy.store(batch.len() > 1, Ordering::Relaxed);
+            self.shared.send(batch).await;
+        }
+    }
+}
+
+impl<W: Work> Drop for Lane<W> {
+    /// Only a lane that panicked or whose runtime went away is still running here: it gives its place back and fails
+    /// what waits for a lane, since no other may come. What it had in flight learns that its answer is lost.
+    fn drop(&mut self) {
+        if self.running {
+            let mut queue = lock(&self.shared.queue);
+            self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
+            let waiting = std::mem::take(&mut *queue);
+            drop(queue);
+            let failure = Failure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
+            for waiting in waiting {
+                waiting.answer.send(Err(failure.clone())).ok();
+            }
+        }
+    }
+}

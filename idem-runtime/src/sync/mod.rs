@@ -1,0 +1,48 @@
+//! What threads share: locks, atomics and tasks; and locking that outlives a panic elsewhere.
+//!
+//! Under `--cfg shuttle` they are those of the crate `shuttle`, which tries many orders of what threads do with them; see
+//! `scripts/interleavings`.
+
+#[cfg(not(shuttle))]
+use std::sync::PoisonError;
+#[cfg(not(shuttle))]
+pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
+
+#[cfg(all(not(shuttle), any(feature = "postgres", feature = "redis")))]
+pub(crate) use tokio::runtime::Handle;
+
+#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite"))]
+mod per_process;
+#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite"))]
+pub(crate) use self::per_process::PerProcess;
+
+#[cfg(shuttle)]
+#[path = "shuttle.rs"]
+mod controlled;
+#[cfg(shuttle)]
+pub(crate) use self::controlled::*;
+
+/// Locks `mutex` even if a thread panicked while it held it.
+///
+/// Every critical section of this crate leaves its data consistent at each step, so the poison says nothing here.
+#[cfg(not(shuttle))]
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notices that this process was forked off the one in which the value was made: threads are not there in a child, and its
+/// connections are its parent's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Process(u32);
+
+impl Process {
+    /// This process.
+    pub(crate) fn this() -> Self {
+        Self(std::process::id())
+    }
+
+    /// Whether the value was made in this process. A system call: some 50 ns.
+    pub(crate) fn is_this(self) -> bool {
+        self.0 == std::process::id()
+    }
+}

@@ -1,0 +1,113 @@
+//! What the documents say about the sources: the floors, and the tests that they name.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// All files with this ending below a folder.
+fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
+        let path = entry.expect("an entry").path();
+        match path.is_dir() {
+            true if path.file_name().is_some_and(|name| name != "target") => found.extend(files(&path, ending)),
+            true => {}
+            false if path.extension().is_some_and(|it| it == ending) => found.push(path),
+            false => {}
+        }
+    }
+    found
+}
+
+/// The code of a file: without comments, and without the module of tests at its end.
+fn code(path: &Path) -> String {
+    let text = read(path);
+    let end = text.find("\n#[cfg(test)]\nmod ").or_else(|| text.find("\n#[cfg(all(test")).unwrap_or(text.len());
+    let lines = text[..end].lines().map(|line| line.split("//").next().unwrap_or_default());
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// The names of the floors, from the top.
+fn floors() -> Vec<String> {
+    let architecture = read(&root().join("ARCHITECTURE.md"));
+    let (_, rest) = architecture.split_once("<!-- floors, from the top -->").expect("the table begins");
+    let (table, _) = rest.split_once("<!-- end of floors -->").expect("the table ends");
+    let rows = table.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    rows.map(|(name, _)| name.to_owned()).collect()
+}
+
+#[test]
+fn imports_go_down_from_floor_to_floor() {
+    let sources = root().join("idem-runtime/src");
+    let floors = floors();
+    let height = |name: &str| floors.iter().rev().position(|floor| floor == name);
+    let (mut imports, mut wrong) = (0, Vec::new());
+    for path in files(&sources, "rs") {
+        let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
+        // The root has no floor, and what runs under the scheduler of tests is no part of the library.
+        if relative == "lib.rs" || relative.ends_with("interleavings.rs") || relative.ends_with("shuttle.rs") {
+            continue;
+        }
+        let name = relative.split('/').next().unwrap_or_default().trim_end_matches(".rs");
+        let own = height(name).unwrap_or_else(|| panic!("{relative} is on no floor of ARCHITECTURE.md"));
+        let in_transaction = relative.ends_with("within.rs") || relative.ends_with("with_sqlx.rs");
+        // What a store may import, so that it can leave for a crate of its own.
+        let limit = if name == "stores" && !in_transaction { height("kit").expect("a floor") + 1 } else { own };
+        for rest in code(&path).split("crate::").skip(1) {
+            let target: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            imports += 1;
+            match height(&target) {
+                _ if target.starts_with("__conformance") || target == name => {}
+                Some(floor) if floor < limit => {}
+                Some(_) => wrong.push(format!("{relative} imports `{target}`, which lies above")),
+                None => wrong.push(format!("{relative} imports `{target}` through the crate root")),
+            }
+        }
+    }
+    assert!(imports > 250, "{imports} imports are too few: the check reads nothing");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// What is between back quotes.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn the_tests_that_documents_name_are_there() {
+    let mut known = HashSet::new();
+    for folder in ["idem-runtime/src", "idem-macros/src", "tests", "examples", "benches", "fuzz/src"] {
+        for path in files(&root().join(folder), "rs") {
+            let text = read(&path);
+            let word = |c: char| !(c.is_alphanumeric() || c == '_');
+            known.extend(text.split(word).filter(|it| it.contains('_')).map(str::to_owned));
+            known.extend(path.file_stem().and_then(|it| it.to_str()).map(str::to_owned));
+        }
+    }
+    let (mut named, mut missing) = (0, Vec::new());
+    let documents = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());
+    let documents = documents.filter(|path| path.extension().is_some_and(|it| it == "md"));
+    for path in documents.chain(files(&root().join("tests"), "md")) {
+        let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
+        for name in quoted(&read(&path)).filter(|_| !is_history) {
+            let is_name = name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+            // A sentence: everything shorter may be a column, an option or a field.
+            if is_name && name.matches('_').count() >= 3 {
+                named += 1;
+                if !known.contains(name) {
+                    missing.push(format!("{}: `{name}`", path.display()));
+                }
+            }
+        }
+    }
+    assert!(named > 50, "{named} names are too few: the check reads nothing");
+    assert!(missing.is_empty(), "no test is called so: {missing:#?}");
+}
