@@ -17,11 +17,10 @@ fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
         let path = entry.expect("an entry").path();
-        match path.is_dir() {
-            true if path.file_name().is_some_and(|name| name != "target") => found.extend(files(&path, ending)),
-            true => {}
-            false if path.extension().is_some_and(|it| it == ending) => found.push(path),
-            false => {}
+        if path.extension().is_some_and(|it| it == ending) {
+            found.push(path);
+        } else if path.is_dir() && path.file_name().is_some_and(|name| name != "target") {
+            found.extend(files(&path, ending));
         }
     }
     found

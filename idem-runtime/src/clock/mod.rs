@@ -5,14 +5,13 @@ mod random;
 mod system;
 mod upkeep;
 
-use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
 pub use self::manual::ManualClock;
-pub(crate) use self::random::SplitMix;
+pub(crate) use self::random::{Secret, SplitMix};
 pub use self::system::SystemClock;
 #[cfg(any(feature = "dynamodb", feature = "sqlite"))]
 pub(crate) use self::system::wall_millis;
@@ -71,36 +70,3 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
 /// What [`Clock::spawn`] runs.
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-thread_local! {
-    /// What a clock showed just now, on this thread: the engine dates a reservation, and the store it asks does so, too.
-    static READING: Cell<Option<(usize, Instant)>> = const { Cell::new(None) };
-}
-
-/// Which clock it is.
-fn address(clock: &dyn Clock) -> usize {
-    std::ptr::from_ref(clock).addr()
-}
-
-/// Asks a store for something right after `clock` was read. What the store answers at once it may date by that reading.
-pub(crate) fn asked<R>(clock: &dyn Clock, now: Instant, ask: impl FnOnce() -> R) -> R {
-    /// However the call ends, its reading is old then.
-    struct Old;
-    impl Drop for Old {
-        fn drop(&mut self) {
-            READING.set(None);
-        }
-    }
-    READING.set(Some((address(clock), now)));
-    let _old = Old;
-    ask()
-}
-
-/// The present by `clock`, for a store that is being asked.
-#[cfg(any(feature = "memory", feature = "cached"))]
-pub(crate) fn now(clock: &dyn Clock) -> Instant {
-    match READING.get() {
-        Some((read, now)) if read == address(clock) => now,
-        _ => clock.now(),
-    }
-}

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Ending;
+use super::end::Ending;
 use crate::codec::{Codec, CodecError, CodecName, Unavailable, Undecodable, known};
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Payload, Release, State};
@@ -17,7 +17,7 @@ use crate::record::{Finish, Payload, Release, State};
 /// [`record_results_if`].
 pub trait Recorder<T, E> {
     /// How an attempt that returned `result` ends.
-    fn ending(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
 
     /// The result in a finished record. `on_undecodable` says what to do about one that can't be read.
     ///
@@ -88,7 +88,7 @@ where
     T: Serialize + DeserializeOwned,
     C: Codec,
 {
-    fn ending(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
         match result {
             Ok(value) => Ending::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
             Err(_) => Ending::Release(Release::Returned),
@@ -110,7 +110,7 @@ where
     C: Codec,
     F: ErrorRule<E>,
 {
-    fn ending(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
         match result {
             Ok(value) => Ending::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
             Err(error) => match self.on_error.decide(error) {

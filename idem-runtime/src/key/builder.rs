@@ -2,13 +2,13 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
-use std::collections::hash_map::RandomState;
 use std::fmt::{self, Display, Write as _};
 use std::hash::BuildHasher;
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
 
 use super::{Key, KeyError, KeyProblem, Scope, VERSION};
+use crate::clock::Secret;
 
 thread_local! {
     /// Keys are written here and copied once into their shared allocation.
@@ -139,7 +139,7 @@ fn is_char(byte: u8, c: Option<char>) -> bool {
 }
 
 fn hash(text: &str) -> u64 {
-    static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::default);
+    static SECRET: LazyLock<Secret> = LazyLock::new(Secret::default);
     SECRET.hash_one(text)
 }
 

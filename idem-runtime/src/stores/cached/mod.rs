@@ -13,7 +13,7 @@ use bytes::Bytes;
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
-use crate::clock::{self, Clock, Instant};
+use crate::clock::{Clock, Instant};
 use crate::future::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Payload, Record, Reservation, Reserve, State, Write};
@@ -557,7 +557,7 @@ impl Store for Shared {
             return self.inner.reserve(request);
         }
         let mut shard = self.cache.shard(&request.key);
-        let is_finished = match shard.look_up(request, clock::now(&*self.cache.clock)) {
+        let is_finished = match shard.look_up(request, self.cache.clock.now()) {
             Known::Answer(answer) => return StoreFuture::ready(Ok(answer)),
             known => matches!(known, Known::Finished),
         };

@@ -13,7 +13,7 @@ use hashbrown::HashTable;
 use tokio::sync::Notify;
 
 use self::slots::{Order, Slot, Slots};
-use crate::clock::{self, Clock, Instant, SystemClock};
+use crate::clock::{Clock, Instant, SystemClock};
 use crate::future::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{Finish, Inspection, Lease, Meeting, Record, Release, Reservation, Reserve, State, Write};
@@ -240,7 +240,7 @@ fn point(instant: Instant) -> Nanos {
 
 impl Shared {
     fn now(&self) -> Nanos {
-        point(clock::now(self.heartbeats.clock()))
+        point(self.heartbeats.clock().now())
     }
 
     fn shard(&self, key: &Key) -> &Mutex<Shard> {

@@ -1,9 +1,14 @@
-//! The last write of an attempt: in its call, or late if the call is gone.
+//! The end of an attempt: the last write to its record, in its call, or late if the call is gone.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::attempt::Attempt;
+use super::held::HeldAttempt;
 use crate::clock::Instant;
+use crate::error::Error;
+use crate::key::Key;
 use crate::record::{Finish, Lease, Payload, Release, Reservation, Reserve, Write};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture};
 
@@ -32,6 +37,102 @@ impl Ending {
             _ => None,
         }
     }
+}
+
+/// What a record knows of the run that ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum RecordContent {
+    /// The result: duplicates replay it.
+    Result,
+    /// That the operation is completed, but not its result.
+    Completion,
+    /// Nothing: the key is free, or the attempt left it to another.
+    Nothing,
+}
+
+/// Writes how the body ended, and says what the record knows of it. The heartbeat goes on meanwhile; an error says that
+/// nothing is recorded.
+///
+/// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
+#[expect(clippy::manual_async_fn, reason = "see above")]
+pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
+    async move {
+        // From here on an error of the caller's own makes nothing uncertain.
+        held.on_uncertain = None;
+        let written = match held.write() {
+            Some(mut writing) => match writing.at_once() {
+                Some(written) => Ok(written),
+                None => {
+                    let Attempt { store, lease, .. } = held.attempt();
+                    store.heartbeats().body_returned(lease.owner);
+                    writing.await
+                }
+            },
+            None => Ok(Write::Done),
+        };
+        let ended = match written {
+            Ok(written) => Ok(written),
+            Err(error) => write_held_again(&mut held, error).await,
+        };
+        let content = match (&ended, &held.on_drop) {
+            (Ok(Write::Done), Some(ending)) => content(held.attempt().key(), ending),
+            _ => RecordContent::Nothing,
+        };
+        // An error of a release is the one case where something is left to do: `HeldAttempt` does it late.
+        if ended.is_ok() || matches!(held.on_drop, Some(Ending::Finish(_))) {
+            held.on_drop = None;
+        }
+        let Attempt { store, lease, reserved_at, .. } = held.attempt();
+        match ended {
+            Ok(Write::Done) => Ok(content),
+            Ok(Write::Refused) => {
+                tracing::warn!(
+                    key = %lease.key, store = store.name(), attempt = lease.attempt,
+                    "the body ran to its end, and another attempt has the key; the result is not recorded"
+                );
+                Err(held.lost())
+            }
+            Err(error) if held.on_drop.is_some() => {
+                // The caller gets the body's own error, and does not wait for its key to be freed.
+                tracing::debug!(key = %lease.key, %error, "the key could not be freed yet; trying again late");
+                Ok(RecordContent::Nothing)
+            }
+            Err(source) => Err(Error::Unrecorded {
+                key: lease.key.clone(),
+                store: store.name(),
+                attempt: lease.attempt,
+                retry_after: store.heartbeats().may_be_held_for(lease, *reserved_at).max(held.pause()),
+                source,
+            }),
+        }
+    }
+}
+
+/// A release that failed is not for the caller to wait for; everything else is written while the lease can be held.
+async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<Write, StoreError> {
+    match held {
+        // A shadow slows nobody down.
+        HeldAttempt {
+            attempt: Some(Attempt { store, lease, reserved_at, .. }),
+            on_drop: Some(ending),
+            enforced: true,
+            ..
+        } if matches!(ending, Ending::Finish(_)) => {
+            write_again(&**store, lease, *reserved_at, ending, Err(error)).await
+        }
+        _ => Err(error),
+    }
+}
+
+/// What `ending` leaves in the record.
+fn content(key: &Key, ending: &Ending) -> RecordContent {
+    let Ending::Finish(finish) = ending else { return RecordContent::Nothing };
+    let payload = finish.payload();
+    if matches!(payload, Payload::Stored { .. }) {
+        return RecordContent::Result;
+    }
+    tracing::warn!(%key, ?payload, "the completion is recorded without its result; duplicates can't replay it");
+    RecordContent::Completion
 }
 
 /// Writes `ending` once.

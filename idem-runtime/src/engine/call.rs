@@ -1,0 +1,337 @@
+//! One call as a state machine. It knows the body only as [`Work`].
+//!
+//! ```text
+//!              ┌─ Reserved ───> Body ── returned ──> End ──┐
+//!  Begin ──────┼─ Unprotected ─> Unprotected ──────────────┼──> Over
+//!              └─ Replay, Refused ─────────────────────────┘
+//! ```
+//!
+//! `Body` goes straight to `Over` if its lease is lost or its time is out. A call that is dropped in `Body` or `End` leaves
+//! the rest to the drop of its [`HeldAttempt`].
+//!
+//! Written by hand: an `async fn` that owns the body would keep room for it twice, at every level of nested calls.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use pin_project_lite::pin_project;
+
+use super::Operation;
+use super::attempt::Attempt;
+use super::begin::{Beginning, Start, begin};
+use super::end::{Ending, RecordContent, end};
+use super::held::{HeldAttempt, poll_as, tell};
+use super::outcome::{Outcome, Refusal, Seat, Stage, report};
+use super::recorder::Recorder;
+use crate::codec::Unavailable;
+use crate::error::{Disposition, Error};
+use crate::key::Key;
+use crate::policy::{OnUndecodable, Policy, Uncertain};
+use crate::record::{Finish, Payload, Record, State};
+
+/// The future of a call.
+pub(super) fn run<T, E, R, B>(operation: Operation, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
+where
+    R: Recorder<T, E>,
+    E: From<Error>,
+    B: Future<Output = Result<T, E>>,
+{
+    let slot = ResultSlot { recorder, result: None };
+    Run { protocol: protocol(operation), handler: Handler { body: Some(body), slot } }
+}
+
+/// A body and its result, type-erased so that the call loop is compiled once.
+pub(super) trait Work {
+    /// Polls the body, keeps what it returned, and says whether that is `Ok`.
+    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
+
+    /// How the attempt ends whose body has returned: with its result encoded, or without one.
+    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending;
+
+    /// Drops the body.
+    fn drop_body(self: Pin<&mut Self>);
+
+    /// Keeps the result in a finished record, and says whether it is `Ok`.
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable>;
+
+    /// Keeps `error` as the result.
+    fn refuse(self: Pin<&mut Self>, error: Error);
+}
+
+pin_project! {
+    struct Handler<B, R, T, E> {
+        #[pin]
+        body: Option<B>,
+        slot: ResultSlot<R, T, E>,
+    }
+}
+
+// Monomorphised per handler: keep it minimal.
+impl<B, R, T, E> Work for Handler<B, R, T, E>
+where
+    B: Future<Output = Result<T, E>>,
+    R: Recorder<T, E>,
+    E: From<Error>,
+{
+    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool> {
+        let this = self.project();
+        let result = ready!(this.body.as_pin_mut().expect("present until it has ended").poll(cx));
+        Poll::Ready(this.slot.keep(result))
+    }
+
+    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending {
+        self.project().slot.record(max_result_bytes)
+    }
+
+    fn drop_body(self: Pin<&mut Self>) {
+        self.project().body.set(None);
+    }
+
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+        self.project().slot.replay(state, on_undecodable)
+    }
+
+    fn refuse(self: Pin<&mut Self>, error: Error) {
+        self.project().slot.refuse(error);
+    }
+}
+
+/// The result of a call, as soon as there is one. Handlers with the same types share its code.
+struct ResultSlot<R, T, E> {
+    recorder: R,
+    result: Option<Result<T, E>>,
+}
+
+impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
+    fn keep(&mut self, result: Result<T, E>) -> bool {
+        self.result.insert(result).is_ok()
+    }
+
+    fn record(&self, max_result_bytes: usize) -> Ending {
+        self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes)
+    }
+
+    fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+        let result = self.recorder.replay(state, on_undecodable)?;
+        Ok(self.keep(result))
+    }
+
+    fn refuse(&mut self, error: Error) {
+        self.keep(Err(E::from(error)));
+    }
+
+    fn take(&mut self) -> Result<T, E> {
+        self.result.take().expect("kept by the protocol")
+    }
+}
+
+pin_project! {
+    /// One call: the protocol, and what it is about.
+    struct Run<P, B, R, T, E> {
+        #[pin]
+        protocol: P,
+        #[pin]
+        handler: Handler<B, R, T, E>,
+    }
+}
+
+impl<P, B, R, T, E> Future for Run<P, B, R, T, E>
+where
+    P: Protocol,
+    B: Future<Output = Result<T, E>>,
+    R: Recorder<T, E>,
+    E: From<Error>,
+{
+    type Output = Result<T, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        ready!(this.protocol.poll(this.handler.as_mut(), cx));
+        Poll::Ready(this.handler.project().slot.take())
+    }
+}
+
+/// What a call does with its [`Work`], until that has its result.
+trait Protocol {
+    fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
+}
+
+#[inline]
+fn protocol(operation: Operation) -> impl Protocol {
+    let Policy { max_result_bytes, on_uncertain, .. } = operation.policy;
+    let pending_commit = !operation.store.heartbeats().renews();
+    let outcome = Outcome { pending_commit, ..Outcome::UNKNOWN };
+    // Made in its place: a call is large.
+    Call { outcome, seat: None, max_result_bytes, on_uncertain, end, phase: Phase::Begin { begin: begin(operation) } }
+}
+
+pin_project! {
+    struct Call<A, C> {
+        #[pin]
+        phase: Phase<A, C>,
+        outcome: Outcome,
+        seat: Seat,
+        max_result_bytes: usize,
+        on_uncertain: Option<fn(Uncertain<'_>)>,
+        end: fn(HeldAttempt) -> C,
+    }
+}
+
+pin_project! {
+    #[project = PhaseProjection]
+    enum Phase<A, C> {
+        Begin {
+            #[pin]
+            begin: A,
+        },
+        // With a reservation...
+        Body {
+            held: Option<HeldAttempt>,
+        },
+        // ...and without.
+        Unprotected {
+            attempt: Option<Attempt>,
+        },
+        End {
+            #[pin]
+            end: C,
+            is_ok: bool,
+            enforced: bool,
+        },
+        Over,
+    }
+}
+
+impl<A, C> Protocol for Call<A, C>
+where
+    A: Future<Output = Beginning>,
+    C: Future<Output = Result<RecordContent, Error>>,
+{
+    fn poll(mut self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            let mut this = self.as_mut().project();
+            match this.phase.as_mut().project() {
+                PhaseProjection::Begin { begin } => {
+                    if this.outcome.stage == Stage::None {
+                        this.outcome.stage = Stage::Reserving;
+                        report(this.seat, || this.outcome.clone());
+                    }
+                    let Beginning { start, waited } = ready!(begin.poll(cx));
+                    this.outcome.waited = waited;
+                    let phase = match start {
+                        Start::Reserved(held) => {
+                            this.outcome.key = Some(held.attempt().key().clone());
+                            this.outcome.attempt = Some(held.attempt().number());
+                            this.outcome.takeover = held.takeover;
+                            this.outcome.disposition = Disposition::Retry { after: held.pause() };
+                            Phase::Body { held: Some(held) }
+                        }
+                        Start::Unprotected { attempt, suppressed } => {
+                            this.outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
+                            this.outcome.suppressed = suppressed;
+                            Phase::Unprotected { attempt }
+                        }
+                        Start::Replay { key, store, record, on_undecodable } => {
+                            match work.as_mut().replay(&record.state, on_undecodable) {
+                                Ok(is_ok) => replayed(this.outcome, key, &record, is_ok),
+                                Err(reason) => {
+                                    let error = Error::ResultUnavailable { key, store, reason };
+                                    refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                                }
+                            }
+                            break;
+                        }
+                        Start::Refused(error) => {
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                            break;
+                        }
+                    };
+                    this.outcome.stage = Stage::Running;
+                    this.outcome.executed = true;
+                    report(this.seat, || this.outcome.clone());
+                    this.phase.set(phase);
+                }
+                PhaseProjection::Unprotected { attempt } => {
+                    let is_ok = ready!(poll_as(attempt, work.as_mut(), cx));
+                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
+                    break;
+                }
+                PhaseProjection::Body { held } => {
+                    let ended = ready!(held.as_mut().expect("taken at the end only").poll_body(work.as_mut(), cx));
+                    let mut held = held.take().expect("polled just now");
+                    let is_ok = match held.end_of(ended) {
+                        Ok(is_ok) => is_ok,
+                        Err(error) => {
+                            work.as_mut().drop_body();
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                            break;
+                        }
+                    };
+                    this.outcome.stage = Stage::Recording;
+                    report(this.seat, || this.outcome.clone());
+                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
+                    if is_ok {
+                        // What happens if the encoding panics: the body has succeeded, so nobody else may run.
+                        held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
+                    }
+                    held.on_drop = Some(work.as_mut().record(*this.max_result_bytes));
+                    // The body's own variables may be large, and may hold what others wait for.
+                    work.as_mut().drop_body();
+                    let enforced = held.enforced;
+                    this.phase.set(Phase::End { end: (this.end)(held), is_ok, enforced });
+                }
+                PhaseProjection::End { end, is_ok, enforced } => {
+                    match ready!(end.poll(cx)) {
+                        Ok(content) => {
+                            this.outcome.recorded = content != RecordContent::Nothing;
+                            this.outcome.result_stored = content == RecordContent::Result;
+                            if !*is_ok && this.outcome.recorded {
+                                this.outcome.disposition = Disposition::DeadLetter;
+                            }
+                        }
+                        Err(error) if *enforced => {
+                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                        }
+                        Err(error) => tracing::info!(%error, "shadow mode: the result is not recorded"),
+                    }
+                    break;
+                }
+                PhaseProjection::Over => unreachable!("polled after it was ready"),
+            }
+        }
+        let mut this = self.project();
+        this.phase.set(Phase::Over);
+        work.drop_body();
+        this.outcome.stage = Stage::Over;
+        report(this.seat, || std::mem::replace(this.outcome, Outcome::UNKNOWN));
+        Poll::Ready(())
+    }
+}
+
+fn replayed(outcome: &mut Outcome, key: Key, record: &Record, is_ok: bool) {
+    outcome.replayed = true;
+    outcome.recorded = true;
+    outcome.result_stored = true;
+    outcome.attempt = Some(record.attempt);
+    outcome.disposition = if is_ok { Disposition::Ack } else { Disposition::DeadLetter };
+    outcome.key = Some(key);
+}
+
+/// What to do with the message of a body whose result was not recorded, or not yet; `retry` if it returned an error.
+fn disposition(is_ok: bool, retry: Disposition) -> Disposition {
+    if is_ok { Disposition::Ack } else { retry }
+}
+
+fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
+    outcome.key = error.key().cloned();
+    outcome.refused = Refusal::of(&error);
+    outcome.recorded = matches!(error, Error::ResultUnavailable { .. });
+    outcome.uncertain = error.is_uncertain();
+    outcome.misconfigured = error.is_misconfigured();
+    outcome.disposition = error.disposition();
+    if let Some(uncertain) = error.uncertain() {
+        tell(on_uncertain, uncertain);
+    }
+    work.refuse(error);
+}

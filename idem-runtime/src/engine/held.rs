@@ -1,0 +1,181 @@
+//! An attempt that holds its key while the body runs.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use super::attempt::{Attempt, Entered};
+use super::call::Work;
+use super::end::{self, Ending};
+use super::outcome::Observation;
+use crate::error::Error;
+use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
+use crate::record::{Release, Write};
+use crate::store::{Standing, StoreFuture};
+
+/// A reservation and what has to happen to it if the call ends here: dropped while the body runs, it releases the key
+/// (or marks it interrupted); dropped while the result is being recorded, it records the result late.
+pub(super) struct HeldAttempt {
+    /// Empty only while the attempt is the current one of this thread.
+    pub(super) attempt: Option<Attempt>,
+    body: BodyStage,
+    pub(super) takeover: bool,
+    /// Whether a lost lease cancels the body.
+    pub(super) enforced: bool,
+    timeout: Duration,
+    pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
+    pub(super) on_drop: Option<Ending>,
+}
+
+/// Where a body stands between two polls.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum BodyStage {
+    /// Not polled, and not registered for heartbeats.
+    New,
+    /// Being polled; a panic leaves it so.
+    Polling,
+    /// Polled.
+    Pending,
+}
+
+/// How a body ended.
+#[derive(Clone, Copy)]
+pub(super) enum BodyEnd {
+    /// It returned, and says whether that is `Ok`.
+    Returned(bool),
+    /// Its lease was lost.
+    LeaseLost,
+    /// It ran for longer than it may.
+    TimedOut,
+}
+
+impl HeldAttempt {
+    pub(super) fn new(attempt: Attempt, takeover: bool, enforced: bool, policy: &Policy) -> Self {
+        let release = match attempt.lease.on_crash {
+            OnCrash::Retry => Release::Returned,
+            OnCrash::Fail => Release::Interrupted,
+        };
+        let on_drop = Some(Ending::Release(release));
+        let Policy { timeout, on_uncertain, .. } = *policy;
+        Self { attempt: Some(attempt), body: BodyStage::New, takeover, enforced, timeout, on_uncertain, on_drop }
+    }
+
+    pub(super) fn attempt(&self) -> &Attempt {
+        self.attempt.as_ref().expect("swapped out only while the body is being polled")
+    }
+
+    /// Polls the body as this attempt, if its lease is held. It is registered for heartbeats before it is first polled, as it
+    /// may block in there.
+    pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+        if self.body != BodyStage::New {
+            match self.standing(cx) {
+                Standing::Lapsed => return Poll::Pending,
+                Standing::Lost => return Poll::Ready(BodyEnd::LeaseLost),
+                Standing::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
+                Standing::Held => return self.poll_as_attempt(work, cx),
+            }
+        }
+        let Attempt { store, lease, reserved_at, .. } = self.attempt();
+        store.heartbeats().register(store, lease, *reserved_at, self.timeout);
+        let polled = self.poll_as_attempt(work, cx);
+        if polled.is_pending() && self.standing(cx) != Standing::Held {
+            // There was nobody to wake yet.
+            cx.waker().wake_by_ref();
+        }
+        polled
+    }
+
+    fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+        self.body = BodyStage::Polling;
+        let polled = poll_as(&mut self.attempt, work, cx);
+        self.body = BodyStage::Pending;
+        polled.map(BodyEnd::Returned)
+    }
+
+    /// Whether the body may be polled. A shadow changes nothing.
+    fn standing(&self, cx: &Context<'_>) -> Standing {
+        let Attempt { store, lease, .. } = self.attempt();
+        match self.enforced {
+            true => store.heartbeats().standing(lease.owner, cx.waker()),
+            false => Standing::Held,
+        }
+    }
+
+    /// Writes how the body ended, once.
+    pub(super) fn write(&self) -> Option<StoreFuture<'_, Write>> {
+        let Attempt { store, lease, .. } = self.attempt();
+        self.on_drop.as_ref().map(|ending| end::write(&**store, lease, ending))
+    }
+
+    /// What follows from the end of the body: whether its result is `Ok`, or why it has none.
+    pub(super) fn end_of(&mut self, ended: BodyEnd) -> Result<bool, Error> {
+        let key = self.attempt().key();
+        match ended {
+            BodyEnd::Returned(is_ok) => Ok(is_ok),
+            BodyEnd::LeaseLost => {
+                tracing::warn!(%key, "the lease was lost; the body was cancelled");
+                self.on_drop = None;
+                Err(self.lost())
+            }
+            BodyEnd::TimedOut => {
+                tracing::warn!(%key, "the body ran for longer than its `timeout` and was cancelled");
+                // The error tells what the drop would tell again. The drop frees the key.
+                self.on_uncertain = None;
+                Err(self.timed_out())
+            }
+        }
+    }
+
+    /// How long the message waits before it is delivered again.
+    pub(super) fn pause(&self) -> Duration {
+        let Attempt { lease, backoff, .. } = self.attempt();
+        backoff.after(lease.attempt, lease.owner.seed())
+    }
+
+    pub(super) fn lost(&self) -> Error {
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        Error::LeaseLost { key, store, attempt, retry_after: self.pause() }
+    }
+
+    fn timed_out(&self) -> Error {
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        Error::TimedOut { key, store, attempt, timeout: self.timeout, retry_after: self.pause() }
+    }
+}
+
+/// Tells the user's hook of an operation in doubt.
+pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
+    let Some(hook) = hook else { return };
+    if std::panic::catch_unwind(|| hook(uncertain)).is_err() {
+        tracing::error!(key = %uncertain.key, "the hook `on_uncertain` panicked");
+    }
+}
+
+/// Polls a body as `attempt`; the calls it makes are nobody else's to observe.
+pub(super) fn poll_as(attempt: &mut Option<Attempt>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<bool> {
+    let mut nobody = None;
+    let _observation = Observation::enter(&mut nobody);
+    let _entered = Entered::enter(attempt);
+    work.poll_body(cx)
+}
+
+impl Drop for HeldAttempt {
+    fn drop(&mut self) {
+        let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
+        let begun = self.body != BodyStage::New;
+        if begun && matches!(self.on_drop, Some(Ending::Release(_))) {
+            let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
+            let (key, attempt) = (&lease.key, lease.attempt);
+            tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
+        }
+        let confirmed_at = match begun {
+            true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
+            false => reserved_at,
+        };
+        if let Some(ending) = self.on_drop.take() {
+            end::write_late(store, lease, confirmed_at, ending);
+        }
+    }
+}
