@@ -343,7 +343,8 @@ impl Line {
         self.0.number
     }
 
-    /// Nothing leaves the process any more, whoever in it may still be dropped. What has left may land.
+    /// Kills the process: nothing leaves it any more, whatever in it is still to be dropped. Requests that have left may
+    /// land.
     pub(crate) fn die(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
     }
@@ -388,7 +389,7 @@ impl Line {
             Fate::Late | Fate::Hangs => None,
         };
         net.delay(after).await;
-        // What is lost, lands late or not at all.
+        // A lost request lands late or not at all.
         drop(flight);
         if self.is_dead() {
             return std::future::pending().await;
@@ -448,7 +449,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
     }
 }
 
-/// A request on its way. Dropped before it has landed, it may do so later.
+/// A request under way. If it is dropped before it has landed, it may land later.
 struct Flight<'a> {
     line: &'a Line,
     request: Option<Request>,
@@ -456,7 +457,7 @@ struct Flight<'a> {
 }
 
 impl Flight<'_> {
-    /// Has its effect at the store now; and says what it was answered, and when.
+    /// Takes effect at the store now. Returns the answer, and the time of the effect.
     async fn land(&mut self) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
         let request = self.request.take().expect("lands once");
         land(&self.line.0.net, &*self.line.0.inner, &request, self.ops).await
@@ -490,7 +491,7 @@ async fn land(
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
-    // Of a record that was forgotten, the numbers start anew.
+    // A forgotten record starts its numbers anew.
     if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
         net.ended.lock().unwrap().remove(&(key.clone(), attempt));
     }
@@ -522,7 +523,7 @@ impl Drop for Flight<'_> {
         let clock = net.clock.clone();
         clock.spawn(Box::pin(async move {
             net.delay(longest).await;
-            // Whoever asked is told nothing.
+            // The caller is told nothing.
             let _ = land(&net, &*store, &request, &ops).await;
         }));
     }
@@ -580,14 +581,14 @@ impl Store for Line {
             net.delay(Duration::ZERO).await;
             if net.is_stormy() && net.dice.chance(net.weather.faults) {
                 net.delay(net.weather.lease * 2).await;
-                // Early, or not at all.
+                // Returns early, or fails.
                 return match net.dice.chance(500) {
                     true => Ok(()),
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
                 };
             }
             let began = net.now();
-            // A body whose lease has lapsed is not polled, and neither is what it waits for.
+            // A body whose lease has lapsed is not polled, nor is a wait inside it.
             let nested = current().is_some();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();
