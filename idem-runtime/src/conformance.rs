@@ -505,7 +505,7 @@ impl Case {
         self.sleep(SHORT + TOLERANCE).await;
     }
 
-    /// The output of `future`, which must be ready within [`Subject::patience`].
+    /// The output of `future`, which must be ready within the patience of the subject.
     async fn soon<T>(&self, future: impl Future<Output = T>, what: &str) -> T {
         let in_time = race(future, SystemClock::default().sleep(self.subject.patience)).await;
         in_time.unwrap_or_else(|| panic!("{what}: no answer within {:?}", self.subject.patience))
