@@ -442,7 +442,7 @@ async fn slots_that_move_are_followed() {
         let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
         say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
-        // An existing record is found here, a new one begins at the other node (ASK).
+        // An existing record is found at the old node, a new one begins at the other node (ASK).
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
@@ -577,7 +577,7 @@ async fn processes_race_while_the_sentinels_fail_over() {
     .await;
 }
 
-// What is lost, and what is not.
+// Acknowledged writes that are lost, and those that are not.
 
 /// Cuts the replica off, so that from here on the primary alone acknowledges.
 fn cut_off(primary: u16, replica: u16) {
@@ -815,7 +815,7 @@ async fn operations_share_one_wait() {
     assert!((1..=100).contains(&waits), "{waits} waits for 3000 operations");
 }
 
-// What is refused.
+// Errors.
 
 async fn refusal(options: RedisOptions, url: &str) -> StoreError {
     options.connect(url).await.expect_err("refused")

@@ -18,7 +18,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 const POLICY: Policy = Policy::new(Duration::from_secs(3600));
 
-// ---- What is written, and read back ----------------------------------------------------------------------------------
+// ---- Round trips -----------------------------------------------------------------------------------------------------
 
 fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) {
     let bytes = C::encode(value).unwrap();
@@ -213,7 +213,7 @@ proptest! {
     }
 }
 
-// ---- What has been written once ---------------------------------------------------------------------------------------
+// ---- Pinned bytes -----------------------------------------------------------------------------------------------------
 
 /// The bytes of release 0.1.0. They never change: a codec that writes others needs another name.
 struct Golden {

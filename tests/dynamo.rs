@@ -78,7 +78,7 @@ fn json(item: &BTreeMap<String, AttributeValue>) -> String {
     serde_json::Value::Object(attributes.collect()).to_string()
 }
 
-// What is written.
+// The stored form.
 
 #[tokio::test]
 async fn the_written_form_is_pinned() {
@@ -276,7 +276,7 @@ async fn tables_of_others_are_refused() {
     assert_eq!(runs.into_inner(), 0);
 }
 
-// What it costs.
+// Costs.
 
 #[tokio::test]
 async fn calls_are_counted() {
@@ -356,7 +356,7 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
     }
 }
 
-// Whose clock counts.
+// Clocks.
 
 /// Two machines whose clocks differ, and the true time.
 struct Machines {
@@ -655,7 +655,7 @@ async fn a_call_of_several_requests_has_one_time_limit() {
     assert!(began.elapsed() < LIMIT * 2 - LIMIT / 10, "{:?}: each request has had all of it", began.elapsed());
 }
 
-// What DynamoDB refuses, and what is no answer.
+// Refusals of DynamoDB, and invalid answers.
 
 /// Answers to the request that begins an attempt, and the kinds of error that they mean.
 fn answers() -> Vec<(Reply, StoreErrorKind)> {
@@ -875,7 +875,7 @@ async fn items_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
         assert!(source.to_string().contains(words), "{what}: {source}");
         assert_eq!(runs.into_inner(), 0, "{what}");
-        // No write of an owner touches it, nor does an operator's `reopen`, not even if the item is of another version.
+        // No write of an owner touches it, nor does an operator's `reopen`, whatever its version.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{what}");
@@ -900,7 +900,7 @@ async fn errors_show_neither_signatures_nor_results() {
     assert!(!format!("{store:?} {:?}", DynamoStore::options()).contains("Credentials"));
 }
 
-// What the client repeats by itself.
+// Retries by the client.
 
 fn retrying(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
@@ -972,7 +972,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     }
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_call_that_is_never_answered_ends() {

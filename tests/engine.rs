@@ -102,7 +102,7 @@ impl World {
         call
     }
 
-    /// A process that died in its body: the record stays pending and nobody renews it.
+    /// A process that died in its body: the record stays pending, and its lease is not renewed.
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(Call::Renew, Fault::Hang);

@@ -225,7 +225,7 @@ async fn rows_of_others_are_left_alone() {
     assert_eq!(text().await, before);
 }
 
-// What it costs.
+// Costs.
 
 /// Counts the statements that the server was sent since the last call.
 struct Counter<'a> {
@@ -423,7 +423,7 @@ async fn the_purger_works_as_long_as_its_store_lives() {
     assert_eq!(number(&raw, &format!("SELECT count(*) FROM {table}")).await, 1);
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
@@ -562,7 +562,7 @@ fn tls_checks_the_certificate() {
     }
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_write_whose_answer_got_lost_is_recognised() {

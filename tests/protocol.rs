@@ -20,7 +20,7 @@
 //! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request
 //! and result by result.
 //!
-//! # What is not
+//! # What is left out
 //!
 //! The bytes, statements and scripts of the stores (the conformance suite has them); the batching of heartbeats; pauses (a
 //! retry follows at once, or any time later); the order in which tasks are polled. A dropped store call counts as one that

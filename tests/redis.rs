@@ -33,7 +33,7 @@ async fn connect(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&server.url()).await.unwrap()
 }
 
-// What is written.
+// The stored form.
 
 #[test]
 fn the_written_form_is_pinned() {
@@ -157,7 +157,7 @@ fn tls_checks_the_certificate() {
     std::fs::remove_dir_all(folder).ok();
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn values_of_others_are_left_alone() {
@@ -290,7 +290,7 @@ async fn a_server_that_may_evict_records_is_warned_of() {
     assert!(!log.contains("WARN"), "{log}");
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn scripts_survive_a_flush() {
@@ -520,7 +520,7 @@ async fn a_cancelled_caller_takes_nobody_with_it() {
     }
 }
 
-// What it costs.
+// Costs.
 
 async fn calls_of(server: &RedisServer) -> impl Fn(&str) -> u64 {
     let mut raw = server.raw().await;

@@ -36,7 +36,7 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
     answer.as_ref().expect_err("fails").kind()
 }
 
-// What is written.
+// The stored form.
 
 /// 2100-01-01: replaces every time, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
@@ -207,7 +207,7 @@ async fn the_table_lies_beside_the_applications_own() {
     assert_eq!(version, 7);
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn paths_and_names_that_can_not_be_used_are_refused() {
@@ -358,7 +358,7 @@ async fn what_is_read_only_is_refused() {
     mode(folder.path(), 0o755);
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
@@ -742,7 +742,7 @@ async fn renewals_without_number_are_answered_one_by_one() {
     assert!(answers.into_iter().eq(expected));
 }
 
-// What is inherited.
+// Forked processes.
 
 fn fork(folder: &Folder, how: &str) {
     let mut command = Command::new("setpriv");

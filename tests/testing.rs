@@ -795,7 +795,7 @@ mod explorer {
         assert_eq!(report.findings().len(), 1);
     }
 
-    // ---- What is explored ------------------------------------------------------------------------------------------
+    // ---- The scenarios ---------------------------------------------------------------------------------------------
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
     async fn steps(app: &App, order: u32, reached: &Mutex<Vec<u32>>) -> anyhow::Result<u32> {
