@@ -1,7 +1,7 @@
-//! A replay through `Cached`, against what one would write by hand with a map.
+//! A replay through `Cached`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the result as JSON, looked up and decoded. It has no fingerprint,
-//! no retention and no bound. The store behind the cache counts its calls; a replay must make none.
+//! By hand: a `DashMap` from the same formatted key to the result as JSON, looked up and decoded. It has no fingerprint, no
+//! retention and no bound. The store behind the cache counts its calls; a replay must make none.
 
 use std::hint::black_box;
 
@@ -48,7 +48,7 @@ fn main() {
         });
         nanos_each(took, count)
     };
-    // The first runs.
+    // The first call runs the handler.
     ours();
     let calls =
         || [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait].map(|call| counted.count(call));
@@ -61,7 +61,7 @@ fn main() {
     hot_key(&runtime);
 }
 
-/// Duplicates of one key that arrive together, in tasks of their own, before anything is cached.
+/// Duplicates of one key that arrive together, each in a task of its own, before anything is cached.
 fn hot_key(runtime: &tokio::runtime::Runtime) {
     let duplicates = sized(10_000, 200);
     println!("\n| hot key, {duplicates} duplicates at once | store calls | microseconds in all |");

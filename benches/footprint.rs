@@ -1,8 +1,8 @@
-//! What records and calls take in memory: bytes for each record of a `MemoryStore`, and allocations for each call.
+//! The memory of records and calls: bytes for each record of a `MemoryStore`, and allocations for each call.
 //!
-//! Nothing here is timed. *Asked for* is what was asked of the allocator, the same on every machine; *resident* is what the
-//! process grew by, with all that the allocator adds (of the first line of a run). Records are counted while the store fills: the worst moment is just
-//! after its tables have grown.
+//! Nothing here is timed. *Asked for* is the memory requested from the allocator, the same on every machine; *resident* is
+//! the growth of the process, with everything that the allocator adds (for the first line of a run only). Records are
+//! counted while the store fills: the worst moment is just after its tables have grown.
 
 #![allow(clippy::cast_precision_loss)] // Counts are far below 2^52.
 
@@ -64,7 +64,8 @@ fn finish(store: &MemoryStore, lease: &Lease, payload: usize) {
 }
 
 thread_local! {
-    /// What one store has given back the next one gets, so that the process doesn't grow by it.
+    /// Only the first line shows resident memory: a later store reuses what an earlier one has freed, so the process
+    /// doesn't grow by it.
     static FIRST: Cell<bool> = const { Cell::new(true) };
 }
 
@@ -111,7 +112,7 @@ fn records(name: &str, payload: Option<usize>, goal: f64) {
     drop(store);
 }
 
-/// Allocations of the call after ten others, and how many of them outlive it.
+/// Allocations of one call after ten others, and how many of them outlive it.
 fn calls(name: &str, mut call: impl FnMut(u64)) {
     for id in 0..10 {
         call(id);
@@ -134,7 +135,7 @@ fn main() {
         println!("| call | allocations | bytes | of them kept |");
         println!("|---|---|---|---|");
         let store = MemoryStore::new();
-        // Shards have room for more.
+        // Fills the shards first, so that they have room for more.
         (1_000..11_000).for_each(|id| drop(now(ship(&store, id))));
         calls("the handler alone: its result has 3 texts", |id| drop(black_box(Receipt::of(id))));
         calls("first run", |id| drop(now(ship(&store, id)).expect("ships")));

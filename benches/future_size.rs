@@ -1,11 +1,11 @@
-//! How large the future of a handler is, plain and annotated, alone and calling other handlers.
+//! The size of a handler's future, plain and annotated, alone and calling other handlers.
 //!
-//! Not a matter of time: the sizes are the compiler's, the same in every run.
+//! Nothing is timed: the compiler determines the sizes, the same in every run.
 
 use idem_benches::is_wanted;
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-/// Holds as much as `BYTES` over an `await`, as handlers do with their buffers and messages.
+/// How many bytes are held across an `await`, as handlers do with their buffers and messages.
 const BYTES: usize = 512;
 
 async fn work(buffer: &[u8; BYTES]) -> u64 {

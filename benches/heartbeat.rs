@@ -1,11 +1,11 @@
-//! What keeping a lease alive costs a handler that ends long before its first beat.
+//! The cost of keeping a lease alive for a handler that ends long before its first beat.
 //!
-//! - *Ready at once*: its lease is registered before its only poll, and deregistered after it. There is no library without
+//! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. There is no library without
 //!   that to compare with. The raw side is the protocol by hand over the same store: the same key, an owner, reserve, run,
-//!   encode, finish. What is left is the whole engine: an upper bound of the registration's share.
-//! - *Pends once*: one poll more within the handler, before which its lease is looked at. The raw side is pending once just
-//!   before the same call: as many polls, the same work for the library, but no look.
-//! - *A task for each call*: against the same raw side, a renewal task spawned and aborted for each call.
+//!   encode, finish. The difference is the whole engine: an upper bound of the registration's share.
+//! - *Pends once*: one more poll within the handler, before which its lease is checked. The raw side is pending once just
+//!   before the same call: as many polls, the same work for the library, but no check.
+//! - *A task for each call*: compared with the same raw side, a renewal task spawned and aborted for each call.
 
 use std::future::poll_fn;
 use std::hint::black_box;
@@ -75,7 +75,7 @@ async fn task_for_each_call(store: &MemoryStore, id: u64) -> u64 {
     value
 }
 
-/// Calls `handler` again and again, polling it until it is ready, on a runtime and a store of this round's own.
+/// Calls `handler` again and again and polls it until it is ready, on a runtime and a store for this round alone.
 fn measure(handler: &impl AsyncFn(&MemoryStore, u64) -> u64) -> f64 {
     let count = sized(4_000, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");

@@ -1,9 +1,9 @@
-//! What 10 000 and 100 000 live leases cost a Redis server each beat.
+//! What 10 000 and 100 000 live leases cost a Redis server in each beat.
 //!
-//! The handlers are real and pending, and their store renews them by itself. The server counts: `script` is the time it
-//! spends in `EVALSHA`, which includes the commands of the scripts, so those aren't added; `in all` is the processor time
-//! of its main thread, with reading, parsing and answering. Both are for as many renewals as there are leases, whatever was due while a
-//! round lasted. By hand, each lease is renewed by a script call of its own, in pipelines of 500.
+//! The handlers are real and pending, and their store renews the leases by itself. The server counts: `script` is its time
+//! in `EVALSHA`, which includes the commands inside the scripts, so those aren't added; `in all` is the processor time of
+//! its main thread, including reading, parsing and answering. Both are for as many renewals as there are leases, however
+//! many were due during a round. By hand, each lease is renewed by a script call of its own, in pipelines of 500.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ async fn hold(store: &RedisStore, id: usize, hall: &Hall) -> Result<(), Error> {
     hall.leave.acquire().await.map_or(Ok(()), |_| Ok(()))
 }
 
-/// What the server has counted so far.
+/// The server's counters so far.
 #[derive(Clone, Copy, Debug)]
 struct Counters {
     renewals: f64,
@@ -57,13 +57,13 @@ impl Counters {
     }
 }
 
-/// Of the slow log: a number, when, how many microseconds, the command, and from whom.
+/// An entry of the slow log: number, time, microseconds, command, client address, client name.
 type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
 
-/// One measurement a round: milliseconds of scripts, of processor in all, and of the longest call.
+/// One measurement a round: milliseconds of scripts, of processor time, and of the longest call.
 #[derive(Default)]
 struct Rounds {
-    /// How many renewals the figures are for.
+    /// The number of renewals that the figures are for.
     beat: f64,
     script: Vec<f64>,
     cpu: Vec<f64>,
@@ -155,10 +155,10 @@ async fn bench(table: &Table) {
         }
         hall.entered.wait().await;
         let mut measured = Rounds::of(leases);
-        // The first beat still has everything in it that the start left behind.
+        // The first beat still includes work left behind by the start.
         for round in 0..=rounds {
             let mut each = Rounds::of(leases);
-            // On a busy machine a beat may be late.
+            // A beat may be late on a busy machine.
             while each.script.is_empty() {
                 each.measure(&mut connection, pause(Duration::from_secs(1))).await;
             }

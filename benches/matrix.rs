@@ -1,16 +1,16 @@
-//! The same work on every store, so that they can be chosen between; beside the raw client where there is one.
+//! The same work on every store, as a basis for choosing one; compared with the raw client where there is one.
 //!
 //! - *First run, replay, in progress*: thousands of calls a second by 1, 64 and 1024 tasks. By hand as in the benches
-//!   `redis`, `postgres` and `sqlite`, which say more; a replay and a refusal on `SQLite` are a `SELECT` in a bare loop.
+//!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare loop.
 //! - *Wait*: duplicates in another handle wait for a running attempt. Milliseconds from the end of its handler until the
-//!   last of them has the result.
+//!   last duplicate has the result.
 //! - *Results* of 1 KB, 64 KB and 1 MB, 16 tasks.
 //! - *Leases*: one renewal of 100 000, elapsed and in processor time.
-//! - *Hot key*: 10 000 duplicates at once, from another handle: while the handler runs, after it, and waiting for it.
-//!   The calls of the store are counted, and more than one for each duplicate ends the bench.
+//! - *Hot key*: 10 000 duplicates at once, from another handle: while the handler runs, after it, and waiting for it. The
+//!   store calls are counted, and more than one for each duplicate ends the bench.
 //!
-//! Rounds have a length, not a number of calls, so it takes some 6 minutes whatever the machine. DynamoDB is an emulator
-//! here, without optimisation and with one request at a time: its figures are about the emulator. It needs
+//! A round has a length, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an emulator
+//! here, without optimisation and with one request at a time: its figures are those of the emulator. It needs
 //! `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
@@ -45,7 +45,7 @@ const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "Postgr
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// How many orders there are to replay.
 const SHIPPED: u64 = 1000;
-/// Orders that are held while the bench runs: that many, from there on.
+/// How many orders are held while the bench runs, and the first of them.
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
@@ -141,16 +141,16 @@ async fn call(store: &dyn Store, work: Work, order_id: u64) {
     }
 }
 
-/// What there is to compare with.
+/// The raw side to compare with.
 enum Raw {
     None,
-    /// The client's default socket, and `TCP_NODELAY`.
+    /// With the client's default socket, and with `TCP_NODELAY`.
     Redis([redis::ByHand; 2]),
     Postgres(Vec<Arc<postgres::ByHand>>),
     Sqlite,
 }
 
-/// Makes so many calls, and says how many thousand a second they were.
+/// Makes so many calls, and returns how many thousand a second.
 type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
 /// A store with its server, if it has one.
@@ -161,7 +161,7 @@ struct Subject {
     /// Another handle, as another process would have it.
     peer: Arc<dyn Store>,
     raw: Raw,
-    /// A file that is opened anew for each measurement, and alone: see the bench `sqlite`.
+    /// A file that is opened anew, and by nothing else, for each measurement: see the bench `sqlite`.
     file: Option<PathBuf>,
     leases: u64,
     largest_result: usize,
@@ -270,7 +270,7 @@ impl Subject {
         Table::new(&format!("{}: {section}", self.name), unit, result)
     }
 
-    /// Does `work` with the store; with a file, that is opened for it and nobody else's.
+    /// Runs `work` with the store. A file is opened for this alone.
     fn with_store<T>(&self, work: impl FnOnce(&Arc<dyn Store>) -> T) -> T {
         let Some(file) = &self.file else { return work(&self.store) };
         work(&self.runtime.block_on(SqliteStore::open(file)).expect("opens").handle())
@@ -364,7 +364,7 @@ impl Subject {
         }
     }
 
-    /// What there is by hand; a line is against the best of them.
+    /// The raw sides; a line of the table compares with the best of them.
     fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
         match &self.raw {
             Raw::None => Vec::new(),
@@ -389,8 +389,8 @@ impl Subject {
         }
     }
 
-    /// How long it takes from the end of a handler until the last of `duplicates` has its result, and how many calls their
-    /// store saw.
+    /// The time from the end of a handler until the last of `duplicates` has its result, and how many calls their store
+    /// got.
     fn wait(&self, duplicates: u64) -> (Duration, usize) {
         let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
         self.runtime.block_on(async {
@@ -408,7 +408,7 @@ impl Subject {
             while peer.count(Call::Wait) < duplicates {
                 pause(Duration::from_millis(5)).await;
             }
-            // Until all of them are waiting in earnest.
+            // Until all duplicates are waiting.
             pause(Duration::from_millis(100)).await;
             let ended = Instant::now();
             gate.leave.close();
@@ -435,7 +435,7 @@ impl Subject {
             if bytes > self.largest_result || bytes > sized(usize::MAX, 64_000) {
                 continue;
             }
-            // Some 5 MB a round, so that a server in memory doesn't outgrow the machine.
+            // Some 5 MB a round, so that an in-memory server doesn't outgrow the machine.
             let count = sized((5_000_000 / bytes as u64).min(500), 16);
             let page = page(bytes);
             for work in [Work::FirstRun, Work::Replay] {
@@ -443,7 +443,7 @@ impl Subject {
                 if !self.is_wanted(&name) {
                     continue;
                 }
-                // What the library wrote last is what both sides replay.
+                // Both sides replay the results that the library wrote last.
                 let last = Cell::new(new_orders(count).start);
                 let next = || match work {
                     Work::FirstRun => new_orders(count).start,
@@ -586,7 +586,7 @@ impl Subject {
         let took = ask(peer.handle(), true);
         print("after it", took, all_calls(&peer) - before, Some(1.0));
 
-        // In this process, behind a cache: the first two look it up, nobody else.
+        // In this process, behind a cache: the first two calls read the store, the others don't.
         let counted = FaultyStore::new(&*self.store);
         let cached = Cached::new(counted.clone());
         self.runtime.block_on(async {
@@ -606,7 +606,7 @@ impl Subject {
         table.value(&format!("{name}: calls each"), &vec![each].into(), each, Goal::None);
     }
 
-    /// Whether the line was asked for, by its own name or with that of the store before it.
+    /// Whether the line was selected, by its own name or after the name of its store.
     fn is_wanted(&self, work: &str) -> bool {
         is_wanted(&format!("{}: {work}", self.name))
     }
@@ -620,7 +620,7 @@ impl Subject {
     }
 }
 
-/// Every call of the contract that a store has seen.
+/// How many calls of the contract a store has got.
 fn all_calls(store: &FaultyStore) -> usize {
     let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Reopen];
     calls.map(|call| store.count(call)).iter().sum()
@@ -642,16 +642,16 @@ async fn hold(store: &Arc<dyn Store>, scope: &'static str, from: u64, count: u64
     std::mem::take(&mut *leases.lock().expect("no panic before"))
 }
 
-/// Milliseconds of processor time that servers of this process have used so far, with those they have started.
+/// Milliseconds of processor time that the servers of this process, and the processes that they started, have used so far.
 fn cpu_of_children() -> f64 {
     let mut processes = Vec::new();
     for entry in std::fs::read_dir("/proc").expect("a Linux").flatten() {
         let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
-        // The name in brackets may hold anything.
+        // The name in brackets may hold any character.
         let Some((pid, rest)) = stat.split_once(' ') else { continue };
         let fields: Vec<&str> = rest.rsplit_once(')').map_or(rest, |(_, rest)| rest).split_whitespace().collect();
         let field = |n: usize| fields.get(n).and_then(|it| it.parse::<u64>().ok()).unwrap_or_default();
-        // Its parent; its time in user mode and in the kernel, and that of its children that have ended.
+        // The parent; the time in user mode and in the kernel, and that of children that have ended.
         let ticks: u64 = (11..15).map(field).sum();
         processes.push((pid.parse::<u64>().unwrap_or_default(), field(1), ticks));
     }
@@ -681,7 +681,7 @@ fn runtime() -> Runtime {
 }
 
 fn main() {
-    // `-- Redis` asks for one store, `-- "Redis: hot key"` for a part of it, `-- "hot key"` for that of every store.
+    // `-- Redis` selects one store, `-- "Redis: hot key"` one part of it, `-- "hot key"` that part of every store.
     let is_asked = |name: &str| {
         let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
         let asks = |filter: String| match filter.split_once(':') {

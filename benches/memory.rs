@@ -1,7 +1,7 @@
-//! The whole library on a `MemoryStore`, against what one would write by hand with a map.
+//! The whole library on a `MemoryStore`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the state. A first run puts "pending" in, runs the handler and
-//! puts its result in as JSON; a duplicate gets the entry and decodes it. It has no lease, no owner, no retention and no
+//! By hand: a `DashMap` from the same formatted key to the state. A first run inserts "pending", runs the handler and
+//! inserts its result as JSON; a duplicate gets the entry and decodes it. It has no lease, no owner, no retention and no
 //! bound.
 
 use std::hint::black_box;

@@ -1,22 +1,22 @@
-//! Other libraries on the same server and the same work, each at its best concurrency, beside this one.
+//! Other libraries on the same server and the same work, each at its best concurrency, compared with this one.
 //!
-//! *First* is a new order: reserve it, run a handler that does nothing, record 150 bytes of JSON. *Replay* is a known order,
-//! whose result is returned decoded.
+//! *First* is a new order: reserve it, run a handler that does nothing, record 150 bytes of JSON. *Replay* is a known
+//! order, whose result is returned decoded.
 //!
-//! | side | what it is |
+//! | side | implementation |
 //! |---|---|
 //! | idem | an `#[idempotent]` function, one `RedisStore` or `PostgresStore` with its defaults |
 //! | Powertools | `@idempotent_function` of AWS Lambda Powertools for Python with its Redis layer |
-//! | Powertools with `hiredis` | the same with the parser in C, which its extra `[redis]` does not bring along |
-//! | Powertools, local cache | the same with `use_local_cache`; beside `Cached` |
+//! | Powertools with `hiredis` | the same with the parser in C, which its extra `[redis]` does not install |
+//! | Powertools, local cache | the same with `use_local_cache`; compared with `Cached` |
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
 //! | DBOS | a workflow without steps, named by the order, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
-//! The peers are processes of their own, started by `benches/peers` and told what to do line by line. Each side is first
-//! measured at every concurrency of its list; then the best of each side take turns, round by round. Server and client share
-//! the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
+//! The peers are processes of their own, started by `benches/peers` and instructed line by line. Each side is first
+//! measured at every concurrency of its list; then the best of each side take turns, round by round. Server and client
+//! share the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
 //!
 //! A quick run has no peers but the blog pattern. A full one needs `./scripts/bench peers` once, and takes 5 minutes.
 
@@ -56,7 +56,7 @@ impl Work {
         }
     }
 
-    /// Where the orders of `count` calls begin, and after how many they begin again.
+    /// The first order of `count` calls, and the number of orders after which they repeat.
     fn orders(self, count: u64) -> (u64, u64) {
         match self {
             Self::First => (new_orders(count).start, count),
@@ -65,16 +65,16 @@ impl Work {
     }
 }
 
-/// Processes and threads of each, or one process and tasks.
+/// Processes, and threads or tasks in each.
 type Concurrency = (u64, u64);
 
-/// A library at work.
+/// A library under test.
 struct Side<'a> {
     name: &'static str,
     concurrencies: Vec<Concurrency>,
-    /// Makes so many calls, and says how many thousand a second they were.
+    /// Makes so many calls, and returns how many thousand a second.
     run: Box<dyn Fn(Work, Concurrency, u64) -> f64 + 'a>,
-    /// What the others must reach beside it.
+    /// The goal of the library compared with this side.
     goal: Goal,
     is_in_process: bool,
 }
@@ -103,7 +103,7 @@ impl<'a> Side<'a> {
         paced(target, least, move |count| (self.run)(work, concurrency, count))
     }
 
-    /// The concurrency that is fastest, each measured once and again.
+    /// The fastest concurrency; each is measured twice.
     fn best(&self, work: Work) -> Concurrency {
         let measure = |concurrency: Concurrency| {
             let mut side = self.paced(work, concurrency, Duration::from_millis(sized(400, 1)));
@@ -123,7 +123,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures the sides, each at its best, and prints a line for each but the first, which is the library.
+/// Measures the sides, each at its best, and prints a line for each except the first, which is the library.
 fn compare(table: &Table, work: Work, sides: &[Side<'_>]) {
     let wanted = |side: &&Side<'_>| is_wanted(&format!("{}: {}", work.name(), side.name));
     let (idem, others) = sides.split_first().expect("some");
@@ -210,7 +210,7 @@ fn on_redis(runtime: &Runtime) {
     compare(&table, Work::Replay, &sides);
     drop(sides);
 
-    // Without the network: each from the memory of its process.
+    // Without the network: each side from the memory of its process.
     let cached =
         Cached::new(RedisStore::clone(&runtime.block_on(RedisStore::connect(&server.url())).expect("connects")))
             .handle();

@@ -1,10 +1,11 @@
-//! `PostgresStore` against the same SQL by hand, on a server that loses nothing (`fsync` and `synchronous_commit` on).
+//! `PostgresStore` compared with the same SQL by hand, on a server that loses nothing (`fsync` and `synchronous_commit`
+//! on).
 //!
 //! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns and
-//!   indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. Prepared, one by one, each task
-//!   on a connection of its own.
+//!   indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are prepared
+//!   and run one by one, each task on a connection of its own.
 //! - *Replay*, by hand: a prepared `SELECT` by primary key of the very result that the library replays; nothing is decoded.
-//!   Each task on a connection of its own.
+//!   Each task has a connection of its own.
 //!
 //! The library has its default pool of 6 connections, whatever the number of tasks. Server and client share the machine.
 
@@ -79,7 +80,7 @@ impl Bench {
         Self { server, runtime, store, by_hand }
     }
 
-    /// Thousands of calls a second that `tasks` tasks make, each one after the other, `count` in all.
+    /// Thousands of calls a second by `tasks` tasks, each making one call after the other, `count` in all.
     fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
         let calls = share(tasks, count, |task, calls| {
             let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
@@ -115,7 +116,7 @@ impl Bench {
         }
         let position = "pg_current_wal_insert_lsn() - '0/0'";
         let before = self.number(position);
-        // The first change of a page after a checkpoint logs the whole page; that is the checkpoint's cost.
+        // The first change of a page after a checkpoint logs the whole page, which is the cost of the checkpoint.
         self.measure(false, Work::FirstRun, 64, count);
         #[allow(clippy::cast_precision_loss)] // Far below 2^52.
         let count = count as f64;
@@ -123,7 +124,7 @@ impl Bench {
         (log, self.number("pg_total_relation_size('idem.records')") / count)
     }
 
-    /// Milliseconds of one beat of `count` leases, as often as `rounds`.
+    /// Milliseconds of one beat of `count` leases, measured `rounds` times.
     fn beats(&self, count: u64, rounds: usize) -> Samples {
         let leases: Vec<Lease> = self.runtime.block_on(async {
             let mut running = JoinSet::new();
@@ -143,7 +144,8 @@ impl Bench {
 }
 
 fn main() {
-    // A lone task on one thread: with two, it is fast or slow for seconds, as its wake-ups cross cores or don't.
+    // A lone task on one thread: with two threads it is fast or slow for seconds, depending on whether its wake-ups cross
+    // cores.
     let lone = Bench::new(Builder::new_current_thread(), 1);
     let mut threads = Builder::new_multi_thread();
     threads.worker_threads(2);
@@ -172,7 +174,7 @@ fn main() {
         let (log, space) = bench.bytes(sized(100_000, 5000));
         table.value("bytes of log a first run, 64 tasks", &vec![log].into(), log, Goal::None);
         table.value("bytes of table and indexes a record", &vec![space].into(), space, Goal::None);
-        // Sessions count when they end.
+        // Sessions report their counts when they end.
         let Bench { server, runtime, store, by_hand } = bench;
         drop(store);
         let hot = runtime.block_on(async {

@@ -1,7 +1,7 @@
-//! A loop for a profiler: `./scripts/bench share` runs it under `perf` and says where the time goes.
+//! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the distribution of time.
 //!
-//! `-- memory replay 1 5` makes replays on a `MemoryStore` by one task for 5 seconds; `redis`, `first` and other numbers of
-//! tasks likewise. Without arguments it makes each for a moment, which shows that it runs.
+//! `-- memory replay 1 5` makes replays on a `MemoryStore` by one task for 5 seconds; likewise `redis`, `first` and other
+//! numbers of tasks. Without arguments each combination runs for a moment, which shows that it works.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -53,7 +53,7 @@ async fn calls(store: &Arc<dyn Store>, is_first: bool, tasks: u64, duration: Dur
     println!("{made} calls");
 }
 
-/// A folder below the target folder: on a disk, where that is on one.
+/// A folder below the target folder: on a disk if that is.
 fn tempfile() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("profile-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

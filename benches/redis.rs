@@ -1,11 +1,11 @@
-//! `RedisStore` against what one would write by hand over one multiplexed connection of `redis`.
+//! `RedisStore` compared with hand-written code over one multiplexed connection of `redis`.
 //!
 //! - *First run*, by hand: the same formatted key, `SET key owner NX GET PX lease`, the same handler, its result as JSON,
-//!   and a script that replaces the value if it still is the owner's (`EVALSHA`). The result lies there bare.
+//!   and a script that replaces the value if it still is the owner's (`EVALSHA`). The value is the bare result.
 //! - *Replay*, by hand: `GET` of the very record that the library replays; nothing is decoded.
 //! - *In progress*, by hand: `SET key owner NX GET PX lease` that finds another owner.
 //!
-//! By hand there are two connections, as the client makes them by default and with `TCP_NODELAY`; a line is against the
+//! By hand there are two connections: as the client makes them by default, and with `TCP_NODELAY`. A line compares with the
 //! better of the two. Server and client share the machine.
 
 use idem_benches::by_hand::redis::ByHand;
@@ -98,7 +98,7 @@ impl Bench {
         Self { server, runtime, idem: Side::Idem(idem), default: Side::ByHand(default), nodelay: Side::ByHand(nodelay) }
     }
 
-    /// Forgets everything but scripts, and prepares the orders that `work` is about.
+    /// Deletes everything but scripts, and prepares the orders for `work`.
     fn prepare(&self, work: Work) {
         self.runtime.block_on(async {
             let flush = redis::cmd("FLUSHDB").exec_async(&mut self.server.raw().await).await;
@@ -120,7 +120,7 @@ impl Bench {
         });
     }
 
-    /// Thousands of calls a second that `tasks` tasks make, each one after the other, `count` in all.
+    /// Thousands of calls a second by `tasks` tasks, each making one call after the other, `count` in all.
     fn measure(&self, side: &Side, work: Work, tasks: u64, count: u64) -> f64 {
         if work == Work::FirstRun {
             self.prepare(work);
@@ -143,7 +143,8 @@ fn main() {
     let table = Table::new("Redis", "thousand a second", "times its throughput");
     for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
         let mut is_prepared = false;
-        // A lone task is fast or slow for a while, as the system places it and the server; many short rounds see both.
+        // A lone task is fast or slow for a while, depending on where the system places it and the server; many short
+        // rounds see both.
         for (tasks, count, rounds) in
             [(1, 400, 61), (16, 10_000, 15), (64, 20_000, 15), (256, 30_000, 15), (1024, 60_000, 15)]
         {

@@ -1,18 +1,18 @@
-//! `SqliteStore` against what one would write by hand over one connection of `rusqlite`, with the same durability.
+//! `SqliteStore` compared with hand-written code over one connection of `rusqlite`, with the same durability.
 //!
-//! By hand a record is a row with the columns that matter, and there is the same index for clean-up. A first run is an
-//! `INSERT` that reserves the key, the same handler, its result as JSON, and an `UPDATE` that compares the owner.
+//! By hand, a record is a row with the necessary columns, and has the same index for clean-up. A first run is an `INSERT`
+//! that reserves the key, the same handler, its result as JSON, and an `UPDATE` that compares the owner.
 //!
-//! - *One commit per step*: each statement is a transaction of its own, as it is where nobody groups them. One thread does
-//!   nothing else, and no task waits for anything.
-//! - *Same grouping*: a thread takes what waits in a channel, makes one transaction of it, and answers the tasks.
-//! - *Bare loop*: the same statements, as many in a transaction as there are tasks, without any task.
-//! - *Replay*: a `SELECT` of the very record that the library replays; nothing is decoded, no task waits for anything.
+//! - *One commit per step*: each statement is a transaction of its own, as without grouping. One thread does nothing else,
+//!   and no task waits.
+//! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the tasks.
+//! - *Bare loop*: the same statements, as many in a transaction as there are tasks, but without tasks.
+//! - *Replay*: a `SELECT` of the very record that the library replays; nothing is decoded, no task waits.
 //!
-//! Each measurement opens its file anew, and the other side's is closed meanwhile: connections of one process share a pool
-//! of cached pages, and what one leaves there can starve the other.
+//! Each measurement opens its file anew, while the other side's is closed: connections of one process share a pool of
+//! cached pages, and pages left by one can starve the other.
 //!
-//! The file is below the target folder: on a disk, where that is on one.
+//! The file is below the target folder: on a disk if that is.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ enum Work {
     Replay,
 }
 
-/// What the lines are measured against.
+/// The raw side that a line compares with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Against {
     OneCommitPerStep,
@@ -71,20 +71,20 @@ impl Bench {
         bench
     }
 
-    /// Does `work` with a store that is open meanwhile and closed afterwards.
+    /// Runs `work` with a store that is closed afterwards.
     fn with_store<T>(&self, work: impl FnOnce(&SqliteStore) -> T) -> T {
         let options = SqliteStore::options().synchronous(self.synchronous);
         let store = self.runtime.block_on(options.open(self.folder.join("idem.db"))).expect("opens");
         let done = work(&store);
         drop(store);
-        // Its threads close the file, and the last to do so takes this away.
+        // The store's threads close the file, and the last one to do so removes the log.
         while self.folder.join("idem.db-wal").exists() {
             std::thread::yield_now();
         }
         done
     }
 
-    /// Has `tasks` tasks ship the orders, each one after the other.
+    /// Lets `tasks` tasks ship the orders, each one after the other.
     fn ship(&self, store: &SqliteStore, orders: std::ops::Range<u64>, tasks: u64) {
         self.runtime.block_on(async {
             let mut running = JoinSet::new();
@@ -101,7 +101,7 @@ impl Bench {
         });
     }
 
-    /// Thousands of calls a second that `tasks` tasks make.
+    /// Thousands of calls a second by `tasks` tasks.
     fn idem(&self, work: Work, tasks: u64, count: u64) -> f64 {
         let took = self.with_store(|store| match work {
             Work::FirstRun => {

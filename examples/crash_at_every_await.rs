@@ -1,9 +1,9 @@
-//! Does my handler charge a customer once, whatever happens to it?
+//! Does my handler charge a customer once, whatever faults it meets?
 //!
-//! `cargo run --example crash_at_every_await --features testing` asks that of four handlers. Each is killed at each of its
-//! awaits, cancelled there, stopped there while another worker takes over; its store and its bank lose requests and
+//! `cargo run --example crash_at_every_await --features testing` answers that for four handlers. Each is killed at each of
+//! its awaits, cancelled there, and stopped there while another worker takes over; its store and its bank lose requests and
 //! answers; duplicates are delivered before, beside and after. Time is simulated, so it takes a second. The first two
-//! handlers are wrong, and what is printed tells the story. In a project of yours this is a `#[test]` that ends with
+//! handlers are wrong, and the output tells their story. In a project of yours this is a `#[test]` that ends with
 //! `assert_once()`.
 
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ enum PaymentError {
     /// The customer was charged, or was not.
     NoAnswer,
     AlreadyCharged,
-    /// Why the library did not run the handler, or could not record its result.
+    /// The library's reason for not running the handler, or for not recording its result.
     Idempotency(String),
 }
 
@@ -50,7 +50,7 @@ struct App<B> {
     bank: B,
 }
 
-/// Charges, and checks too late: who comes again has charged again already.
+/// Charges, and checks too late: a second attempt has already charged again.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_before_check")]
 async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     app.bank.charge(order, None).await?;
@@ -60,8 +60,8 @@ async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
     Ok(Receipt { order })
 }
 
-/// Checks, then charges. That helps against crashes; it does not against a worker that stands still in between, for as
-/// long as somebody else needs to take over.
+/// Checks, then charges. That helps against crashes, but not against a worker that stands still in between for so long that
+/// another one takes over.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "check_before_charge")]
 async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if !app.bank.is_charged(order).await? {
@@ -70,7 +70,7 @@ async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
     Ok(Receipt { order })
 }
 
-/// Hands the bank a key that is the same on every attempt.
+/// Passes the bank a key that is the same on every attempt.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_with_key")]
 async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     let key = current().map(|attempt| attempt.child_key("charge"));
@@ -78,8 +78,8 @@ async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, P
     Ok(Receipt { order })
 }
 
-/// For a bank that knows no keys: charges once or not at all. A run that was interrupted, and a charge without an answer,
-/// are set aside for a person; they are not tried again.
+/// For a bank without keys: charges at most once. An interrupted run, and a charge without an answer, are set aside for a
+/// person; they are not tried again.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_at_most_once", on_crash = fail, on_error = record)]
 async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if app.bank.is_charged(order).await? {
@@ -91,7 +91,7 @@ async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
 
 // ---- Its test ------------------------------------------------------------------------------------------------------
 
-/// A bank that exists in a test only: its charges are counted.
+/// A bank that exists only in a test: its charges are counted.
 struct SimulatedBank(Worker);
 
 impl Bank for SimulatedBank {
@@ -131,7 +131,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(as_expected != [true; 4]))
 }
 
-/// Prints what was found, and says whether that is as expected.
+/// Prints the findings, and returns whether they are as expected.
 fn show(handler: &str, right: bool, report: &Report) -> bool {
     println!("{handler}: {report}\n");
     report.findings().is_empty() == right

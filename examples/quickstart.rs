@@ -1,9 +1,9 @@
 //! What does `#[idempotent]` do for a consumer whose messages are delivered more than once?
 //!
-//! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers
-//! that fail and die. Its records are kept in a file: a second run replays everything, and a run that was killed
-//! (`kill -9`, or `-- --die-after 700`) is finished by the next one. `-- --fresh` starts over, `-- --without-idempotency`
-//! shows the same deliveries without the attribute, `-- --help` the rest.
+//! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers that
+//! fail and die. Its records are kept in a file: a second run replays everything, and a run that was killed (`kill -9`, or
+//! `-- --die-after 700`) is finished by the next one. `-- --fresh` starts over, `-- --without-idempotency` shows the same
+//! deliveries without the attribute, and `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
 use std::collections::{BTreeSet, HashSet};
@@ -29,13 +29,13 @@ const HANDLERS_PER_WORKER: usize = 8;
 
 type Failure = Box<dyn Error>;
 
-/// Results are remembered for a week, and a payment that fails is tried again soon.
+/// Results are retained for a week, and a failed payment is tried again soon.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .backoff(Backoff::new(Duration::from_millis(50), Duration::from_secs(1)));
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 ///
-/// A worker can die between the charge and its record. The body then runs again, so it hands the payment provider a key
+/// A worker can die between the charge and its record. The body then runs again, so it passes the payment provider a key
 /// that is the same on every attempt.
 #[idempotent(
     key = "order:{event.order.order_id}",
@@ -51,7 +51,7 @@ async fn charge_customer(app: &App, event: &Event) -> Result<Receipt, PaymentErr
     app.charge(event, payment_key).await
 }
 
-/// The consumer: what becomes of a message is decided by how the call ended.
+/// The consumer: the outcome of the call decides what happens to the message.
 async fn consume(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
@@ -121,7 +121,7 @@ fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges),
     Ok((counts, charges))
 }
 
-/// Where a run with these orders keeps what it does: below `target`, or with the system's temporary files.
+/// The folder of a run with these orders: below `target`, or among the system's temporary files.
 fn folder(events: &[Event]) -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let target = program.ancestors().nth(3).filter(|_| program.parent().is_some_and(|it| it.ends_with("examples")));
@@ -133,12 +133,12 @@ fn folder(events: &[Event]) -> io::Result<PathBuf> {
     Ok(base.join(format!("{:016x}", orders.finish())))
 }
 
-/// How many orders earlier runs have finished, by the records they left.
+/// How many orders earlier runs have finished, according to their records.
 async fn finished_before(file: &Path, events: &[Event]) -> Result<u64, Failure> {
     let store = SqliteStore::open(file).await?;
     let mut finished = 0;
     for order_id in events.iter().map(|event| &event.order.order_id).collect::<BTreeSet<_>>() {
-        // An order that has no key, being empty or too long, has not been finished.
+        // An order without a valid key (empty or too long) has not been finished.
         let Ok(key) = Key::new("charge_customer", format!("order:{order_id}")) else { continue };
         finished += u64::from(store.inspect(&key).await?.is_some_and(|found| found.record.is_finished()));
     }
@@ -153,7 +153,7 @@ fn runtime() -> tokio::runtime::Runtime {
 fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) -> Result<bool, StoreError> {
     let runtime = runtime();
     let (die, mut death) = mpsc::channel(1);
-    // A handle of its own, as another process would have: nobody else renews its leases.
+    // A handle of its own, as another process would have: no other worker renews its leases.
     let store = runtime.block_on(SqliteStore::open(file))?;
     let app = Arc::new(App { store: store.clone(), world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {
@@ -168,7 +168,7 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     let died = runtime.block_on(death.recv()).is_some();
     if died {
         lock(&world.counts).add(Count::WorkerDied, 1);
-        // As `kill -9` does it: no key is released, and no lease is renewed any more.
+        // As after `kill -9`: no key is released, and no lease is renewed any more.
         store.heartbeats().abandon();
     }
     Ok(!died)
@@ -218,7 +218,7 @@ struct World {
 }
 
 impl World {
-    /// Without an idempotency key, every call is a charge of its own.
+    /// Without an idempotency key, every call is a separate charge.
     fn invented_key(&self) -> String {
         let mut bank = lock(&self.bank);
         bank.invented += 1;
@@ -229,7 +229,7 @@ impl World {
 /// A payment provider, whose books outlive this process as well.
 struct Bank {
     ledger: Ledger,
-    /// The events it has heard of in this run.
+    /// The events that it was asked to charge in this run.
     asked: HashSet<usize>,
     invented: u64,
     /// After how many charges this process is killed.
@@ -249,10 +249,10 @@ impl Bank {
     }
 }
 
-/// Nothing is dropped, nothing is flushed, and nobody says goodbye.
+/// Kills this process: no value is dropped, no output flushed.
 fn kill_this_process() -> ! {
     let _ = Command::new("kill").args(["-9", &process::id().to_string()]).status();
-    // Where there is no such program.
+    // If there is no such program.
     process::abort()
 }
 

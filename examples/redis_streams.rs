@@ -1,8 +1,8 @@
 //! How does a consumer of Redis Streams use `#[idempotent]`, and what happens when its process is killed?
 //!
-//! `cargo run --example redis_streams --features redis` does the job of `quickstart` with a Redis as broker and as store,
-//! and with worker processes that are killed in the middle of handlers. `-- --url redis://host` takes another server than
-//! `$REDIS_URL` or the local one; `-- --help` tells the rest.
+//! `cargo run --example redis_streams --features redis` does the work of `quickstart` with a Redis as broker and as store,
+//! and with worker processes that are killed in the middle of handlers. `-- --url redis://host` uses another server than
+//! `$REDIS_URL` or the local one; `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
 use std::error::Error;
@@ -30,7 +30,7 @@ type Failure = Box<dyn Error>;
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 ///
-/// A worker can die between the charge and its record. The body then runs again, so it hands the payment provider a key
+/// A worker can die between the charge and its record. The body then runs again, so it passes the payment provider a key
 /// that is the same on every attempt.
 #[idempotent(
     key = "order:{event.order.order_id}",
@@ -45,7 +45,7 @@ async fn charge_customer(app: &App, event: &Event) -> Result<Receipt, PaymentErr
     app.charge(event, payment_key).await
 }
 
-/// The consumer: what becomes of a message is decided by how the call ended.
+/// The consumer: the outcome of the call decides what happens to the message.
 async fn consume(app: Arc<App>, mut stream: Stream) -> RedisResult<()> {
     while let Some(message) = stream.receive().await? {
         app.run.count(Count::Delivery).await?;
@@ -55,7 +55,7 @@ async fn consume(app: Arc<App>, mut stream: Stream) -> RedisResult<()> {
         }
         match outcome.disposition() {
             Disposition::Ack => stream.ack(&message).await?,
-            // What is not acknowledged stays pending, and `XAUTOCLAIM` delivers it again.
+            // A message that is not acknowledged stays pending, and `XAUTOCLAIM` delivers it again.
             Disposition::Retry { .. } => {}
             Disposition::DeadLetter => {
                 if let Err(error) = result {
@@ -104,9 +104,9 @@ fn block_on<T>(future: impl Future<Output = Result<T, Failure>>) -> Result<T, Fa
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(future)
 }
 
-/// Publishes the events, has workers charge them, and reads the books of the payment provider.
+/// Publishes the events, lets workers charge them, and reads the books of the payment provider.
 async fn deliver(url: &str, idempotent: bool, events: &[Event]) -> Result<(Counts, Charges), Failure> {
-    // Fails here, with a message that says why, if the server is too old or not there.
+    // Fails here, with a clear message, if the server is too old or can't be reached.
     RedisStore::connect(url).await?;
     let mut redis = connect(url).await?;
     let (seconds, micros): (u64, u64) = redis::cmd("TIME").query_async(&mut redis).await?;
@@ -118,7 +118,7 @@ async fn deliver(url: &str, idempotent: bool, events: &[Event]) -> Result<(Count
     Ok(delivered)
 }
 
-/// Sees a worker process through to its end. False if it was killed.
+/// Waits until a worker process has ended. False if it was killed.
 fn supervise(url: &str, prefix: &str, idempotent: bool) -> io::Result<bool> {
     let mut command = Command::new(env::current_exe()?);
     command.env(PREFIX, prefix).env("REDIS_URL", url).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -139,7 +139,7 @@ fn supervise(url: &str, prefix: &str, idempotent: bool) -> io::Result<bool> {
 /// The environment variable that makes this program a worker.
 const PREFIX: &str = "IDEM_EXAMPLE_PREFIX";
 const WITHOUT: &str = "--without-idempotency";
-/// What a worker says when it is a good time to kill it.
+/// A worker's message that it is a good time to kill it.
 const IN_THE_MIDDLE: &str = "in the middle of a charge";
 
 /// A worker process.
@@ -165,7 +165,7 @@ async fn work(url: &str, prefix: String, idempotent: bool) -> Result<(), Failure
     for consumer in consumers {
         consumer.await??;
     }
-    // On a shutdown, what cancelled handlers still have to write.
+    // On a shutdown, waits for the late writes of cancelled handlers.
     app.store.heartbeats().flush().await;
     Ok(())
 }
@@ -180,7 +180,7 @@ struct Stream {
     redis: MultiplexedConnection,
     name: String,
     consumer: String,
-    /// How far the search for abandoned messages has come.
+    /// The position of the search for abandoned messages.
     cursor: String,
 }
 
@@ -190,8 +190,7 @@ struct Message {
 }
 
 impl Stream {
-    /// The next message: one that its consumer has not acknowledged in time, or a new one. `None` once all are
-    /// acknowledged.
+    /// The next message: one that was not acknowledged in time, or a new one. `None` once all are acknowledged.
     async fn receive(&mut self) -> RedisResult<Option<Message>> {
         let new = StreamReadOptions::default().group(GROUP, &self.consumer).count(1).block(50);
         loop {
@@ -258,7 +257,7 @@ impl App {
     }
 }
 
-/// What all processes share: the stream, and the books of the payment provider.
+/// Shared by all processes: the stream, and the books of the payment provider.
 struct Run {
     redis: MultiplexedConnection,
     prefix: String,
@@ -309,7 +308,7 @@ impl Run {
         format!("{}{name}", self.prefix)
     }
 
-    /// A worker that is killed takes with it what it has done and not counted yet.
+    /// Counted at once: a worker that is killed loses what it has not counted yet.
     async fn count(&self, count: Count) -> RedisResult<()> {
         self.redis.clone().hincr(self.key("counts"), count.name(), 1).await.map(drop)
     }
@@ -320,7 +319,7 @@ impl Run {
         self.redis.clone().hset_nx(self.key("asked"), event.index, true).await
     }
 
-    /// Without an idempotency key, every call is a charge of its own.
+    /// Without an idempotency key, every call is a separate charge.
     async fn invented_key(&self) -> RedisResult<String> {
         let call = self.redis.clone().incr(self.key("invented"), 1).await?;
         Ok(format!("call {call}"))

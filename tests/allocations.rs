@@ -1,7 +1,7 @@
-//! What a call allocates, and what a record takes in memory: counted, not timed, so the same on every machine.
+//! Allocations of a call and memory of a record: counted, not timed, so the same on every machine.
 //!
-//! Bytes are those that were asked of the allocator; what it adds to each allocation is its own affair
-//! (`benches/footprint.rs` measures that, too). Counted on the thread of the test alone.
+//! Bytes are those requested from the allocator, without what it adds to each allocation (`benches/footprint.rs` measures
+//! that, too). Only the test's own thread counts.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -15,7 +15,7 @@ use idem_runtime::{
 };
 use serde::{Deserialize, Serialize};
 
-/// A result with as many allocations of its own as it has texts.
+/// A result that makes one allocation for each of its texts.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Receipt {
     order_id: u64,
@@ -41,7 +41,7 @@ async fn hang(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(receipt(order_id))
 }
 
-/// What a future is that never waits.
+/// The output of a future that never waits.
 fn now<F: Future>(future: F) -> F::Output {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(output) => output,
@@ -49,7 +49,7 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// The allocations of one call once everything that is made once a process or a thread is there.
+/// The allocations of one call, once everything that is made once per process or thread exists.
 fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
     for id in 0..10 {
         call(id);
@@ -85,7 +85,7 @@ fn a_duplicate_of_a_running_attempt_allocates_its_key_alone() {
 #[test]
 fn a_first_run_allocates_key_and_result_and_the_record() {
     let store = MemoryStore::new();
-    // Chunks, tables and orders of the shards grow now and then: room first.
+    // The chunks, tables and orders of the shards grow now and then: make room first.
     for id in 1_000..11_000 {
         now(ship(&store, id)).unwrap();
     }
@@ -96,9 +96,9 @@ fn a_first_run_allocates_key_and_result_and_the_record() {
         most = most.max(first.count_total);
         least = least.min(first.count_total);
     }
-    // The key, the result's own texts, its encoding, the record, and what replays share.
+    // The key, the result's own texts, its encoding, the record, and the value that replays share.
     assert_eq!(least, 1 + TEXTS + 1 + 1 + 1);
-    // And a shard that grows: its chunk of slots, and sometimes its table or its order.
+    // Plus a shard that grows: its chunk of slots, and sometimes its table or its order.
     assert!(most <= least + 4, "{most}");
 }
 
@@ -127,14 +127,14 @@ fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> 
 }
 
 fn finish(store: &MemoryStore, lease: &idem_runtime::Lease) {
-    // More room than bytes, as encoders leave it.
+    // A capacity above the length, as encoders leave it.
     let mut bytes = Vec::with_capacity(4 * PAYLOAD);
     bytes.resize(PAYLOAD, b'x');
     let finish = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     assert_eq!(now(store.finish(lease, &finish)).unwrap(), Write::Done);
 }
 
-/// Bytes beyond key and payload for each record, while a store is filled record by record: the worst and the last.
+/// Bytes beyond key and payload for each record, while a store is filled record by record: the largest figure and the last.
 fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };
@@ -150,7 +150,7 @@ fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f
         })
         .bytes_current;
         let count = id + 1;
-        // While there are few, the chunks of the shards weigh more than what is in them.
+        // In a small store the chunks of the shards weigh more than the records in them.
         if count >= 10_000 {
             #[allow(clippy::cast_precision_loss)]
             let each = held as f64 / count as f64 - own as f64;
@@ -174,12 +174,12 @@ fn a_pending_record_takes_its_key_and_at_most_200_bytes() {
 fn a_finished_record_takes_its_key_its_result_and_at_most_150_bytes() {
     let (worst, _) = overhead(100_000, true, None);
     assert!(worst <= 140.0, "{worst}");
-    // A fingerprint is 32 bytes of its own.
+    // A fingerprint takes 32 bytes more.
     let (worst, _) = overhead(100_000, true, Some(Fingerprint::of(&1).unwrap()));
     assert!(worst <= 140.0 + 32.0, "{worst}");
 }
 
-/// What has expired is given back, but for the little that a store keeps to grow again.
+/// The memory of expired records is given back, except for the little that a store keeps in order to grow again.
 #[test]
 fn expired_records_are_given_back() {
     let clock = ManualClock::new();
@@ -199,7 +199,7 @@ fn expired_records_are_given_back() {
     assert!(each <= 150, "{each}");
 }
 
-/// A codec's own allocations are its own: here it makes one to encode.
+/// Allocations inside a codec are its own: this one makes one to encode.
 #[test]
 fn json_makes_one_allocation_of_exactly_its_size() {
     let value = receipt(1);

@@ -1,4 +1,4 @@
-//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm: what fails over, and what is lost.
+//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm: failovers, and what they lose.
 #![allow(
     clippy::similar_names,
     clippy::maybe_infinite_iter,
@@ -23,12 +23,12 @@ use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
 
-/// How long a node may be silent before it is replaced, in milliseconds: long for a process that runs, short for a test.
+/// How long a node may be silent before it is replaced, in milliseconds: long for a live process, short for a test.
 const NODE_TIMEOUT: u32 = 2000;
 /// The same for sentinels.
 const DOWN_AFTER: u32 = 1500;
 
-/// What the servers call the record of `name`.
+/// The servers' name for the record of `name`.
 fn record_of(name: &str) -> String {
     format!("idem:1/test/{name}")
 }
@@ -53,17 +53,17 @@ fn options() -> RedisOptions {
     RedisStore::options().response_timeout(Duration::from_millis(500))
 }
 
-/// Confirmed by the one replica that each primary has.
+/// Writes are confirmed by the one replica that each primary has.
 fn replicated() -> RedisOptions {
     options().min_replicas(1, Duration::from_millis(500))
 }
 
-/// Whether the server on `port` takes itself for a primary.
+/// Whether the server on `port` believes that it is a primary.
 fn is_primary(port: u16) -> bool {
     field(port, "INFO replication", "role").as_deref() == Some("master")
 }
 
-/// Runs `test` for all `cases` at the same time, on threads of their own: they mostly wait.
+/// Runs `test` for all `cases` at the same time, on threads of their own: the tests mostly wait.
 fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sync) {
     std::thread::scope(|scope| {
         let tests = cases.map(|case| {
@@ -80,7 +80,7 @@ fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sy
 
 // Under load.
 
-/// Handlers that run one key after the other until they are told to stop, each key until its message could be
+/// Handlers that run one key after the other until they are told to stop. Each key is delivered until its message can be
 /// acknowledged.
 struct Load {
     store: RedisStore,
@@ -90,7 +90,7 @@ struct Load {
     served: Arc<AtomicUsize>,
 }
 
-/// What became of one key.
+/// The end of one key.
 #[derive(Debug)]
 struct Done {
     result: u32,
@@ -130,7 +130,7 @@ impl Load {
             let (result, outcome) = call_with(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
             match (result, outcome.disposition()) {
                 (Ok(result), Disposition::Ack) => return Done { result, runs: runs.into_inner(), failed },
-                // Every call ends, and in an answer that says what to do next.
+                // Every call ends, with an answer that says what to do next.
                 (
                     Err(
                         Error::Store { .. }
@@ -154,7 +154,7 @@ impl Load {
         until("keys are served", async || self.served.load(Ordering::SeqCst) >= enough).await;
     }
 
-    /// What is recorded. A failover may still be on its way to other nodes.
+    /// The record of `name`. A failover may still be reaching other nodes.
     async fn inspect(&self, name: &str) -> Option<Inspection> {
         let mut failed = 0;
         loop {
@@ -167,7 +167,8 @@ impl Load {
         }
     }
 
-    /// Stops, and compares what was acknowledged with what is recorded. The answer is what was acknowledged and is lost.
+    /// Stops the workers, and compares the acknowledged results with the records. Returns the acknowledged results that are
+    /// lost.
     async fn audit(mut self) -> Vec<String> {
         self.stop.store(true, Ordering::SeqCst);
         for worker in std::mem::take(&mut self.workers) {
@@ -189,7 +190,7 @@ impl Load {
     }
 }
 
-/// Each of the lost runs again, once, and is recorded then.
+/// Each lost key runs again, once, and is recorded then.
 async fn run_again(store: &RedisStore, lost: &[String]) {
     for name in lost {
         let done = Load::serve(store, name).await;
@@ -203,7 +204,7 @@ async fn run_again(store: &RedisStore, lost: &[String]) {
 async fn no_command_names_keys_of_two_slots() {
     let cluster = Cluster::start_with(3, 0, 20_000);
     let store = RedisStore::connect(&cluster.url()).await.unwrap();
-    // Braces of users are hash tags for the servers, wherever they are in a key.
+    // Braces in a user's key are hash tags for the servers, wherever they are.
     let names: Vec<String> = (0..1500)
         .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
         .collect();
@@ -223,7 +224,7 @@ async fn no_command_names_keys_of_two_slots() {
     for port in cluster.ports() {
         let errors: String = ask(port, "INFO errorstats").unwrap();
         assert!(!errors.contains("CROSSSLOT"), "{errors}");
-        // Nobody was sent elsewhere either: slots are known, and computed as the servers do.
+        // No request was redirected either: the store knows the slots, and computes them as the servers do.
         assert!(!errors.contains("MOVED"), "{errors}");
         let keys: usize = ask(port, "DBSIZE").unwrap();
         assert!(keys > 500, "each node has its share: {keys}");
@@ -242,20 +243,20 @@ fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
         let replica = cluster.nodes[3].port();
         until("the replica is promoted", async || is_primary(replica)).await;
         if confirmed {
-            // Nothing counts on the promoted node until it has a replica itself.
+            // No write counts on the promoted node until it has a replica itself.
             cluster.nodes[0].run();
         }
         load.serves(500).await;
         let lost = load.audit().await;
         assert!(!confirmed || lost.is_empty(), "confirmed, and lost: {lost:?}");
-        // What was acknowledged by the killed node alone.
+        // Lost: results that the killed node alone has acknowledged.
         run_again(&store, &lost).await;
     });
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_graceful_failover_of_a_cluster_loses_nothing() {
-    // Far above what servers that run need, and not above what a manual failover may take, which fails otherwise.
+    // Far above what live servers need, but within the time that a manual failover may take before it fails.
     let cluster = Cluster::start(5000);
     let store = options().connect(&cluster.url()).await.unwrap();
     let load = Load::start(&store);
@@ -264,7 +265,7 @@ async fn a_graceful_failover_of_a_cluster_loses_nothing() {
         let (new, old) = (cluster.nodes[replica].port(), cluster.nodes[primary].port());
         let mut looks = 0;
         until("the replica is promoted", async || {
-            // A failover that did not come about within 5 s was given up.
+            // A failover that did not succeed within 5 s is abandoned.
             if looks % 500 == 0 {
                 ask::<Value>(new, "CLUSTER FAILOVER").unwrap();
             }
@@ -288,7 +289,8 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
     let replica = cluster.nodes[4].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // It goes on as a primary, does what was sent to it before, and throws that away when it hears of the other one.
+    // It goes on as a primary, executes the requests sent to it before, and discards their writes when it hears of the
+    // other one.
     cluster.nodes[1].signal("-CONT");
     load.serves(500).await;
     assert_eq!(load.audit().await, [""; 0]);
@@ -297,7 +299,7 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
 #[tokio::test]
 async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     let cluster = Cluster::start(NODE_TIMEOUT);
-    // Patient, so that the answer of the node that was stopped is still awaited when it comes.
+    // A long time-out, so that the answer of the stopped node is still awaited when it comes.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
     let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap();
     cluster.nodes[0].signal("-STOP");
@@ -309,7 +311,7 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     let replica = cluster.nodes[3].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // The store knows as soon as it gets through to the new one.
+    // The store knows as soon as it reaches the new node.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key(&name))).await.is_ok()
     })
@@ -322,8 +324,8 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
-/// Renews `leases` by `handle`, of which those in `silent` are on a node that is stopped; all others are answered while these
-/// are still awaited.
+/// Renews `leases` by `handle`. Those in `silent` are on a stopped node; all others are answered while these are still
+/// awaited.
 async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
     let answered = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
@@ -343,7 +345,7 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
 #[test]
 fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
     side_by_side([false, true], async |confirmed| {
-        // Never replaced: it is silent, and that is all. Its answers are awaited for as long as this test takes.
+        // The node is never replaced, only silent. Its answers are awaited for as long as this test takes.
         let cluster = Cluster::start(60_000);
         let patient = || RedisStore::options().response_timeout(LEASE);
         let options = || if confirmed { patient().min_replicas(1, Duration::from_secs(5)) } else { patient() };
@@ -353,7 +355,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
         let on_first = |name: &str| cluster.serves(&record_of(name)) == Some(0);
         let silent: Vec<_> = names.iter().map(|name| on_first(name)).collect();
         assert!(silent.contains(&true) && silent.contains(&false));
-        // A slot of the second node that is the third one's by now, of which the store has not heard.
+        // A slot of the second node that has moved to the third one, without the store's knowledge.
         let moved =
             (0..).map(|n| format!("moved{n}")).find(|name| cluster.serves(&record_of(name)) == Some(1)).unwrap();
         let named = |prefix: &str, first: bool, count: usize| -> Vec<String> {
@@ -369,7 +371,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             ask::<Value>(port, &format!("CLUSTER SETSLOT {slot} NODE {to_id}")).unwrap();
         }
 
-        // By connections that are there, by those of the upkeep, which are made now, and on a runtime that has none.
+        // On existing connections; on those of the upkeep, which are made now; and on a runtime that has none.
         let upkeep = store.upkeep();
         for round in 0..3 {
             renews_but(&store, &leases, &silent, "a caller").await;
@@ -384,7 +386,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
                 });
             });
         });
-        // Everything else goes on as well, beside calls that hang.
+        // All other calls go on as well, beside calls that hang.
         let hanging: Vec<_> = hanging.iter().map(|name| request(&store, name)).collect();
         let hang = futures::future::join_all(hanging.iter().map(|request| store.reserve(request)));
         let go_on = async {
@@ -402,7 +404,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             hung = hang => panic!("the node answers: {hung:?}"),
             () = go_on => {}
         }
-        // A store can be opened as well: it waits a moment for what the node may say.
+        // A store can also be opened: it waits only a moment for the silent node.
         let url = cluster.url();
         let opening = options().connect(&url);
         let opened = tokio::time::timeout(LEASE / 2, opening).await.expect("not held up").unwrap();
@@ -440,12 +442,12 @@ async fn slots_that_move_are_followed() {
         let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
         say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
-        // What is there is found there, what is new begins at the other node (ASK).
+        // An existing record is found at the old node, a new one begins at the other node (ASK).
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
         assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Write::Done]);
-        // Half of it has moved.
+        // Half of the slot has moved.
         let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
         each(0..100, 0).await;
@@ -454,7 +456,7 @@ async fn slots_that_move_are_followed() {
         each(0..120, 20).await;
         say(to, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
-        // All of it has (MOVED).
+        // All of the slot has moved (MOVED).
         each(0..150, 30).await;
         assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
         assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Write::Done);
@@ -463,7 +465,7 @@ async fn slots_that_move_are_followed() {
     }
 }
 
-/// An argument without characters, for [`ask`].
+/// An empty argument, for [`ask`].
 const EMPTY: &str = "''";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -482,7 +484,7 @@ async fn processes_race_while_a_cluster_fails_over() {
             cluster.nodes[2].run();
         })
         .await;
-    // The audit of the race has found each key recorded, by its last attempt, and no two attempts at a time.
+    // The audit of the race has found each key recorded, by its last attempt, and never two attempts at a time.
     assert_eq!(effects.0.len(), 400);
 }
 
@@ -498,7 +500,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     watched.servers[0].kill();
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
     load.serves(200).await;
-    // It comes back as it went, as a primary, and takes writes until the sentinels demote it.
+    // The old primary comes back as a primary, and takes writes until the sentinels demote it.
     watched.servers[0].run();
     ask::<Value>(old, "SET still yes").ok();
     let late = options().connect(&watched.url()).await.unwrap();
@@ -506,7 +508,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     let before = store.inspect(&key("late")).await.unwrap();
     assert!(before.is_some(), "both are at the new primary");
     load.serves(200).await;
-    // Whether it is still a primary or was demoted meanwhile and follows the new one, nobody of ours writes to it.
+    // It may still be a primary, or be demoted by now and follow the new one: in neither case does a store write to it.
     let writes = field(old, "INFO commandstats", "cmdstat_evalsha").is_some();
     assert!(!writes, "the stale primary ran a script");
     let lost = load.audit().await;
@@ -525,7 +527,7 @@ async fn what_a_replaced_primary_still_answers_is_not_believed() {
         async move { store.reserve(&request).await }
     });
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-    // The store hears of it although nothing has failed, and leaves its connection.
+    // The store hears of the new primary although no request has failed, and leaves its connection.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
     })
@@ -568,16 +570,16 @@ async fn processes_race_while_the_sentinels_fail_over() {
         until("the race is on", async || ask::<usize>(old, "DBSIZE").unwrap_or(0) > 40).await;
         watched.servers[0].kill();
         until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-        // Nothing counts there until it has a replica. The old primary is told at once what the sentinels would tell it.
+        // No write counts there until it has a replica. The old primary is told at once what the sentinels would tell it.
         watched.servers[0].run();
         ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
     })
     .await;
 }
 
-// What is lost, and what is not.
+// Acknowledged writes that are lost, and those that are not.
 
-/// Cuts the replica off, so that what follows is acknowledged by the primary alone.
+/// Cuts the replica off, so that from here on the primary alone acknowledges.
 fn cut_off(primary: u16, replica: u16) {
     for setting in ["masteruser nobody", "masterauth wrong"] {
         ask::<Value>(replica, &format!("CONFIG SET {setting}")).unwrap();
@@ -586,7 +588,7 @@ fn cut_off(primary: u16, replica: u16) {
     wait_until("the replica is cut off", || replicas_online(primary) == 0);
 }
 
-/// Two topologies with one primary and one replica of interest, and how a store gets to them.
+/// A primary and its replica in either topology, and how a store reaches them.
 enum Pair {
     Cluster(Cluster),
     Watched(Watched),
@@ -603,7 +605,7 @@ const BOTH: [Topology; 2] = [Topology::Cluster, Topology::Watched];
 impl Pair {
     fn start(topology: Topology) -> Self {
         match topology {
-            // One primary would have nobody to elect a successor.
+            // A single primary would have no others to elect a successor.
             Topology::Cluster => Self::Cluster(Cluster::start(NODE_TIMEOUT)),
             Topology::Watched => Self::Watched(Watched::start(DOWN_AFTER)),
         }
@@ -636,7 +638,7 @@ impl Pair {
         }
     }
 
-    /// Kills the first server and waits until its replica has taken its place.
+    /// Kills the first server and waits until its replica has replaced it.
     async fn fail_over(&mut self) {
         let (primary, replica) = self.servers();
         primary.kill();
@@ -659,7 +661,7 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         let (primary, replica) = pair.servers();
         let runs = AtomicU32::new(0);
         cut_off(primary.port(), replica);
-        // Acknowledged both, by the primary alone.
+        // Both are acknowledged, by the primary alone.
         assert_eq!(call(&store, &finished, &runs).await.0.unwrap(), 1);
         let lease = reserved(&store, &running).await;
         pair.fail_over().await;
@@ -667,8 +669,8 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
         let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
-        // So is the reservation: another attempt runs beside the first one, under the same number. The first one learns
-        // it at its next write.
+        // The reservation is forgotten too: another attempt runs beside the first one, under the same number. The first
+        // learns of it at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused);
@@ -689,7 +691,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let lease = reserved(&store, replayed).await;
         assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
         let lease = reserved(&store, held).await;
-        // Cut off while the body runs: its result is on the primary, and nobody is told that it is recorded.
+        // Cut off while the body runs: its result is on the primary, and no caller is told that it is recorded.
         let body = async {
             cut_off(port, replica);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -700,27 +702,28 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
         assert!(!outcome.recorded());
         assert_eq!(ask::<usize>(port, &format!("EXISTS {}", record_of(finished))), Ok(1));
-        // Nor is a duplicate told: a replay would be taken back by the failover.
+        // A duplicate gets no replay either: the failover would take it back.
         let (result, _) = call(&store, finished, &runs).await;
         assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
-        // A reservation that no replica has runs nothing.
+        // A reservation that no replica has starts no body.
         let (result, _) = call(&store, unreserved, &runs).await;
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
         assert_eq!(source.kind(), StoreErrorKind::Unknown, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
-        // Renewals count as little. That somebody else is running may be said all the same.
+        // Nor does a renewal count. The answer that another attempt is running may be given all the same.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
         assert!(matches!(pending, Reservation::Pending { attempt: 1, .. }), "{pending:?}");
 
         pair.fail_over().await;
-        // What had been acknowledged is there.
+        // Everything that was acknowledged is there.
         let inspected = answered(async || store.inspect(&key(replayed)).await).await;
         assert!(inspected.unwrap().record.is_finished());
         let inspected = answered(async || store.inspect(&key(held)).await).await.unwrap();
         assert_eq!(inspected.record.owner, lease.owner);
-        // The result was not: the operation is pending, its lease lapses, and the next attempt has the next number.
+        // The result was not acknowledged: the operation is pending, its lease lapses, and the next attempt has the next
+        // number.
         let inspected = answered(async || store.inspect(&key(finished)).await).await.unwrap();
         assert!(matches!(inspected.record.state, State::Pending { .. }), "{inspected:?}");
         // The old primary comes back as the replica of the new one, and writes count again.
@@ -733,7 +736,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let attempt = loop {
             match call_with(&store, finished, policy, &runs).await {
                 (Ok(run), outcome) => break (run, outcome.attempt()),
-                // A replica that is slow is no failure of this test.
+                // A slow replica is no failure of this test.
                 (Err(Error::Store { .. } | Error::InProgress { .. } | Error::Unrecorded { .. }), _) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
@@ -745,8 +748,8 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
     });
 }
 
-/// `WAIT` speaks of the writes of its own connection, so that after an operation that wrote nothing it would confirm at
-/// once what no replica has.
+/// `WAIT` covers the writes of its own connection only: after an operation that wrote nothing it would at once confirm a
+/// record that no replica has.
 #[tokio::test]
 async fn what_is_found_is_not_taken_for_confirmed() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -758,16 +761,16 @@ async fn what_is_found_is_not_taken_for_confirmed() {
         };
         let store = connect().await;
         let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
-        // Still connected, and far behind.
+        // The replica is still connected, but far behind.
         replica.signal("-STOP");
         let request = request(&store, "k");
-        // Each once, then again by the same store and by one that has just connected: they find it done.
+        // Each operation once, then again by the same store and by one that has just connected: these find it done.
         for round in 0..3 {
             let store = if round == 2 { connect().await } else { store.clone() };
             unconfirmed(store.reserve(&request).await.unwrap_err());
             unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
             unconfirmed(store.release(&released, Release::Returned).await.unwrap_err());
-            // Together, in one batch.
+            // All three in one batch.
             let finish = done();
             let (a, b, c) = futures::join!(
                 store.reserve(&request),
@@ -777,7 +780,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
             unconfirmed(a.unwrap_err());
             unconfirmed(b.unwrap_err());
             unconfirmed(c.unwrap_err());
-            // A replay of a result that nobody has been told of.
+            // A replay of a result that no caller has been told of.
             unconfirmed(store.reserve(&self::request(&store, "finished")).await.unwrap_err());
         }
         let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", record_of(name))).unwrap();
@@ -812,7 +815,7 @@ async fn operations_share_one_wait() {
     assert!((1..=100).contains(&waits), "{waits} waits for 3000 operations");
 }
 
-// What is refused.
+// Errors.
 
 async fn refusal(options: RedisOptions, url: &str) -> StoreError {
     options.connect(url).await.expect_err("refused")
@@ -844,12 +847,12 @@ async fn each_topology_is_told_from_the_others() {
     says(&format!("redis-sentinel://:secret@{nobody}"), wrong, "name").await;
     let sentinels = watched.url();
     says(&sentinels.replace(NAME, "other"), wrong, "no primary of this name").await;
-    // One sentinel, or one node, that answers is enough.
+    // One sentinel or node that answers is enough.
     let some = sentinels.replace("redis-sentinel://", &format!("redis-sentinel://{nobody},"));
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
-    // Somebody else's connection is not to be held up by a wait.
+    // A wait must not hold up a connection that others use.
     let error = replicated().with_connection(single.raw().await).await.unwrap_err();
     assert_eq!(error.kind(), wrong, "{error}");
 }
@@ -863,7 +866,7 @@ async fn clusters_and_sentinels_have_logins() {
     let port = cluster.ports()[0];
     ask::<Value>(port, "CONFIG SET requirepass se@cret").unwrap();
     for server in &watched.servers[..1] {
-        // The sentinels log in where they have to, and the replica is not of interest.
+        // The sentinels log in where they have to; the replica is not of interest.
         ask::<Value>(server.port(), "ACL SETUSER shop on >se@cret ~* &* +@all").unwrap();
         ask::<Value>(
             server.port(),
@@ -913,7 +916,7 @@ fn clusters_speak_tls() {
     let (tls, bus) = (free_port().to_string(), free_port().to_string());
     let (cert, key) = (path("cert.pem"), path("key.pem"));
     let files = ["--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &cert];
-    // Only with `tls-cluster` a node tells its clients the port for TLS.
+    // A node tells its clients the TLS port only with `tls-cluster`.
     let encrypted = ["--tls-port", &tls, "--tls-auth-clients", "no", "--tls-cluster", "yes"];
     let named = ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
     let of_a_cluster = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", &bus];
@@ -923,11 +926,11 @@ fn clusters_speak_tls() {
     let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
     std::fs::write(&effects, "").unwrap();
     let orders = Orders::plain(spec, &effects, 3);
-    // A racer goes on until it gets through.
+    // A racer retries until it gets through.
     let racer = std::process::Command::new("timeout")
         .args(["60", env!("CARGO_BIN_EXE_racer")])
         .args(orders.words())
-        // In a process of its own, as the trusted certificates are read from its environment.
+        // In a process of its own, as the trusted certificates are read from the environment.
         .env("SSL_CERT_FILE", path("cert.pem"))
         .output()
         .unwrap();

@@ -1,4 +1,4 @@
-//! Codecs: what they write and read, one after the other, and what becomes of results that nobody can read any more.
+//! Codecs: the bytes that they write, the values that they read, and results that no handler can read any more.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Write};
@@ -18,14 +18,14 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 const POLICY: Policy = Policy::new(Duration::from_secs(3600));
 
-// ---- What is written, and read back ----------------------------------------------------------------------------------
+// ---- Round trips -----------------------------------------------------------------------------------------------------
 
 fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) {
     let bytes = C::encode(value).unwrap();
     assert_eq!(C::decode::<T>(&bytes).unwrap(), *value, "{}: {bytes:?}", C::NAME);
 }
 
-/// Bytes as formats know them, where a `Vec<u8>` is a sequence of numbers.
+/// Bytes as formats know them; to serde, a `Vec<u8>` is a sequence of numbers.
 #[derive(Clone, PartialEq, Debug)]
 struct Raw(Vec<u8>);
 
@@ -162,7 +162,7 @@ fn every_codec_returns_what_it_was_given() {
         round_trip::<C, _>(&vec![Variant::Nothing; 70_000]);
         round_trip::<C, Result<u8, String>>(&Err("no".to_owned()));
     });
-    // What the text of JSON can't say.
+    // Values that JSON can't express.
     for float in [f64::INFINITY, f64::NEG_INFINITY] {
         round_trip::<MessagePack, _>(&float);
         round_trip::<Postcard, _>(&float);
@@ -213,9 +213,9 @@ proptest! {
     }
 }
 
-// ---- What has been written once ---------------------------------------------------------------------------------------
+// ---- Pinned bytes -----------------------------------------------------------------------------------------------------
 
-/// The bytes of release 0.1.0. They do not change: a codec that writes others has another name.
+/// The bytes of release 0.1.0. They never change: a codec that writes others needs another name.
 struct Golden {
     lines: BTreeMap<String, String>,
     written: String,
@@ -344,7 +344,7 @@ fn postcard_does_not_write_what_it_would_misread() {
         assert!(Postcard::encode(value).is_err());
         assert!(MessagePack::encode(value).is_ok());
     }
-    // By its bytes alone the first one would be read as `a: Some(0)`, without `b`.
+    // By its bytes alone the first value would be read as `a: Some(0)`, without `b`.
     let sparse = Sparse { a: None, b: Some(0) };
     refused(&sparse);
     refused(&Some(&sparse));
@@ -386,7 +386,7 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// Reads over whatever there is.
+/// Skips any value.
 #[derive(Debug)]
 struct Ignoring;
 
@@ -396,7 +396,7 @@ impl<'de> Deserialize<'de> for Ignoring {
     }
 }
 
-/// Decodes as types of every kind; that this ends, and without a panic, is all that is asked.
+/// Decodes the bytes as types of every kind. The only requirement is that this ends, and without a panic.
 fn decode_as_everything<C: Codec>(bytes: &[u8]) -> usize {
     fn is_ok<C: Codec, T: DeserializeOwned>(bytes: &[u8]) -> usize {
         C::decode::<T>(bytes).is_ok().into()
@@ -443,7 +443,7 @@ fn bytes_too_many_are_an_error() {
     for_each_codec!(C => {
         for more in 0..=u8::MAX {
             let mut bytes = C::encode(&order()).unwrap();
-            // White space behind JSON is no data.
+            // White space after JSON carries no data.
             if C::NAME == "json" && more.is_ascii_whitespace() {
                 continue;
             }
@@ -479,7 +479,7 @@ fn nesting_without_an_end_is_an_error() {
         deep::<MessagePack, Many>(b"\x91");
         deep::<MessagePack, Keyed>(b"\x81\x01");
         deep::<MessagePack, Untagged>(b"\x91");
-        // What isn't even asked for.
+        // A value that the type ignores.
         deep::<MessagePack, Ignoring>(b"\x91");
         deep::<Postcard, Tree>(b"\x01");
         deep::<Postcard, Tree>(b"\x02");
@@ -487,10 +487,10 @@ fn nesting_without_an_end_is_an_error() {
         deep::<Postcard, Many>(b"\x01");
         deep::<Postcard, Keyed>(b"\x01\x01");
     };
-    // Half of what the threads of a runtime have.
+    // Half the stack of a runtime's threads.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
-    // What people nest is read.
+    // Realistic nesting is read.
     let mut tree = Tree::Leaf;
     for _ in 0..30 {
         tree = Tree::Named { tree: Box::new(Tree::Node(Box::new(tree))) };
@@ -504,7 +504,7 @@ fn claims_are_not_believed() {
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
     assert_eq!(error, "it claims to have more elements than it can hold, after byte 10");
-    // A thousand times as many as each of them may claim.
+    // A thousand lists, each with the longest claim that one alone may make.
     let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000)].concat();
     assert!(Postcard::decode::<Vec<Vec<()>>>(&lists).is_err());
     for marker in [0xc6, 0xc9, 0xdb, 0xdd, 0xdf] {
@@ -559,7 +559,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// A store with one operation, and a count of how often its body ran.
+/// A store with one operation, and a count of its runs.
 #[derive(Default)]
 struct World {
     store: MemoryStore,
@@ -600,7 +600,7 @@ impl World {
         self.store.inspect(&Key::new("test", "k").unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// The reason why there is no result, after checks of everything else that is said about it.
+    /// The reason why there is no result. Checks everything else that is said about it first.
     async fn unavailable<C: Codec, T: Serialize + DeserializeOwned + Debug>(&self, policy: Policy, value: T) -> Error {
         let before = self.record().await;
         let (result, outcome) = self.value::<C, T>(policy, value).await;
@@ -621,7 +621,7 @@ fn reason(error: Error) -> Unavailable {
     }
 }
 
-/// JSON under another name, as somebody's own codec.
+/// JSON under another name, as a codec of the user's.
 struct Own;
 
 impl Codec for Own {
@@ -636,7 +636,7 @@ impl Codec for Own {
     }
 }
 
-/// One that takes over from the library's.
+/// A codec that replaces one of the library's.
 struct Successor;
 
 impl Codec for Successor {
@@ -757,7 +757,7 @@ async fn old_results_are_migrated_at_each_replay() {
             assert_eq!((outcome.disposition(), outcome.attempt(), world.runs()), (Disposition::Ack, Some(1), 1));
             assert_eq!(world.record().await, before, "a record is not rewritten");
         }
-        // Whoever still has the old type reads it as ever.
+        // A handler that still has the old type reads it as before.
         assert_eq!(world.value::<W, _>(migrating(must_not_be_asked), BEFORE()).await.0.unwrap(), BEFORE());
     }
     for_each_codec!(W => {
@@ -802,7 +802,7 @@ async fn a_migration_that_fails_is_an_answer() {
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("at line 1"));
     assert!(matches!(reason(error), Unavailable::MigratedUndecodable { .. }));
 
-    // The function's bytes are for the handler's codec, whatever the record was written with.
+    // The function's bytes are decoded by the handler's codec, whichever codec wrote the record.
     let error = world.unavailable::<Postcard, _>(migrating(migrate_to::<Json>), NOW()).await;
     assert!(matches!(reason(error), Unavailable::MigratedUndecodable { .. }));
 }
@@ -849,7 +849,7 @@ async fn recorded_errors_are_migrated_as_errors() {
     assert_eq!(result, Err(Failure::Declined(51)));
     assert!(outcome.replayed() && !outcome.executed(), "{outcome:?}");
     assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
-    // A handler that doesn't record errors doesn't read them, and does not ask.
+    // A handler that doesn't record errors doesn't read them, and doesn't call the function.
     let reason = reason(world.unavailable::<MessagePack, _>(migrating(must_not_be_asked), NOW()).await);
     assert!(matches!(reason, Unavailable::RecordedError), "{reason:?}");
 
@@ -892,7 +892,7 @@ async fn what_is_not_there_can_not_be_migrated() {
 
 #[tokio::test]
 async fn waiting_duplicates_migrate_as_well() {
-    // The attempt it waits for is one of the release before.
+    // The attempt that it waits for belongs to the release before.
     let world = World::default();
     let wait = idem_runtime::InProgress::Wait(Duration::from_secs(60));
     let (end, ended) = futures::channel::oneshot::channel::<()>();

@@ -45,7 +45,7 @@ store_conformance!(offloaded, idem_tests::wrapped::offloaded());
 store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
-/// Acknowledged by the replica as well; it has time, because nothing fails here.
+/// Acknowledged by the replica as well. It gets plenty of time, because nothing fails here.
 #[cfg(feature = "cluster")]
 fn replicated() -> RedisOptions {
     RedisStore::options().min_replicas(1, Duration::from_secs(5))

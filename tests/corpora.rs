@@ -1,6 +1,6 @@
-//! Every target of `fuzz/` over what the fuzzer has found to matter.
+//! Every target of `fuzz/`, run over the inputs that the fuzzer has found to matter.
 
-// The bodies of the targets are there, and are used by the fuzzer's programs as well.
+// The bodies of the targets, which the fuzzer's programs use as well.
 #[path = "../fuzz/src/lib.rs"]
 #[allow(unreachable_pub)] // The programs are another crate.
 mod targets;
@@ -8,7 +8,7 @@ mod targets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-/// How much more memory an input may take than all before it: 512 bytes hold no more, even if they are compressed.
+/// How much memory an input may take beyond that of all before it: 512 bytes hold no more, even if they are compressed.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {
@@ -18,7 +18,7 @@ fn main() {
         assert_eq!(files, names, "each target has a corpus and a program");
     }
     for (name, target) in targets::TARGETS {
-        // What is made once is made before it counts.
+        // Memory that is allocated once doesn't count.
         target(&[]);
         let files = files(&format!("corpus/{name}"));
         assert!(!files.is_empty(), "{name} has no corpus");
@@ -41,7 +41,7 @@ fn files(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The most address space that this process has ever had, where the system tells.
+/// The largest address space that this process has had, on systems that report it.
 fn peak_kib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmPeak:")?.trim().strip_suffix(" kB")?.trim().parse().ok())

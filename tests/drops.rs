@@ -1,11 +1,11 @@
-//! Calls that are dropped, thousands of them, at each of their awaits and at any other moment, on every real store.
+//! Thousands of dropped calls, at each of their awaits and at any other moment, on every real store.
 //!
-//! A call is dropped by whoever made it (a time-out, a `select!`), with its task, with its runtime, or on a thread that has no
-//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. Whatever order its
-//! writes land in: once late writes are through every key is free, recorded, or interrupted by a body that did not return,
-//! and it stays so.
+//! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
+//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. In whatever
+//! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did not
+//! return, and stays so.
 //!
-//! `IDEM_DROPS_SEED` repeats the draws of a run. The order in which servers do things is their own.
+//! `IDEM_DROPS_SEED` repeats the draws of a run, but not the order in which servers work.
 #![allow(
     clippy::option_option,
     clippy::unused_async,
@@ -32,15 +32,16 @@ use idem_tests::proxy::Line;
 use rigs::Rig;
 use scene::{Load, Scene};
 
-/// Longer than any of these tests drops calls, so that nothing lapses meanwhile; and longer than a store may take to answer.
+/// Longer than any of these tests drops calls, so that no lease lapses meanwhile, and longer than a store may take to
+/// answer.
 const LEASE: Duration = Duration::from_secs(6);
 /// How long a store may take to answer.
 const ANSWER: Duration = Duration::from_secs(3);
 const EVEN: Line = Line::Pass;
-/// What is sent at the same time over another connection may arrive so much later.
+/// Requests sent at the same time over another connection may arrive this much later.
 const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
 
-/// A test for each store: how it is opened, on which lines, and how many calls are made in each scene under load.
+/// One test for each store: its rig, its lines, and the number of calls in each scene under load.
 macro_rules! stores {
     ($($store:ident: $open:expr, $lines:expr, $calls:literal;)*) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -60,7 +61,7 @@ stores! {
     cached: rigs::cached(), [EVEN, UNEVEN], 700;
     postgres: rigs::postgres(), [EVEN, UNEVEN], 700;
     pgbouncer: rigs::pgbouncer(), [EVEN, UNEVEN], 700;
-    // One store on two emulators, and both take their time.
+    // One store on two emulators, and both are slow.
     dynoxide: rigs::dynoxide(), [EVEN], 256;
     ministack: rigs::ministack(), [UNEVEN], 256;
 }
@@ -82,7 +83,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
             }
         }
     }
-    // Nothing that is still on its way lands later than that.
+    // No late write lands after that.
     tokio::time::sleep(LEASE).await;
     let (mut figures, mut problems) = (String::new(), String::new());
     for scene in &mut scenes {

@@ -1,5 +1,5 @@
-//! `DynamoStore` against emulators: what is written, what it costs, whose clock counts, and what breaks. What no emulator
-//! shows (throttling, conflicts, answers that are none) is scripted.
+//! `DynamoStore` against emulators: items, costs, clocks and faults. Answers that no emulator gives (throttling, conflicts,
+//! invalid ones) are scripted.
 #![allow(
     clippy::unchecked_time_subtraction,
     clippy::semicolon_if_nothing_returned,
@@ -78,7 +78,7 @@ fn json(item: &BTreeMap<String, AttributeValue>) -> String {
     serde_json::Value::Object(attributes.collect()).to_string()
 }
 
-// What is written.
+// The stored form.
 
 #[tokio::test]
 async fn the_written_form_is_pinned() {
@@ -95,7 +95,7 @@ async fn the_written_form_is_pinned() {
         clock.store(THEN, Ordering::SeqCst);
         let owner = Owner::from_bytes(*b"0123456789abcdef");
         let lease = wins(&store, &Reserve { owner, fingerprint, on_crash, ..request(&store, name) }).await;
-        // A renewal and whatever ends the attempt come later, and not at a whole second.
+        // The renewal or end of the attempt comes later, and not at a whole second.
         clock.store(THEN + 7_001, Ordering::SeqCst);
         lease
     };
@@ -179,7 +179,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
         assert_eq!(store.finish(&lease, &result(fits)).await.unwrap(), Write::Done, "{fits} bytes fit");
         let Some(found) = store.inspect(&lease.key).await.unwrap() else { panic!("recorded") };
         assert_eq!(found.record, Record::after(&lease, result(fits).state()));
-        // The bound is DynamoDB's own.
+        // The limit is DynamoDB's own.
         let mut item = item(&raw(), &format!("limit:1/test/{name}")).await;
         item.insert("result".to_owned(), AttributeValue::B(vec![b'x'; fits + 1].into()));
         let put = raw().put_item().table_name(TABLE).set_item(Some(item.into_iter().collect())).send().await;
@@ -204,7 +204,7 @@ async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
     let (second, _) = call("k", 500_000).await;
     assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // The same if DynamoDB sees it and we don't.
+    // The same if DynamoDB notices the size and the store doesn't.
     let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
     wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
     assert!(call("other", 10).await.1.recorded());
@@ -232,7 +232,7 @@ async fn the_template_makes_the_same_table_as_create_table() {
         let emulator = Emulator::start(kind);
         let raw = client(&Wire::to(&emulator.endpoint()));
         let store = DynamoStore::new(raw.clone(), TABLE);
-        // At once from many processes, and again.
+        // At once from many processes, and then again.
         futures::future::try_join_all((0..4).map(|_| store.create_table())).await.unwrap();
         store.create_table().await.unwrap();
         let described = raw.describe_table().table_name(TABLE).send().await.unwrap().table.unwrap();
@@ -276,7 +276,7 @@ async fn tables_of_others_are_refused() {
     assert_eq!(runs.into_inner(), 0);
 }
 
-// What it costs.
+// Costs.
 
 #[tokio::test]
 async fn calls_are_counted() {
@@ -349,14 +349,14 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
         let ((result, outcome), ()) = tokio::join!(duplicate, end);
         assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
         let looks = wire.seen().iter().filter(|operation| *operation == "GetItem").count();
-        // The pauses between them grow.
+        // The pauses between the looks grow.
         let growing = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
         let paused: u64 = growing.take(looks.saturating_sub(1)).sum();
         assert!(looks > 0 && Duration::from_millis(paused) <= began.elapsed(), "{name}: {looks} looks");
     }
 }
 
-// Whose clock counts.
+// Clocks.
 
 /// Two machines whose clocks differ, and the true time.
 struct Machines {
@@ -391,7 +391,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             Reservation::Pending { attempt: 1, lapses_in } => lapses_in,
             other => panic!("{ahead:?}, {why}: {other:?}"),
         };
-        // The owner renews when half of its lease is over, and never again.
+        // The owner renews once, when half of its lease is over.
         machines.at(lease / 2);
         assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
         let lapses = lease / 2 + lease;
@@ -399,11 +399,11 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             machines.at(at);
             let lapses_in = refused("the lease still holds").await;
             assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?} at {at}");
-            // What a duplicate is told is when it can take over.
+            // A duplicate is told the time at which it can take over.
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
         }
-        // By its own clock it takes over a skew after the lease; by the true time two at the latest.
+        // By its own clock, the other machine takes over a skew after the lease; by true time, two skews at the latest.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);
@@ -435,7 +435,7 @@ async fn clocks_within_the_skew_never_forget_early() {
             assert!(matches!(answer, Reservation::Finished(_)), "{ahead:?} at {at}: {answer:?}");
             assert!(b.inspect(&held.key).await.unwrap().is_some(), "{ahead:?} at {at}");
         }
-        // Nobody has deleted the item, and yet there is none.
+        // The item has not been deleted, and is absent all the same.
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
         assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?}");
@@ -455,7 +455,7 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
             let wire = Wire::to(&Kind::Dynoxide.shared());
             let options = options("between").max_clock_skew(Duration::ZERO);
             let other = options.wall_clock(move || clock.load(Ordering::SeqCst)).open(client(&wire), TABLE);
-            // Its first call finds the lapsed lease; the second, which takes it over, has to wait.
+            // Its first request finds the lapsed lease; the second, which takes it over, has to wait.
             let may = Arc::new(Semaphore::new(0));
             wire.script([Reply::Pass, Reply::Once(Arc::clone(&may))]);
             let meanwhile = async {
@@ -541,7 +541,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     clock.store(THEN + 20_000, Ordering::SeqCst);
     assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
-    // What was sent 10 s earlier arrives only now; or the clock was set back.
+    // A renewal sent 10 s earlier arrives only now; or the clock was set back.
     clock.store(THEN + 10_000, Ordering::SeqCst);
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
@@ -555,7 +555,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
 
 // Leases are kept.
 
-/// A runtime of one thread that does what `work` says and is then blocked, until the answer is dropped.
+/// A runtime of one thread that runs `work` and is then blocked, until the returned sender is dropped.
 fn blocked_runtime<F>(work: impl FnOnce() -> F + Send + 'static) -> std::sync::mpsc::Sender<()>
 where
     F: Future<Output = ()>,
@@ -567,7 +567,7 @@ where
         runtime.block_on(async {
             work().await;
             done.send(()).unwrap();
-            // Blocks the thread: no task, timer or connection of this runtime goes on.
+            // Blocks the thread: no task, timer or connection of this runtime makes progress.
             let _: Result<(), _> = until.recv();
         });
     });
@@ -598,7 +598,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
             }
             assert_eq!((calls.seen().len(), upkeep.seen().len()), (1, 10));
         } else {
-            // The HTTP client that was given is used for both, and its connection belongs to the runtime that is blocked.
+            // The user's HTTP client serves both handles, and its connection belongs to the blocked runtime.
             let answer = renew_all(&*handle, std::slice::from_ref(&lease)).await;
             assert!(answer.unwrap_err().may_have_landed());
         }
@@ -621,7 +621,7 @@ async fn a_renewal_that_hangs_holds_up_no_other() {
         let mut answered = answered.lock().unwrap();
         answered.push((at, write));
         if answered.len() == leases.len() - HUNG {
-            // All others have been answered: those that hung may go on now.
+            // All others have been answered: the requests that hung may go on now.
             may.add_permits(HUNG);
         }
     };
@@ -655,9 +655,9 @@ async fn a_call_of_several_requests_has_one_time_limit() {
     assert!(began.elapsed() < LIMIT * 2 - LIMIT / 10, "{:?}: each request has had all of it", began.elapsed());
 }
 
-// What DynamoDB refuses, and what is no answer.
+// Refusals of DynamoDB, and invalid answers.
 
-/// What is told where an attempt would begin, and what it means.
+/// Answers to the request that begins an attempt, and the kinds of error that they mean.
 fn answers() -> Vec<(Reply, StoreErrorKind)> {
     use StoreErrorKind::{Full, Misconfigured, Unavailable, Unknown};
     let mut answers = Vec::new();
@@ -731,7 +731,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         let play = || wire.script([reply.clone()]);
         play();
         is("reserve", store.reserve(&request).await.err());
-        // The others meet the record that is there by now.
+        // The other calls meet the record that exists by now.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());
@@ -751,7 +751,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
 
 #[tokio::test]
 async fn no_answer_whatever_leads_to_a_second_run() {
-    // Told to the first tries of every step in turn.
+    // Given to the first tries of every step in turn.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
         steps.map(move |(step, before, times)| {
@@ -770,7 +770,7 @@ async fn no_answer_whatever_leads_to_a_second_run() {
                 assert!(runs.into_inner() <= 1, "{name} {reply:?}: {first:?}, then {second:?}");
                 match second {
                     Ok(_) => assert_eq!(outcome.replayed(), ran == 1, "{name} {reply:?}"),
-                    // Held until its lease lapses: the body has run, and nobody knows with what result.
+                    // Held until its lease lapses: the body has run, and its result is unknown.
                     Err(Error::InProgress { .. }) => {
                         assert!(ran == 1 && first.is_err() && step == "finish", "{name} {reply:?}: {first:?}");
                     }
@@ -787,11 +787,11 @@ async fn a_refusal_without_the_item_is_looked_into() {
     const REFUSED: &str = r#"{"__type":"ConditionalCheckFailedException","message":"The conditional request failed"}"#;
     let (store, wire) = wired("no-item");
     let bare = || Reply::Instead(400, REFUSED.to_owned());
-    // Nothing is there: it was deleted meanwhile, and the reservation is tried again.
+    // There is no item: it was deleted meanwhile, and the reservation is tried again.
     wire.script([bare()]);
     let lease = reserved(&store, "k").await;
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
-    // Somebody's record is there.
+    // Another attempt's record is there.
     wire.script([bare()]);
     assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
     assert_eq!(wire.seen(), ["PutItem", "GetItem"]);
@@ -799,18 +799,18 @@ async fn a_refusal_without_the_item_is_looked_into() {
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
     wire.script([bare()]);
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
-    // What can't be looked into is an error.
+    // A failed look at the item is an error.
     wire.script([bare(), Reply::error(500, "InternalServerError")]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
     wire.script([bare(), Reply::Instead(200, "{}".to_owned())]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
-    // Nor does it ever end if it never stops.
+    // A service that refuses for ever does not keep the call for ever.
     wire.script((0..1000).flat_map(|_| [bare(), Reply::Pass]));
     wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     assert_eq!(wire.seen().len(), 2 * 20, "a bound, and a low one");
-    // An item that is no record is nobody's.
+    // An item that is not a record is an error.
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
     assert_eq!(store.reserve(&request(&store, "nonsense")).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
@@ -823,7 +823,7 @@ async fn items_of_others_are_left_alone() {
     let sample = item(&raw(), "others:1/test/sample").await;
     let number = |n: i64| AttributeValue::N(n.to_string());
     let text = |text: &str| AttributeValue::S(text.to_owned());
-    // An item of a later version whose retention seems to have ended is that version's to judge.
+    // An item of a later version whose retention seems to have ended: only that version can judge it.
     let mut later = sample.clone();
     later.insert("key".to_owned(), text("others:1/test/later"));
     later.insert("format".to_owned(), number(2));
@@ -875,7 +875,7 @@ async fn items_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
         assert!(source.to_string().contains(words), "{what}: {source}");
         assert_eq!(runs.into_inner(), 0, "{what}");
-        // Nothing that needs an owner touches it, not even for an operator where the version is another.
+        // No write of an owner touches it, nor does an operator's `reopen`, whatever its version.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{what}");
@@ -900,7 +900,7 @@ async fn errors_show_neither_signatures_nor_results() {
     assert!(!format!("{store:?} {:?}", DynamoStore::options()).contains("Credentials"));
 }
 
-// What the client repeats by itself.
+// Retries by the client.
 
 fn retrying(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
@@ -927,7 +927,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
         assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{lost:?}");
         let released = Record { starts: 0, ..Record::after(&lease, State::Released) };
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
-        // The second step of a reservation that meets a record.
+        // The second request of a reservation that meets a record.
         fail_at(1);
         let lease = reserved(&store, &name).await;
         assert_eq!((lease.attempt, lease.starts), (2, 1), "{lost:?}");
@@ -947,7 +947,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     wire.script([throttled(), throttled(), throttled()]);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "refused three times: {error}");
-    // The time is over while the client pauses before its next try.
+    // The time limit is reached while the client pauses before its next try.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let patient = RetryConfig::standard()
         .with_initial_backoff(Duration::from_secs(1000))
@@ -972,7 +972,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     }
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_call_that_is_never_answered_ends() {
@@ -1002,7 +1002,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         let through = Wire::to(&proxy.url().replace("redis:", "http:"));
         let store = DynamoStore::options().call_timeout(Duration::from_secs(2)).open(client(&through), TABLE);
         let (runs, name) = (AtomicU32::new(0), format!("finish:{line:?}"));
-        // Breaks while the result is being recorded, and heals after a while.
+        // The line breaks while the result is being recorded, and heals after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -1018,7 +1018,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         assert!(outcome.recorded(), "{line:?}");
         assert!(call(&direct, &name, &runs).await.1.replayed(), "{line:?}");
         assert_eq!(runs.into_inner(), 1, "{line:?}");
-        // And the same while it is being reserved.
+        // The same while the key is being reserved.
         let (runs, name) = (AtomicU32::new(0), format!("reserve:{line:?}"));
         proxy.set(line);
         let (result, _) = call(&store, &name, &runs).await;
@@ -1058,7 +1058,7 @@ async fn processes_race_for_the_same_keys_while_the_server_restarts() {
         }
     };
     let effects = race.run(restarts).await;
-    // A process whose emulator is away for longer than its lease leaves an effect without a record as well.
+    // A process whose emulator is away for longer than its lease also leaves an effect without a record.
     println!("{} effects beyond one for each key", effects.repeated());
     assert!(effects.repeated() <= race.kills + 3 * (race.racers + 1), "{effects:?}");
 }

@@ -102,7 +102,7 @@ impl World {
         call
     }
 
-    /// A process that died in its body: the record stays pending and nobody renews it.
+    /// A process that died in its body: the record stays pending, and its lease is not renewed.
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(Call::Renew, Fault::Hang);
@@ -203,7 +203,7 @@ async fn a_waiting_duplicate_is_woken_by_the_completion() {
         settle().await;
         go.send(()).unwrap();
     };
-    // No time passes: a poll could never end.
+    // No time passes: a waiter that polled would never return.
     let (first, duplicates, ()) = futures::join!(first, duplicates, finish);
     assert_eq!(first.unwrap(), 1);
     for (result, outcome) in duplicates {
@@ -227,7 +227,7 @@ async fn waiting_ends_when_its_time_is_over() {
     let ((result, outcome), ()) = futures::join!(waiting, time);
     assert!(matches!(result, Err(Error::InProgress { .. })));
     assert!(outcome.waited() && !outcome.executed());
-    // Whoever gave up has not touched the owner's record.
+    // The waiter that gave up has not touched the owner's record.
     assert!(matches!(world.state().await, State::Pending { .. }));
     drop(running);
 }
@@ -371,7 +371,7 @@ async fn a_panic_frees_the_key_at_once() {
         assert!(panicked.await.unwrap_err().is_panic());
         assert_eq!(world.state().await, state);
     }
-    // The thread is not left believing that it is inside of an attempt.
+    // The thread no longer counts as inside of an attempt.
     assert!(current().is_none());
 }
 
@@ -395,7 +395,7 @@ async fn an_attempt_whose_body_never_started_does_not_count() {
     for _ in 0..3 {
         world.store.next(Call::Reserve, Fault::Slow(1));
         let mut call = Box::pin(world.call(policy));
-        // Reserved in the store, cancelled before the answer arrived.
+        // The reservation is in the store; the call is dropped before the answer arrives.
         for _ in 0..2 {
             assert!(poll_once(call.as_mut()).await.is_pending());
         }
@@ -514,7 +514,7 @@ async fn a_store_that_fails_is_never_read_as_no_record() {
     }
 }
 
-/// Lets time pass until `future` is ready.
+/// Advances the clock until `future` is ready.
 async fn driving<F: Future>(clock: &ManualClock, future: F) -> F::Output {
     let mut future = pin!(future);
     for _ in 0..10_000 {
@@ -539,7 +539,7 @@ async fn a_reservation_whose_answer_got_lost_is_recognised() {
     assert_eq!(world.store.count(Call::Reserve), 2);
 }
 
-/// A call whose reservation has landed, and is answered only once its lease has lapsed.
+/// A call whose reservation has landed, but is answered only after its lease has lapsed.
 async fn answered_too_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
     world.store.next(Call::Reserve, Fault::Slow(2));
     let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), world.body()));
@@ -590,7 +590,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-/// A duplicate that waits, and whose first request got no answer and arrives only now: it reserves the key.
+/// A waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unknown));
@@ -667,7 +667,7 @@ async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
     let Err(Error::Unrecorded { attempt: 1, source, .. }) = result else { panic!("{result:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Unavailable);
     assert!(outcome.executed() && !outcome.recorded());
-    // Held until the lease lapses, then the next delivery runs.
+    // The key is held until the lease lapses, then the next delivery runs.
     assert!(matches!(world.state().await, State::Pending { .. }));
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     world.clock.advance(LEASE);
@@ -892,7 +892,7 @@ async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
     assert_eq!(world.runs(), 1);
 }
 
-/// Drops a call after every number of polls there is, with a store that is pending before and after each effect.
+/// Drops a call after every possible number of polls, with a store that is pending before and after each effect.
 #[tokio::test]
 async fn a_call_can_be_dropped_at_every_await() {
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
@@ -925,7 +925,7 @@ async fn a_call_can_be_dropped_at_every_await() {
                 (_, true) => assert!(matches!(state, Some(State::Completed(_))), "{polls}: {state:?}"),
                 (true, false) if on_crash == OnCrash::Fail => assert_eq!(state, Some(State::Interrupted), "{polls}"),
                 (true, false) => assert_eq!(state, Some(State::Released), "{polls}"),
-                // Reserved or not, nobody is kept from running.
+                // Reserved or not, the key is free.
                 (false, _) => assert!(matches!(state, None | Some(State::Released)), "{polls}: {state:?}"),
             }
             assert_eq!(world.store.heartbeats().live(), 0);
@@ -1016,7 +1016,7 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     assert!(current().is_none());
     assert_eq!(world.store.count(Call::Renew), 1);
 
-    // The same on a later attempt, another for another key.
+    // A later attempt gets the same child key, another key a different one.
     let next = async |name: &str| {
         let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY.ttl(TTL * 2));
         let body = async { Ok::<_, Error>(current().unwrap().child_key("charge")) };
@@ -1093,10 +1093,10 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
     assert!(unavailable, "{result:?}");
     assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
-    // Nor if nobody waits for the record any more.
+    // The same if no caller waits for the write any more.
     let world = World::new();
     world.store.next(Call::Finish, Fault::Slow(2));
-    // Asked once in case it answers at once, and then by a task.
+    // The drop asks once, in case the store answers at once; then a task asks.
     world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
@@ -1183,7 +1183,7 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
         gate.await.ok();
         world.body().await
     });
-    // Switched off, it holds no reservation that it could wait for in vain.
+    // The outer handler is switched off, so it holds no reservation that the inner one could wait for in vain.
     let off = wait.mode(Mode::Off);
     let outer = run(world.operation(off), record_values::<Json>(), world.call_result(wait));
     let finish = async {
@@ -1195,7 +1195,7 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
 }
 
 impl World {
-    /// As [`World::call`], for somebody else to observe.
+    /// As [`World::call`], for another `observe` around it.
     async fn call_result(&self, policy: Policy) -> Result<u32, Error> {
         run(self.operation(policy), record_values::<Json>(), self.body()).await
     }

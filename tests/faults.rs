@@ -1,6 +1,6 @@
-//! Every store, every fault: processes at work, what they see while it lasts, and what is recorded in the end.
+//! Every store under every fault: processes at work, their answers while it lasts, and the records in the end.
 //!
-//! The table of ARCHITECTURE.md is made from the one here, and each of its cells is a test with that name.
+//! The table in ARCHITECTURE.md is generated from the one here; each of its cells is a test with that name.
 // Deep futures: a store, its lanes and its connection, within a test.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
@@ -15,7 +15,7 @@ mod rigs;
 #[path = "faults/tools.rs"]
 mod tools;
 
-/// What happens. The names are those of tests.
+/// A fault. The names are those of tests.
 #[allow(non_camel_case_types)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
@@ -51,7 +51,7 @@ use Fault::{
     server_stopped_and_continued, table_removed, threads_blocked, workers_killed, workers_stopped_and_continued,
 };
 
-/// The faults, and how each is brought about.
+/// The faults, and how each is caused.
 const FAULTS: &[(Fault, &str)] = &[
     (workers_killed, "a worker is killed (`SIGKILL`)"),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
@@ -81,7 +81,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (full_for_a_moment, "the store is full, or can be read only, for half a second in which bodies end"),
 ];
 
-/// What the user sees of a fault.
+/// The effect of a fault on the user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Seen {
     TakenOver,
@@ -98,7 +98,7 @@ pub enum Seen {
     Recorded,
 }
 
-/// The words of the table, and what they mean.
+/// The words of the table, and their meanings.
 const SEEN: &[(Seen, &str, &str)] = &[
     (Seen::TakenOver, "taken over", "the key is held for a lease, then the next delivery runs the body again"),
     (
@@ -332,7 +332,7 @@ stores! {
 const BEGIN: &str = "<!-- the table of faults -->\n";
 const END: &str = "<!-- the end of the table of faults -->\n";
 
-/// The table and what its words mean, as they stand in ARCHITECTURE.md.
+/// The table and the meaning of its words, as in ARCHITECTURE.md.
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");
@@ -364,7 +364,7 @@ fn written() -> String {
     text + "\n"
 }
 
-/// `IDEM_FAULTS=write` writes the table instead.
+/// With `IDEM_FAULTS=write` it writes the table instead.
 #[test]
 fn the_table_in_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../ARCHITECTURE.md");

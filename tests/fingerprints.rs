@@ -1,4 +1,4 @@
-//! Fingerprints and JSON: whatever serde can be given, equal JSON has equal fingerprints and other JSON has others.
+//! Fingerprints and JSON: for everything that serde accepts, equal JSON has equal fingerprints and other JSON has others.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ fn name(index: u8) -> &'static str {
     NAMES[usize::from(index) % NAMES.len()]
 }
 
-/// Everything that the data model of serde has.
+/// Everything in serde's data model.
 #[derive(Clone, Debug)]
 enum Data {
     Bool(bool),
@@ -52,7 +52,7 @@ enum Data {
     Map(Vec<(Data, Data)>),
     Struct(Vec<(u8, Data)>),
     StructVariant(u8, Vec<(u8, Data)>),
-    /// What `Display` shows.
+    /// A value serialized by its `Display`.
     Shown(u8),
 }
 
@@ -136,7 +136,7 @@ impl Data {
             }
     }
 
-    /// Whether a `Value` holds another number than the text has.
+    /// Whether the text has a number that a `Value` can't hold exactly.
     fn is_more_than_a_value(&self) -> bool {
         self.any(&|data| match data {
             Self::I128(value) => i64::try_from(*value).is_err() && u64::try_from(*value).is_err(),
@@ -145,7 +145,7 @@ impl Data {
         })
     }
 
-    /// Whether `serde_json::to_value` makes another number of it than `serde_json::to_string` does.
+    /// Whether `serde_json::to_value` makes another number of it than `serde_json::to_string`.
     fn is_widened(&self) -> bool {
         self.any(&|data| match data {
             Self::F32(value) => {
@@ -158,7 +158,7 @@ impl Data {
 }
 
 fn leaf() -> impl Strategy<Value = Data> {
-    // Small ones, so that many are equal, and any.
+    // Small ones, so that many are equal, and any others.
     let float = prop_oneof![(-4_i8..4).prop_map(f64::from), (-8_i8..8).prop_map(|n| f64::from(n) / 4.0), any::<f64>()];
     let single =
         prop_oneof![(-4_i8..4).prop_map(f32::from), (-9_i8..9).prop_map(|n| f32::from(n) / 10.0), any::<f32>()];
@@ -197,7 +197,7 @@ fn leaf() -> impl Strategy<Value = Data> {
 }
 
 fn key() -> impl Strategy<Value = Data> {
-    // What is no name in JSON is refused by serde_json, and by nobody here.
+    // A key that is no name in JSON is refused by serde_json, but not here.
     let wrapped = leaf().prop_flat_map(|data| {
         prop_oneof![
             Just(data.clone()),
@@ -228,10 +228,10 @@ fn data() -> impl Strategy<Value = Data> {
     })
 }
 
-/// A number of JSON by its value: sign, digits without zeros at their ends, exponent of the last one.
+/// A JSON number by its value: sign, digits without zeros at either end, exponent of the last digit.
 type Number = (bool, String, i64);
 
-/// JSON read by somebody else.
+/// JSON as an independent reader sees it.
 #[derive(Clone, PartialEq, Debug)]
 enum Json {
     Null,
@@ -277,7 +277,7 @@ impl Reader<'_> {
                 while !self.take("}") {
                     let name = self.text();
                     assert!(self.take(":"));
-                    // The last one of a name counts.
+                    // The last entry of a name counts.
                     entries.insert(name, self.value());
                     self.take(",");
                 }
@@ -333,7 +333,7 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("serializes")
 }
 
-/// The same JSON in other types.
+/// The same JSON from other types.
 fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
     match json {
         Json::Null => [Data::None, Data::Unit, Data::F64(f64::NAN), Data::UnitStruct][usize::from(dice() % 4)].clone(),
@@ -357,7 +357,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
                 forms.extend(u128::try_from(whole).ok().map(Data::U128));
                 forms.extend(i8::try_from(whole).ok().map(Data::I8));
             }
-            // Only a `u128` that no other type holds has no form here.
+            // The only number without a form here is a `u128` that no other type holds.
             let big = || format!("{digits}{}", "0".repeat(usize::try_from(*exponent).unwrap())).parse().unwrap();
             let choice = usize::from(dice());
             if forms.is_empty() { Data::U128(big()) } else { forms.swap_remove(choice % forms.len()) }
@@ -420,7 +420,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
     }
 }
 
-/// A few numbers that follow from a seed.
+/// Some numbers that follow from a seed.
 fn dice(mut seed: u64) -> impl FnMut() -> u8 {
     move || {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -431,7 +431,7 @@ fn dice(mut seed: u64) -> impl FnMut() -> u8 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// What a consumer that reads the text sees, and one that gets the value.
+    /// One consumer reads the text, another one gets the value.
     #[test]
     fn data_is_what_its_json_is(data in data()) {
         let fingerprint = of(&data);
@@ -459,7 +459,7 @@ proptest! {
 
     #[test]
     fn other_json_has_another_fingerprint(one in data(), other in data()) {
-        // Beside each other, too: nothing runs from one value into the next.
+        // Beside each other, too: no value runs into the next.
         let (there, back) = ([&one, &other], [&other, &one]);
         if let (Ok(a), Ok(b)) = (serde_json::to_string(&one), serde_json::to_string(&other)) {
             let equal = Reader::read(&a) == Reader::read(&b);
@@ -471,7 +471,7 @@ proptest! {
     }
 }
 
-/// The generators meet what they are for.
+/// The generators produce the cases that they are for.
 #[test]
 fn equal_and_unequal_data_is_met() {
     let mut runner = TestRunner::deterministic();

@@ -1,4 +1,4 @@
-//! What only the store in memory promises: its bound.
+//! The promise that only the store in memory makes: its bound.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,7 +72,7 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
     }
     assert_eq!(world.store.len(), 4, "a refused key takes no room");
 
-    // Every state and every operation of the records that are there.
+    // Every state and every operation of existing records.
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
     assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Write::Done; 4]);
     assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
@@ -98,7 +98,7 @@ async fn expired_records_make_room_wherever_they_are() {
     world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
     world.refuses(&world.request(64)).await;
     world.clock.advance(Duration::from_nanos(1));
-    // The 32 finished ones are over; those that were never finished are kept for a lease longer.
+    // The 32 finished records have expired; those that were never finished are kept for a lease longer.
     for n in 100..132 {
         world.reserved(&world.request(n)).await;
     }
@@ -114,8 +114,8 @@ async fn expired_records_make_room_wherever_they_are() {
     assert_eq!(world.store.len(), 64);
 }
 
-/// A record may be written with a shorter retention than the one it had: another handler version, or a lease that was
-/// longer than the `ttl`.
+/// A record may be rewritten with a shorter retention than it had: by another version of the handler, or after a lease that
+/// was longer than the `ttl`.
 #[tokio::test]
 async fn a_record_makes_room_when_its_own_retention_ends() {
     let short = Duration::from_secs(1);
@@ -131,7 +131,7 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
     world.reserved(&world.request(1)).await;
     assert_eq!(world.store.len(), 1);
 
-    // The attempt takes longer than its `ttl`, and somebody looks for room meanwhile.
+    // The attempt takes longer than its `ttl`, and another reservation looks for room meanwhile.
     let world = World::new(1);
     let lease = world.reserved(&Reserve { ttl: short, ..world.request(0) }).await;
     world.clock.advance(short * 2);
@@ -150,7 +150,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
     let (mut refused, mut reserved, mut longest) = (0, 0, 0);
     for n in 0..200_000 {
         world.clock.advance(Duration::from_millis(100));
-        // Half of the attempts finish at once, some are released, and some are never heard of again.
+        // Half of the attempts finish at once, some are released, and some never write again.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
         match world.reserve(&Reserve { ttl, ..world.request(n % 50_000) }).await {
             Ok(Reservation::Reserved { lease, .. }) => {
@@ -168,7 +168,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
         }
         longest = longest.max(world.store.len());
     }
-    // 10 new records a second, each kept for 90 seconds at the most: 900 live ones, and the store has room for them.
+    // 10 new records a second, each kept for at most 90 seconds: 900 live ones, and the store has room for them.
     assert_eq!(refused, 0);
     assert_eq!(reserved, 200_000);
     assert!(longest <= CAPACITY, "{longest}");
@@ -184,7 +184,7 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
         assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
         longest = longest.max(world.store.len());
     }
-    // Ten are live at any time; expired ones wait until their shard is visited again.
+    // Ten are live at any time; expired ones stay until their shard is visited again.
     assert!(longest < 1_000, "{longest} records are held, ten are live");
 }
 
@@ -197,20 +197,20 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
     }
     world.clock.advance(TTL);
     assert_eq!(world.store.len(), 2_000);
-    // The latest first: the clean-up begins at the other end.
+    // The latest first: the clean-up starts at the other end.
     for n in (0..2_000).rev() {
         assert_eq!(world.reserved(&world.request(n)).await.attempt, 1);
     }
     assert_eq!(world.store.len(), 2_000);
 }
 
-/// What keeps the order of the clean-up must not grow beyond the records themselves.
+/// The queue of the clean-up must not grow beyond the records themselves.
 #[tokio::test]
 async fn the_order_of_the_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("Listed(").count();
     for _ in 0..100 {
-        // Each time it is written, it expires sooner than before.
+        // Each write makes it expire sooner than the one before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
             let lease = world.reserved(&Reserve { ttl, ..world.request(0) }).await;
             assert_eq!(lease.attempt, attempt);
@@ -238,7 +238,7 @@ async fn a_store_without_room_refuses_everything() {
     assert!(world.store.is_empty());
 }
 
-/// A waiter's entry must go with it, however it goes; a record that expires is never written again.
+/// A waiter's entry must go with the waiter, however that ends: a record that expires is never written again.
 #[tokio::test]
 async fn waiters_leave_nothing_behind() {
     let world = World::new(usize::MAX);

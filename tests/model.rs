@@ -1,4 +1,4 @@
-//! Random histories: every answer of a store is compared with those of a plain reference.
+//! Random histories: every answer of a store is compared with that of a simple reference.
 //!
 //! `IDEM_MODEL_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_MODEL_TIMES=10` makes it ten times
 //! as long.
@@ -24,15 +24,15 @@ use reference::{Answer, Ask, Entry, Phase, Reference};
 
 /// A lease or retention that ends during a history.
 const SHORT: u64 = 40;
-/// One that doesn't, on real time.
+/// A lease or retention that doesn't end during a history on real time.
 const LONG: u64 = 600_000;
 
 /// How time passes for the store.
 enum Time {
-    /// As the test says, to the nanosecond: every answer is foretold exactly.
+    /// As the test sets it, to the nanosecond: every answer is predicted exactly.
     ByHand(ManualClock),
-    /// By itself. Whatever begins a short lease or retention is followed by a pause that ends it, so that no answer
-    /// depends on the speed of the machine; what is left of a long one is checked to be plausible.
+    /// By itself. A step that begins a short lease or retention is followed by a pause that ends it, so that no answer
+    /// depends on the speed of the machine; the rest of a long one is only checked to be plausible.
     Real,
 }
 
@@ -45,7 +45,7 @@ impl Time {
     }
 }
 
-/// One step of a history. Attempts are named by when they were asked for, counted back from the latest.
+/// One step of a history. An attempt is named by how many were requested after it.
 #[derive(Clone, Debug)]
 enum Step {
     Reserve { key: usize, lease: u64, ttl: u64, fingerprint: Option<u8>, on_crash: OnCrash, max_attempts: Option<u32> },
@@ -63,13 +63,13 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     } else {
         prop_oneof![Just(SHORT), Just(LONG)].boxed()
     };
-    // Real pauses are long ones: see `Time::Real`.
+    // Pauses on real time are long: see `Time::Real`.
     let pause =
         if by_hand { prop_oneof![1..5 * SHORT, Just(LONG), Just(2 * LONG)].boxed() } else { Just(4 * SHORT).boxed() };
     let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
-    // Mostly the latest attempts: the others are refused.
+    // Mostly the latest attempts, as the writes of all others are refused.
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| Payload::Stored {
@@ -120,7 +120,7 @@ impl<'a> History<'a> {
         Self { store, time, reference: Reference::default(), keys, asks: Vec::new() }
     }
 
-    /// The index of the attempt that was asked for `back` before the latest one.
+    /// The index of the attempt that was requested `back` before the latest one.
     fn nth(&self, back: usize) -> Option<usize> {
         self.asks.len().checked_sub(back + 1)
     }
@@ -129,7 +129,7 @@ impl<'a> History<'a> {
         self.asks[index].1.owner
     }
 
-    /// Whether a time that should be `expected` may be `found`.
+    /// Whether `found` is a valid time where `expected` should be left.
     fn is_left(&self, found: Duration, expected: u64) -> bool {
         let expected = Duration::from_millis(expected);
         match self.time {
@@ -218,7 +218,7 @@ impl<'a> History<'a> {
                     max_attempts: *max_attempts,
                 };
                 let granted = self.reserve(&ask, &request).await?;
-                // Whoever was refused may try to write all the same.
+                // A refused caller may try to write all the same.
                 let lease = granted.unwrap_or_else(|| Record::first(&request).lease(&request));
                 self.asks.push((ask, request, lease));
             }
@@ -226,7 +226,7 @@ impl<'a> History<'a> {
                 if let Some(index) = self.nth(*back) {
                     let (ask, request, _) = self.asks[index].clone();
                     if let Some(lease) = self.reserve(&ask, &request).await? {
-                        // Its owner may have two attempts now, and can present the lease of either.
+                        // The owner may have two attempts now, and can present the lease of either.
                         self.asks.push((ask, request, lease));
                     }
                 }
@@ -270,7 +270,7 @@ impl<'a> History<'a> {
         self.reference.now += millis;
     }
 
-    /// On real time, ends what is short.
+    /// On real time, waits until short leases and retentions have ended.
     async fn settle(&mut self) {
         let now = self.reference.now;
         let soon = |at: u64| now < at && at - now < LONG / 2;
@@ -282,7 +282,7 @@ impl<'a> History<'a> {
         }
     }
 
-    /// Compares everything there is to see.
+    /// Compares every record that is visible.
     async fn compare(&self) -> Result<(), TestCaseError> {
         for (key, name) in self.keys.iter().enumerate() {
             let found = self.store.inspect(name).await.unwrap();
@@ -315,7 +315,7 @@ fn fingerprint(mark: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// Compares `cases` random histories; `open` gives a store for each, and how its time passes.
+/// Compares `cases` random histories; `open` returns a store for each, and how its time passes.
 fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> (Arc<dyn Store>, Time)) {
     let seed = std::env::var("IDEM_MODEL_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
     let times: u32 = std::env::var("IDEM_MODEL_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
@@ -368,7 +368,7 @@ fn memory_on_time_driven_by_hand() {
     });
 }
 
-/// A store of so few records that each reservation meets the clean-up.
+/// A store with room for so few records that each reservation meets the clean-up.
 #[test]
 fn memory_that_is_always_full() {
     agrees_with_the_reference(2_000, true, async || {
@@ -421,7 +421,7 @@ fn sqlite_on_real_time() {
     });
 }
 
-/// All wrappers, each for every result, and a cache so small that most of it is forgotten.
+/// All wrappers, each applied to every result, with a cache so small that it forgets most of them.
 #[cfg(feature = "wrappers")]
 #[test]
 fn wrappers_on_time_driven_by_hand() {
@@ -440,7 +440,7 @@ fn wrappers_on_time_driven_by_hand() {
     }
 }
 
-/// The comparison itself can fail: for this store, no time passes.
+/// The comparison itself can fail: no time passes for this store.
 #[test]
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]
 fn a_store_that_forgets_nothing_disagrees() {

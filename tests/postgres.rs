@@ -1,4 +1,4 @@
-//! `PostgresStore` against real servers: what is written, what it costs, what is refused, and what breaks.
+//! `PostgresStore` against real servers: its table, its costs, its errors, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of lines")]
 
@@ -48,7 +48,7 @@ async fn number(raw: &Client, query: &str) -> i64 {
     raw.query_one(query, &[]).await.unwrap().get(0)
 }
 
-/// Waits until `query` gives true.
+/// Waits until `query` returns true.
 async fn until(raw: &Client, query: &str) {
     while !raw.query_one(query, &[]).await.unwrap().get::<_, bool>(0) {
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -71,7 +71,7 @@ async fn the_file_makes_the_same_table() {
     connect(&by_store).await;
     let dump = |database| {
         let text = server.ask("pg_dump", &["--schema-only", database]);
-        // Newer ones begin and end with a random word.
+        // Newer versions begin and end with a random word.
         text.lines().filter(|line| !line.starts_with('\\')).map(|line| format!("{line}\n")).collect::<String>()
     };
     assert!(dump("by_file").contains("CREATE TABLE idem.records"));
@@ -123,7 +123,7 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
     let noted = format!("COMMENT ON TABLE {}.records IS 'idem 1, ask Ida'", quoted(&schema));
     raw.batch_execute(&noted).await.unwrap();
     plain.connect(&url).await.expect("what follows the version is the administrator's");
-    // Gone while the store is open.
+    // The schema is dropped while the store is open.
     raw.batch_execute(&format!("DROP SCHEMA {} CASCADE", quoted(&schema))).await.unwrap();
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
@@ -172,7 +172,7 @@ async fn the_written_form_is_pinned() {
     let golden = include_str!("golden/postgres-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new one a new version");
 
-    // What was written is read the same in another table.
+    // The pinned rows are read the same in another table.
     let (reader, raw, table) = open().await;
     for line in golden.lines() {
         let times = "'{\"expires_at\": \"9999-01-01\", \"lapses_at\": \"9998-01-01\", \"listed_at\": \"9999-01-01\"}'";
@@ -215,7 +215,7 @@ async fn rows_of_others_are_left_alone() {
         assert_eq!(kind(store.inspect(&Key::new("test", name).unwrap()).await), StoreErrorKind::Corrupt, "{name}");
     }
     assert_eq!(text().await, before);
-    // The same goes for rows that have expired.
+    // The same holds for rows that have expired.
     raw.batch_execute(&format!("UPDATE {table} SET expires_at = now(), listed_at = now() WHERE format = 99"))
         .await
         .unwrap();
@@ -225,9 +225,9 @@ async fn rows_of_others_are_left_alone() {
     assert_eq!(text().await, before);
 }
 
-// What it costs.
+// Costs.
 
-/// How many statements the server was asked to do since the last call.
+/// Counts the statements that the server was sent since the last call.
 struct Counter<'a> {
     server: &'a PostgresServer,
     seen: usize,
@@ -311,7 +311,7 @@ async fn a_replay_locks_and_writes_nothing() {
     for name in &names {
         call(&store, name, &runs).await.0.unwrap();
     }
-    // Those that look first, those that would insert, and many at once. The first read may tidy a page up.
+    // Requests that look first, requests that would insert, and many at once. The first read may tidy a page up.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
@@ -354,7 +354,7 @@ async fn completions_change_no_index() {
             calls.0.unwrap();
         }
     }
-    // The sessions count when they end.
+    // Sessions report their counts when they end.
     drop(store);
     let raw = server.raw().await;
     let stats = "FROM pg_stat_user_tables WHERE relname = 'records'";
@@ -370,7 +370,7 @@ async fn a_purge_deletes_what_has_expired_and_nothing_else() {
     for n in 0..10 {
         let expired = wins(&store, &Reserve { ttl: short, ..request(&store, &format!("expired{n}")) }).await;
         assert_eq!(store.finish(&expired, &done()).await.unwrap(), Write::Done);
-        // Listed early, as they might have finished at once.
+        // Listed early, as the attempts might have finished at once.
         wins(&store, &Reserve { ttl: short, ..request(&store, &format!("pending{n}")) }).await;
         let kept = reserved(&store, &format!("kept{n}")).await;
         assert_eq!(store.finish(&kept, &done()).await.unwrap(), Write::Done);
@@ -423,13 +423,13 @@ async fn the_purger_works_as_long_as_its_store_lives() {
     assert_eq!(number(&raw, &format!("SELECT count(*) FROM {table}")).await, 1);
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
     let (store, ..) = open().await;
     let lease = reserved(&store, "k").await;
-    // Zeroes that nobody looks at take no memory.
+    // Zeroes that are never read take no memory.
     let bytes = vec![0; 1_000_000_001].into();
     let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes });
     assert_eq!(kind(store.finish(&lease, &large).await), StoreErrorKind::TooLarge);
@@ -464,7 +464,7 @@ async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
         let shown = format!("{error} {error:?}");
         assert!(!shown.contains("topsecret"), "{shown}");
     }
-    // A login that may connect, and no more.
+    // A login with the right to connect, and no other.
     connect(&server.database("others").await).await;
     server.file("data/pg_hba.conf", format!("{hba}host all guest 127.0.0.1/32 trust\n").as_bytes());
     raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
@@ -484,7 +484,7 @@ async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
         until(&raw, &format!("SELECT current_setting('default_transaction_read_only') = '{value}'")).await;
     };
     read_only("on").await;
-    // The sessions that are there hear of it one by one.
+    // Existing sessions notice it one by one.
     let error = loop {
         match store.reserve(&request(&store, "during")).await {
             Err(error) => break error,
@@ -524,7 +524,7 @@ async fn one_operation_that_is_not_accepted_fails_no_other() {
     assert_eq!(runs.into_inner(), 63);
 }
 
-/// A server that speaks TLS, with a certificate that nobody but this test trusts.
+/// A server that speaks TLS, with a certificate that only this test trusts.
 #[test]
 fn tls_checks_the_certificate() {
     let mut server = PostgresServer::start();
@@ -547,7 +547,7 @@ fn tls_checks_the_certificate() {
         std::fs::write(&effects, "").unwrap();
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("postgres {url} idem"), effects, 3).words());
-        // In a process of its own, as the trusted certificates are read from its environment.
+        // In a process of its own, as the trusted certificates are read from the environment.
         if trusted {
             racer.env("SSL_CERT_FILE", &both);
         }
@@ -562,7 +562,7 @@ fn tls_checks_the_certificate() {
     }
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_write_whose_answer_got_lost_is_recognised() {
@@ -571,7 +571,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let proxy = Proxy::to(shared().0).await;
         let options = options().schema(&schema).response_timeout(Duration::from_millis(1500));
         let store = options.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
-        // So that statements are prepared already on the one connection there is.
+        // Prepares the statements on the only connection.
         let warmed = AtomicU32::new(0);
         let warm = async || {
             let name = format!("warm{}", warmed.fetch_add(1, Ordering::Relaxed));
@@ -582,7 +582,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let key = warm().await;
         let lands = line != Line::LoseRequests;
         let direct = PostgresStore::options().schema(&schema).connect(&url).await.unwrap();
-        // A connection may have been hurt that was not used; whoever meets it hears of it and repeats.
+        // An unused connection may have been damaged as well; a request that meets it gets an error and is repeated.
         let heals = async || {
             proxy.set(Line::Pass);
             while store.inspect(&key).await.is_err() {}
@@ -625,7 +625,7 @@ async fn a_server_that_does_not_answer_ends_every_call() {
     .await;
     assert!(calls.iter().all(|call| call.as_ref().is_err_and(StoreError::is_transient)), "{calls:?}");
     proxy.set(Line::Pass);
-    // The connections that were used are gone; new ones are made.
+    // The used connections are gone; new ones are made.
     reserved(&store, "after").await;
 }
 
@@ -638,7 +638,7 @@ async fn sessions_that_are_ended_are_made_anew() {
         let ends = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'idem'";
         let names: Vec<_> = (0..20).map(|n| format!("k{round}:{n}")).collect();
         let calls = join_all(names.iter().map(async |name| {
-            // The engine repeats what may be repeated; a call that still fails is delivered again.
+            // The engine repeats requests that may be repeated; a call that still fails is delivered again.
             while call(&store, name, &runs).await.0.is_err() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -689,14 +689,14 @@ async fn a_pooler_without_its_option_is_named() {
     let server = PostgresServer::start();
     connect(&server.url()).await;
     let pooler = PgBouncer::start(server.port());
-    // It refuses settings of a session as soon as somebody connects.
+    // It refuses session settings as soon as a client connects.
     let error = PostgresStore::connect(&pooler.url()).await.unwrap_err();
     assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
 }
 
-// What is stuck for one holds up no other.
+// A request that is stuck holds up no other.
 
-/// A transaction of somebody's that has locked the row of `name`.
+/// A transaction of another session that has locked the row of `name`.
 async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     let client = raw(url).await;
     client.batch_execute("BEGIN").await.unwrap();
@@ -704,14 +704,14 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     client
 }
 
-/// The answers to renewals, where there is one.
+/// The answers to renewals, for the leases that have one.
 async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Write>>, Result<(), StoreError>) {
     let answers = Mutex::new(vec![None; leases.len()]);
     let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
     (answers.into_inner().unwrap(), renewed)
 }
 
-/// Runs `work`, and asserts that no statement ever waits for a lock meanwhile.
+/// Runs `work`, and asserts that no statement waits for a lock meanwhile.
 async fn without_waiting<T>(url: &str, work: impl Future<Output = T>) -> T {
     let raw = raw(url).await;
     let watch = async {
@@ -738,7 +738,7 @@ async fn a_locked_record_costs_no_other_lease() {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // The row keeps the mark of a lock after it is released; so both are asked twice.
+        // The row keeps the mark of a lock after its release, so each store is asked twice.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -813,7 +813,7 @@ async fn a_locked_record_holds_up_no_other_write() {
         }
         assert_eq!(kind(store.release(&leases[7], Release::Returned).await), StoreErrorKind::Unavailable);
         assert_eq!(kind(store.reserve(&request(&store, "lapsed")).await), StoreErrorKind::Unavailable);
-        // A waiter can't leave its mark, and asks instead.
+        // A waiter that can't leave its mark looks from time to time instead.
         store.wait(&leases[7].key, 1, Duration::from_millis(1)).await.unwrap();
     })
     .await;
@@ -836,7 +836,7 @@ async fn who_waits_for_a_locked_record_is_bounded() {
     assert!(asked <= 40, "{asked} statements for one that could not be done");
 }
 
-/// Has `name` be made by an open transaction, so that whoever reserves it waits for that.
+/// Inserts `name` in an open transaction, so that reservations of it wait for that transaction.
 async fn make_row(url: &str, table: &str, name: &str) -> Client {
     let client = raw(url).await;
     client.batch_execute("BEGIN").await.unwrap();
@@ -861,7 +861,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
         let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
         rows.iter().map(|row| row.get(0)).collect()
     };
-    // Most reservations were first runs; then replays, which are looked for first.
+    // First most reservations are first runs; then most are replays, which are looked up first.
     for replays in [false, true] {
         if replays {
             let runs = AtomicU32::new(0);
@@ -897,7 +897,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
         drop((calls, ends));
         holder.batch_execute("ROLLBACK").await.unwrap();
         stuck.await.unwrap();
-        // Whatever was in the lanes before is through once this is.
+        // Once these are answered, everything that was in the lanes before has been handled.
         join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
         assert_eq!(names().await, Vec::<String>::new(), "their callers had gone before they were sent");
         until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'C' AND key LIKE '%ended%'")).await;
@@ -912,7 +912,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
     let url = server.url().replace(&server.port().to_string(), &proxy.port().to_string());
     let store = PostgresStore::connect(&url).await.unwrap();
     let runs = AtomicU32::new(0);
-    // Most of them are replays, in batches as well as alone, so that statements are known on the connections.
+    // Mostly replays, in batches and alone, so that the connections know the statements.
     for _ in 0..20 {
         join_all((0..20).map(async |n| call(&store, &format!("again{n}"), &runs).await)).await;
     }
@@ -920,7 +920,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
     proxy.set(Line::Delay(Duration::from_millis(200)));
     let requests: Vec<Reserve> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
     let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
-    // The server has been asked whether they are there; its answer is on its way.
+    // The server was asked whether the keys exist; its answer is under way.
     while counter.count() == 0 {
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
@@ -928,7 +928,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(calls);
-    // Longer than whatever is under way takes to be answered.
+    // Takes longer than any request under way.
     for n in 0..3 {
         assert!(call(&store, &format!("again{n}"), &runs).await.1.replayed());
     }
@@ -951,7 +951,7 @@ async fn a_key_that_is_being_made_holds_up_no_other_twice() {
         }
     };
     together(0).await;
-    // From now on it is asked alone: of those that wait there is never more than one.
+    // From now on this key is asked for alone: no batch waits with it.
     let raw = raw(&url).await;
     let watch = async {
         loop {
@@ -974,7 +974,7 @@ fn one_thread() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Everything that a store does, with keys that begin with `name`.
+/// Every operation of a store, with keys that begin with `name`.
 async fn everything(store: &PostgresStore, name: &str) {
     let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
     let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
@@ -1081,7 +1081,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
     });
 }
 
-/// The child of a `fork()` has what it inherits from its parent, and must not use it.
+/// The child of a `fork()` inherits the connections of its parent, and must not use them.
 #[test]
 fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     const URL: &str = "IDEM_TEST_FORKS_AT";
@@ -1108,12 +1108,12 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     let held = runtime.block_on(reserved(&store, "held"));
     match fork::fork().unwrap() {
         fork::Fork::Child => {
-            // A runtime of the parent's is not to be used any more, and so never dropped.
+            // A runtime of the parent must not be used any more, so it is never dropped.
             std::mem::forget(runtime);
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 one_thread().block_on(everything(&store, "child"));
                 let policy = POLICY.lease(Duration::from_millis(300));
-                // With a heartbeat, on the thread of the library.
+                // With a heartbeat, on the library's thread.
                 one_thread().block_on(async {
                     let body = async {
                         tokio::time::sleep(Duration::from_millis(900)).await;
@@ -1155,12 +1155,12 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
     let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
     let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     let lease = reserved(&store, "k").await;
-    // Writing takes its time, too: longer than the limit.
+    // Writing also takes longer than the limit.
     proxy.set(Line::Slow(800_000));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Write::Done);
-    // And so does reading: the connections share the line.
+    // So does reading: the connections share the line.
     proxy.set(Line::Slow(4_000_000));
-    // More of them than there are connections, alone and in one batch.
+    // More requests than there are connections, alone and in one batch.
     for _ in 0..2 {
         let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();
         for answer in join_all(requests.iter().map(|request| store.reserve(request))).await {
@@ -1170,7 +1170,7 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
             }
         }
     }
-    // One that delivers nothing is.
+    // A connection that delivers nothing is given up.
     proxy.set(Line::Pass);
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     proxy.set(Line::LoseReplies);
@@ -1207,7 +1207,7 @@ async fn a_batch_of_replays_leaves_large_results_out() {
 
 // Several connections and processes.
 
-/// Calls a handler that waits for `lease` to end, and ends it once the waiter has been seen by `is_waiting`.
+/// Calls a handler that waits for `lease` to end, and ends the lease once `is_waiting` has seen the waiter.
 async fn waits(store: &PostgresStore, owner: &PostgresStore, lease: &Lease, is_waiting: impl Future<Output = ()>) {
     let policy = POLICY.in_progress(InProgress::Wait(LEASE));
     let operation = Operation::new(store, Ok::<_, idem_runtime::KeyError>(lease.key.clone()), policy);
@@ -1234,7 +1234,7 @@ async fn a_waiter_of_another_process_is_woken() {
         let lease = reserved(&owner, &format!("k{n}")).await;
         waits(&waiter, &owner, &lease, until(&raw, &marked)).await;
     }
-    // Without a connection that listens, a waiter asks.
+    // Without a connection that listens, a waiter looks from time to time.
     let (direct, pooler) = shared();
     let through = own.clone().behind_pgbouncer();
     let through = through.connect(&url.replace(&direct.to_string(), &pooler.to_string())).await.unwrap();
@@ -1336,7 +1336,7 @@ async fn processes_race_while_the_server_restarts() {
     let effects = race.run(restarting).await;
     let restarts = restarts.load(Ordering::Relaxed) as usize;
     assert!(restarts > 0, "the race was over before the first restart");
-    // While the server is away, an effect of each process may stay without a record until its lease has lapsed.
+    // While the server is away, an effect of each process may have no record until its lease has lapsed.
     let bound = race.kills + restarts * (race.racers + 1);
     assert!(effects.repeated() <= bound, "{} repeated: {effects:?}", effects.repeated());
 }

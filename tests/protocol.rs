@@ -1,36 +1,36 @@
-//! The protocol as a model, checked in every state it can reach: whatever is lost, late, doubled or out of order between
-//! calls and store, whoever dies when, whenever a lease lapses.
+//! The protocol as a model, checked in every state that it can reach: for any loss, delay, duplication and reordering
+//! between calls and store, any death, and any lapse of a lease.
 //!
 //! # What is modelled
 //!
 //! - *The store* (`model/protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
 //!   runtime's own `Record::first`, `Record::meet`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state` and
 //!   `Release::state`, each step atomic.
-//! - *The calls* (`model/protocol/steps.rs`): what `engine.rs`, `ending.rs` and `heartbeat.rs` do. A reservation is repeated
-//!   with the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped by its
-//!   heartbeat; a completion is repeated while the lease can be held; what is left of a dropped call is written late. A call
-//!   has a belief of its own about its lease, which counts from when it asked.
+//! - *The calls* (`model/protocol/steps.rs`): the steps of `engine.rs`, `ending.rs` and `heartbeat.rs`. A reservation is
+//!   repeated with the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped
+//!   by its heartbeat; a completion is repeated while the lease can be held; the rest of a dropped call is written late. A
+//!   call has a belief of its own about its lease, which counts from when it asked.
 //! - *The network*: a request arrives once, late, twice or never, in any order, and so do answers. A call that gets no
 //!   answer goes on without one, and its request may arrive long after the call has ended.
 //! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. Where the store has no
 //!   clock, each call has one that is ahead of true time, read in whole ticks.
 //! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators reopen.
 //!
-//! What is not shared with the runtime is compared with it on random traces (`model/protocol/traces.rs`): the store with the
-//! memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request and result by
-//! result.
+//! The parts that don't share the runtime's code are compared with it on random traces (`model/protocol/traces.rs`): the
+//! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request
+//! and result by result.
 //!
-//! # What is not
+//! # What is left out
 //!
-//! Bytes, statements and scripts of the stores (the conformance suite has them), the batching of heartbeats, pauses (a
-//! retry follows at once, or any time later), who polls what. A store call that is dropped counts as one that gets no answer.
-//! A body is one step long, or as long as it takes. Owner tokens are distinct by construction. The reservation is tried two
-//! or three times. Nobody calls their own key from inside. Mode `off` and a
-//! missing key make no store call, and are not here.
+//! The bytes, statements and scripts of the stores (the conformance suite has them); the batching of heartbeats; pauses (a
+//! retry follows at once, or any time later); the order in which tasks are polled. A dropped store call counts as one that
+//! gets no answer. A body is one step long, or as long as it takes. Owner tokens are distinct by construction. A
+//! reservation is tried two or three times. No call uses its own key from inside its body. Mode `off` and a missing key
+//! make no store call, so they are left out.
 //!
 //! # How to read and rerun
 //!
-//! Each configuration is a test, and prints what it is about, its bound and how many states that makes:
+//! Each configuration is a test, and prints what it shows, its bound and its number of states:
 //!
 //! ```sh
 //! # One configuration, one mistake with its shortest history, and one more of everything that goes wrong:
@@ -39,15 +39,14 @@
 //! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --no-default-features --test protocol -- --nocapture
 //! ```
 //!
-//! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` brings.
+//! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` provides.
 //!
-//! A rule that does not hold is followed by the shortest history that breaks it, a step a line, with the record and what
-//! became of each call: `Deliver(1)` delivers the second message of the plan, `StoreDoes(1)` is the moment at which the store
-//! does what that call asked for, `Hears(1)` the one at which the answer arrives. What nobody waits for any more is
-//! `ArrivesLate` or `IsLost`.
+//! For a broken rule, the shortest history that breaks it is printed, one step a line, with the record and the state of
+//! each call: `Deliver(1)` delivers the second message of the plan; at `StoreDoes(1)` the store executes that call's
+//! request; at `Hears(1)` the answer arrives. A request that no call waits for any more is `ArrivesLate` or `IsLost`.
 //!
-//! Rules are looked at in every step (`model/protocol/properties.rs`) and say nothing about how they are kept. "Every call
-//! ends" is sound because the model has no cycles: time and everything that goes wrong are used up
+//! Rules are checked in every step (`model/protocol/properties.rs`), independently of the code that keeps them. "Every call
+//! ends" is sound because the model has no cycles: time and the budget of faults are used up
 //! (`no_configuration_goes_round_in_circles`), so that every path ends.
 #![allow(
     clippy::cast_possible_truncation,
@@ -133,13 +132,14 @@ fn is_large() -> bool {
     std::env::var("IDEM_PROTOCOL_BOUND").is_ok_and(|bound| bound == "large")
 }
 
-/// A history that shows `property`: what breaks it, or how it comes about. Short, as states are looked at in the order of
-/// their depth, but not the shortest: the checker looks at many before it stops, and keeps the last.
+/// A history that shows `property`: one that breaks a rule, or leads to a scene. It is short, as states are checked in the
+/// order of their depth, but not the shortest: the checker looks at more states before it stops, and keeps the last
+/// history.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);
     let checker = match at_most {
-        // The first state is at depth 1, and the deepest is left out.
+        // The first state is at depth 1, and the deepest states are left out.
         Some(steps) => checker.target_max_depth(steps + 2),
         None => checker,
     };
@@ -147,10 +147,10 @@ fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Opt
     checker.discovery(property).map(stateright::Path::into_actions)
 }
 
-/// The shortest one.
+/// The shortest history that shows `property`.
 fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     let mut shortest = found(config, property, None)?;
-    // Of "every call ends", a search that stops early knows nothing.
+    // For "every call ends", a search that stops early finds nothing.
     while property != ENDS
         && let Some(shorter) = found(config, property, Some(shortest.len() - 1))
     {
@@ -159,7 +159,7 @@ fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     Some(shortest)
 }
 
-/// The history, a step a line.
+/// The history, one step a line.
 fn tell(config: &Config, story: &[Action]) -> String {
     let mut told = String::new();
     let mut world = config.init_states().remove(0);
@@ -186,8 +186,8 @@ fn tell(config: &Config, story: &[Action]) -> String {
     told
 }
 
-/// A mistake in one step is noticed by the property that is there for it; without the mistake the same configuration
-/// breaks none (it is a test of its own).
+/// A mistake in one step is noticed by the property made for it. Without the mistake the same configuration breaks no rule,
+/// as a test of its own shows.
 #[test]
 fn every_mistake_is_noticed_by_its_property() {
     let only = std::env::var("IDEM_PROTOCOL_MUTANT").ok();
@@ -211,7 +211,7 @@ fn every_mistake_is_noticed_by_its_property() {
     assert!(missed.is_empty(), "not noticed: {missed:#?}");
 }
 
-/// Every rule is broken by some mistake: none of them is idle.
+/// Every rule is broken by some mistake: none is idle.
 #[test]
 fn every_property_notices_a_mistake() {
     let noticed: BTreeSet<_> = Mutant::ALL.iter().map(|mutant| mutant.noticed_by()).collect();
@@ -219,12 +219,12 @@ fn every_property_notices_a_mistake() {
     assert_eq!(noticed, rules);
 }
 
-/// A path without an end would be one on which "every call ends" is not looked at.
+/// "Every call ends" is not checked on a path without an end.
 #[test]
 fn no_configuration_goes_round_in_circles() {
     for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints"] {
         let config = config::named(name);
-        // For each state on the path whether it is being left or has been.
+        // For each state: `true` while it is on the path, `false` once all of its steps were followed.
         let mut seen: HashMap<World, bool> = HashMap::new();
         let start = config.init_states().remove(0);
         let mut path = vec![(start.clone(), config.next_states(&start))];

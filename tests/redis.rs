@@ -1,4 +1,4 @@
-//! `RedisStore` against real servers: what is written, what is refused, and what breaks.
+//! `RedisStore` against real servers: its values, its errors, its costs, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
@@ -33,7 +33,7 @@ async fn connect(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&server.url()).await.unwrap()
 }
 
-// What is written.
+// The stored form.
 
 #[test]
 fn the_written_form_is_pinned() {
@@ -62,7 +62,7 @@ fn the_written_form_is_pinned() {
         let bytes: Vec<u8> =
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
-        // A single byte less or more is noticed, except in a result, whose length is the value's own.
+        // One byte less or more is noticed, except in a result, whose length follows from the value's own.
         if !matches!(record.state, State::Completed(Payload::Stored { .. }) | State::Failed(Payload::Stored { .. })) {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
@@ -122,7 +122,7 @@ async fn other_protocols_and_sockets_work_as_well() {
     }
 }
 
-/// A server that speaks TLS only, with a certificate that nobody but this test trusts.
+/// A server that speaks only TLS, with a certificate that only this test trusts.
 #[test]
 fn tls_checks_the_certificate() {
     let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));
@@ -143,7 +143,7 @@ fn tls_checks_the_certificate() {
     let race = |trusted: bool| {
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("redis {url} tls:"), path("effects"), 3).words());
-        // In a process of its own, as the trusted certificates are read from its environment.
+        // In a process of its own, as the trusted certificates are read from the environment.
         if trusted {
             racer.env("SSL_CERT_FILE", path("cert.pem"));
         }
@@ -157,7 +157,7 @@ fn tls_checks_the_certificate() {
     std::fs::remove_dir_all(folder).ok();
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn values_of_others_are_left_alone() {
@@ -180,7 +180,7 @@ async fn values_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
         assert!(source.to_string().contains(words), "{name}: {source}");
         assert_eq!(runs.into_inner(), 0, "{name}");
-        // Nothing that needs an owner touches them either.
+        // No write of an owner touches them either.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
         for write in [
             store.finish(&lease, &done()).await,
@@ -189,7 +189,7 @@ async fn values_of_others_are_left_alone() {
         ] {
             match write {
                 Ok(write) => assert_eq!(write, Write::Refused, "{name}"),
-                // What can't be read as a string is no answer.
+                // A value that is no string is an error.
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
@@ -201,7 +201,7 @@ async fn values_of_others_are_left_alone() {
     assert_eq!(text, "hello");
 }
 
-/// What connecting to `url` is answered.
+/// The error when connecting to `url`.
 async fn refusal(url: &str) -> StoreError {
     RedisStore::connect(url).await.expect_err("refused")
 }
@@ -247,7 +247,7 @@ async fn replicas_are_refused() {
     let error = refusal(&replica.url()).await;
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
     assert!(error.to_string().contains("replica"), "{error}");
-    // One that becomes a replica later writes nothing and says so.
+    // A server that becomes a replica later writes nothing and says so.
     let store = connect(&primary).await;
     let mut raw = primary.raw().await;
     let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg("1").query_async(&mut raw).await.unwrap();
@@ -256,7 +256,7 @@ async fn replicas_are_refused() {
     assert!(error.to_string().contains("READONLY"), "{error}");
 }
 
-/// What is logged while a future runs on this thread.
+/// The log of a future that runs on this thread.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -290,7 +290,7 @@ async fn a_server_that_may_evict_records_is_warned_of() {
     assert!(!log.contains("WARN"), "{log}");
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn scripts_survive_a_flush() {
@@ -314,7 +314,7 @@ async fn scripts_survive_a_flush() {
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     flush().await;
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done);
-    // Under load, where completions share a script.
+    // Under load, when completions share a script.
     flush().await;
     let runs = AtomicU32::new(0);
     let names: Vec<_> = (0..500).map(|n| format!("many{n}")).collect();
@@ -334,7 +334,7 @@ async fn a_restart_with_persistence_keeps_every_record() {
     assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1, "a server that is away is never read as `no record`");
     server.run();
-    // The connection is made anew by itself; the scripts are gone with the old process.
+    // The store reconnects by itself; the scripts are gone with the old process.
     let replayed = loop {
         match call(&store, "done", &runs).await {
             (Ok(result), outcome) => break (result, outcome.replayed()),
@@ -353,7 +353,7 @@ async fn a_server_that_comes_back_in_time_gets_the_result() {
     let body = async {
         server.kill();
         let mut server = server;
-        // Back only after the first tries to record have failed.
+        // The server comes back only after the first tries to record have failed.
         let restart = tokio::task::spawn_blocking(move || {
             std::thread::sleep(Duration::from_millis(300));
             server.run();
@@ -389,7 +389,7 @@ async fn records_lost_by_the_server_are_noticed() {
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
 }
 
-/// A store behind a proxy, with a short timeout so that a lost answer is given up soon.
+/// A store behind a proxy, with a short time-out so that a lost answer is given up soon.
 async fn behind_a_proxy(server: &RedisServer) -> (RedisStore, Proxy) {
     let proxy = Proxy::to(server.port()).await;
     let options = RedisStore::options().response_timeout(Duration::from_millis(200));
@@ -446,7 +446,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
     let direct = connect(&server).await;
     for (n, line) in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse].into_iter().enumerate() {
         let (runs, name) = (AtomicU32::new(0), format!("k{n}"));
-        // Breaks while the result is being recorded, and heals after a while.
+        // The line breaks while the result is being recorded, and heals after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -491,7 +491,7 @@ async fn a_connection_that_stopped_answering_is_given_up() {
     proxy.set(Line::Stale);
     let error = store.reserve(&request).await.unwrap_err();
     assert!(error.may_have_landed(), "{error}");
-    // The old connection would time out for ever; nobody has closed it.
+    // The old connection would time out for ever; neither side has closed it.
     assert!(matches!(store.reserve(&request).await, Ok(Reservation::Reserved { .. })));
 }
 
@@ -520,7 +520,7 @@ async fn a_cancelled_caller_takes_nobody_with_it() {
     }
 }
 
-// What it costs.
+// Costs.
 
 async fn calls_of(server: &RedisServer) -> impl Fn(&str) -> u64 {
     let mut raw = server.raw().await;
@@ -540,7 +540,7 @@ async fn a_first_run_is_two_calls_and_everything_else_one() {
         ["set", "evalsha", "eval", "get", "mget"].iter().map(|command| calls(command)).sum::<u64>()
     };
     let runs = AtomicU32::new(0);
-    // Scripts call commands themselves, so each step is counted by what it is known to run.
+    // Scripts run commands themselves, so each step is counted with the commands inside its script.
     let before = sent().await;
     call(&owner, "k", &runs).await.0.unwrap();
     // SET; EVALSHA with a GET and a SET in it.
@@ -550,7 +550,7 @@ async fn a_first_run_is_two_calls_and_everything_else_one() {
     assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
 
     let _lease = reserved(&owner, "busy").await;
-    // The first duplicate of another handle learns how long the lease holds; whoever comes after it is told at once.
+    // The first duplicate of another handle learns how long the lease holds; later ones are refused at once.
     call(&other, "busy", &runs).await.0.unwrap_err();
     for _ in 0..5 {
         let before = sent().await;
@@ -592,7 +592,7 @@ async fn a_waiter_of_another_process_is_woken() {
         let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
         let duplicate = observe(run(operation, record_values::<Json>(), body));
         let finish = async {
-            // Marked by the waiter, so that the completion knows of it.
+            // Waits for the waiter's mark, so that the completion knows of it.
             if n == 0 {
                 let mut raw = server.raw().await;
                 loop {

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_runtime::{MemoryStore, observe};
 
-/// What handlers work with.
+/// The application of the handlers.
 #[derive(Debug, Default)]
 struct App {
     store: MemoryStore,
@@ -29,7 +29,7 @@ struct App {
 }
 
 impl App {
-    /// Called by every body: the number of the run, which a replay gives again.
+    /// Called by every body: the number of the run, which a replay returns again.
     fn run(&self) -> u32 {
         self.runs.fetch_add(1, Ordering::SeqCst) + 1
     }
@@ -39,7 +39,7 @@ impl App {
     }
 }
 
-/// Runs a test as a task that may change its thread: every call that it awaits has to be `Send`.
+/// Runs a test as a task that may move between threads: every call that it awaits has to be `Send`.
 fn spawned(test: impl Future<Output = ()> + Send + 'static) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
@@ -48,9 +48,9 @@ fn spawned(test: impl Future<Output = ()> + Send + 'static) {
     }
 }
 
-/// Awaits two calls: the first is to run the body, the second to replay what the first returned.
+/// Awaits two calls: the first must run the body, the second must replay the result of the first.
 ///
-/// Every shape goes through here, so that each is asked for `Send`, and in a spawned task.
+/// Every shape goes through this function, so that each is checked for `Send`, and in a spawned task.
 async fn twice<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>> + Send,
     second: impl Future<Output = Result<T, E>> + Send,
@@ -59,7 +59,7 @@ async fn twice<T: PartialEq + Debug, E: Debug>(
     twice_here(first, second).await
 }
 
-/// The same for calls that can't be `Send`, as their arguments aren't.
+/// The same for calls that are not `Send` because of their arguments.
 async fn twice_here<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>>,
     second: impl Future<Output = Result<T, E>>,

@@ -1,12 +1,13 @@
 //! The real engine under a hostile scheduler: processes, workers, a broker and an operator in one thread, on simulated
 //! time, over a store that fails in every way the contract allows. One seed decides everything.
 //!
-//! Every history is checked for linearizability, and the books of what the bodies did for everything the README
-//! guarantees; see [`Check`]. That the checks can fail is checked by breaking the store, and what is around the engine.
+//! Every history is checked for linearizability, and the books of what the bodies did are checked against everything that
+//! the README guarantees; see [`Check`]. That the checks can fail is shown by breaking the store and the surroundings of
+//! the engine.
 //!
-//! A failure prints its seed, the history of the key, and what it contradicts.
-//! `IDEM_SIM_SEED=… cargo test -p idem-tests --test simulation` repeats it and prints all of its history;
-//! `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed.
+//! A failure prints its seed, the history of the key, and the rule that it breaks. `IDEM_SIM_SEED=… cargo test -p
+//! idem-tests --test simulation` repeats it and prints its whole history; `IDEM_SIM_RUNS=100000` is a long run, and
+//! `IDEM_SIM_FIRST` its first seed.
 
 #[path = "simulation/cancel.rs"]
 mod cancel;
@@ -38,15 +39,15 @@ use plain::Mistake as M;
 use store::Prank;
 use world::{Broken, Report, run};
 
-/// How many worlds are lived through if nothing is said.
+/// How many worlds are run (default).
 const RUNS: u64 = 1_000;
 
-/// Seeds that found something once, and the tests of `engine.rs` that say what.
+/// Seeds that once found something, and the tests of `engine.rs` that show it:
 /// - `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is`
 /// - none: a history that a search of 20 000 configurations could not decide
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
-/// What has to have happened in the worlds of [`RUNS`], so that no check is idle.
+/// Events that must occur in the worlds of [`RUNS`], so that no check is idle.
 const EVENTS: [&str; 23] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
@@ -78,13 +79,13 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a whole number")))
 }
 
-/// Does `work` for each of `items`, on all processors.
+/// Runs `work` for each of `items`, on all processors.
 fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
     let next = AtomicU64::new(0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..threads {
-            // Tasks that block are polled inside of each other.
+            // Tasks that block are polled inside each other, which needs a deep stack.
             let thread = std::thread::Builder::new().stack_size(64 << 20);
             let spawned = thread.spawn_scoped(scope, || {
                 while let Some(item) =
@@ -98,7 +99,7 @@ fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
     });
 }
 
-/// What to read first of a world in which something is wrong.
+/// The first part of a failed world to read.
 fn story(report: &Report) -> Option<String> {
     let first = report.findings.first()?;
     let all: Vec<String> = report.findings.iter().map(ToString::to_string).collect();
@@ -158,7 +159,7 @@ fn a_seed_repeats_its_history() {
     }
 }
 
-/// When the store did what is where the search begins, and no part of its answer.
+/// The time at which the store did an operation only tells the search where to begin; it is no part of the answer.
 #[test]
 fn histories_are_judged_the_same_from_outside() {
     let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);
@@ -184,8 +185,8 @@ fn histories_are_judged_the_same_from_outside() {
     assert!(contradicted > 10, "some of them are contradicted: {contradicted}");
 }
 
-/// What is broken on purpose, and the check that has to notice. Mistakes of stores that no engine brings to light (how large
-/// results are kept, what two keys share) are those of the conformance suite.
+/// A deliberate break, and the check that has to notice. Store mistakes that no engine can show (the size of results that
+/// are kept, keys that share a record) are left to the conformance suite.
 const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(Prank::SlowClock), Check::Belief),
     (Broken::Between(Prank::StaleReads), Check::Linearizable),
@@ -193,7 +194,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(Prank::RenewsNothing), Check::Lapse),
     (Broken::Between(Prank::ReleasesNothing), Check::Leak),
     (Broken::Between(Prank::FinishesNothing), Check::Recorded),
-    // The store answers that the token was released before: nobody runs.
+    // The store answers that the token was released before: no body runs.
     (Broken::Between(Prank::OwnersRepeat), Check::Stuck),
     (Broken::Store(M::LeaseCutShort), Check::Linearizable),
     (Broken::Store(M::RepeatIsADuplicate), Check::Linearizable),
@@ -264,7 +265,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Store(M::FingerprintNotOnceReleased), Check::Linearizable),
 ];
 
-/// The worlds in which a break has to be noticed.
+/// How many worlds there are in which a break has to be noticed.
 const WORLDS_TO_NOTICE: u64 = 4_000;
 
 #[test]
@@ -284,7 +285,7 @@ fn every_break_is_noticed() {
     assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
 }
 
-/// The store of these worlds without a mistake, and nothing between: all is well.
+/// The same store without a mistake, and an undisturbed line: no check fails.
 #[test]
 fn a_second_store_keeps_every_promise() {
     for seed in 0..100 {

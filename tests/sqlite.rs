@@ -1,4 +1,4 @@
-//! `SqliteStore` on real files: what is written, what is refused, what is shared, and what breaks.
+//! `SqliteStore` on real files: its table, its errors, its handles and processes, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real files")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 // Deep futures: a store, its queue and its threads, within a test.
@@ -36,15 +36,15 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
     answer.as_ref().expect_err("fails").kind()
 }
 
-// What is written.
+// The stored form.
 
-/// 2100-01-01: in the place of every time, so that rows can be compared.
+/// 2100-01-01: replaces every time, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
 
-/// How an attempt ends, if it does.
+/// The end of an attempt, if it has one.
 type End = Option<Result<Finish, Release>>;
 
-/// Records in every state, and what makes them.
+/// Writes records in every state.
 async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let result = stored(&br#"{"a":1}"#[..]);
@@ -131,7 +131,7 @@ async fn the_written_form_is_pinned() {
     }
     assert_eq!(written, golden, "a released form never changes: give a new one a new version");
 
-    // And what was written once is read.
+    // The pinned rows can be read.
     let folder = Folder::new();
     raw(&folder.file()).execute_batch(golden).unwrap();
     let store = open(&folder.file()).await;
@@ -178,15 +178,16 @@ async fn expired_records_are_cleaned_up() {
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
     }
     let alive = reserved(&store, "alive").await;
-    // Time passes: all are listed, all but one have expired.
+    // Time passes: all rows are listed for clean-up, and all but one have expired.
     raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'P', expires_at, 2)", []).unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
-    // Each reservation takes two away, with the seven others of its eight: they can't pile up. It was the 101st.
+    // Each reservation deletes two expired rows, in batches of eight reservations, so that rows can't pile up. This was the
+    // 101st reservation.
     for n in 0..11 {
         reserved(&store, &format!("new{n}")).await;
     }
     assert!((80..=81).contains(&rows()), "{} rows", rows());
-    // And a store that is not used any more is purged, in bounded steps.
+    // An unused store can be purged, in bounded steps.
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
     assert_eq!(rows(), 12, "eleven new ones, and the one that is alive");
@@ -206,7 +207,7 @@ async fn the_table_lies_beside_the_applications_own() {
     assert_eq!(version, 7);
 }
 
-// What is refused.
+// Errors.
 
 #[tokio::test]
 async fn paths_and_names_that_can_not_be_used_are_refused() {
@@ -221,7 +222,7 @@ async fn paths_and_names_that_can_not_be_used_are_refused() {
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
     }
     assert!(!folder.file().exists());
-    // No URI, whatever SQLite was compiled with.
+    // Never taken for a URI, however SQLite was compiled.
     let store = SqliteStore::open(folder.path().join("file:x?mode=memory")).await.unwrap();
     reserved(&store, "k").await;
     assert!(folder.path().join("file:x?mode=memory").exists());
@@ -316,7 +317,7 @@ async fn results_beyond_what_sqlite_holds_are_refused_before_they_are_written() 
     assert_eq!(store.finish(&lease, &without).await.unwrap(), Write::Done);
 }
 
-/// What another process is told that opens `path`, without the right to write where the modes forbid it.
+/// The output of another process that opens `path` and has no more rights than the file modes give it.
 fn open_as_ordinary_process(path: &Path) -> String {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL"]);
@@ -357,7 +358,7 @@ async fn what_is_read_only_is_refused() {
     mode(folder.path(), 0o755);
 }
 
-// What breaks.
+// Faults.
 
 #[tokio::test]
 async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
@@ -421,7 +422,7 @@ async fn every_call_ends_and_says_whether_it_was_begun() {
     store.flush().await;
     assert_eq!(store.inspect(&waiting.key).await.unwrap(), None);
     assert_eq!(store.inspect(&refused.key).await.unwrap(), None);
-    // Its caller had gone when the lock was free.
+    // Its caller had gone by the time the lock was free.
     assert_eq!(store.inspect(&begun.key).await.unwrap(), None);
     assert_eq!(lease_of(store.reserve(&begun).await).attempt, 1);
 }
@@ -434,7 +435,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     assert_eq!(call(&store, "first", &runs).await.0.unwrap(), 1);
     let held = reserved(&store, "held").await;
     let (large, beside) = (reserved(&store, "large").await, reserved(&store, "beside").await);
-    // What has no room fails alone, whoever is in the same transaction.
+    // A write that has no room fails alone, whichever others are in the same transaction.
     let too_large = Finish::Completed(stored(vec![b'x'; 220 * 1024]));
     let (done, meanwhile) = (done(), request(&store, "meanwhile"));
     let answers =
@@ -457,7 +458,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
         assert!(store.inspect(&key(&format!("k{n}"))).await.unwrap().is_some(), "{n} is forgotten early");
     }
     assert!(call(&store, "first", &runs).await.1.replayed());
-    // A handle without the limit goes on.
+    // A handle without the limit can write.
     let roomy = open(&folder.file()).await;
     assert_eq!(roomy.finish(&held, &done).await.unwrap(), Write::Done);
 }
@@ -504,7 +505,7 @@ async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
     let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
     assert_eq!(kind(&store.finish(&leases[0], &result(256 * 1024)).await), StoreErrorKind::TooLarge);
     assert_eq!(kind(&store.upkeep().finish(&leases[0], &result(1024 * 1024)).await), StoreErrorKind::TooLarge);
-    // The engine leaves it out, and the operation is recorded.
+    // The engine leaves the result out, and the operation is recorded.
     let runs = AtomicU32::new(0);
     let body = async {
         runs.fetch_add(1, Ordering::SeqCst);
@@ -553,7 +554,7 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
         assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Unavailable);
         assert!(!folder.file().exists(), "an empty file would be a store without records");
     }
-    // Another file is not taken for the first one; one with a table of records is what the operator wants.
+    // Another file is not taken for the first one; a file with a table of records is accepted, as the operator's decision.
     raw(&folder.file()).execute_batch("CREATE TABLE something (id)").unwrap();
     for _ in 0..3 {
         assert!(call(&store, "k", &runs).await.0.is_err());
@@ -586,7 +587,7 @@ async fn a_table_that_was_removed_is_never_read_as_empty() {
     }
 }
 
-/// Has a future do what it does before it waits.
+/// Polls a future until it waits.
 async fn begin<F: Future + Unpin>(future: &mut F)
 where
     F::Output: std::fmt::Debug,
@@ -605,7 +606,7 @@ async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
     for handle in [store.handle(), store.upkeep()] {
         let holder = raw(&folder.file());
         holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-        // Some the thread takes up, and then it waits for the lock; others wait in its queue.
+        // The thread has taken some of them, and waits for the lock; the others wait in its queue.
         let requests: Vec<_> = (0..20).map(|n| request(&store, &format!("k{n}"))).collect();
         for request in &requests {
             begin(&mut handle.reserve(request)).await;
@@ -618,7 +619,7 @@ async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
         let mut asked = handle.reserve(&last);
         begin(&mut asked).await;
         holder.execute_batch("COMMIT").unwrap();
-        // It was the last one in the queue.
+        // This request was the last one in the queue.
         lease_of(asked.await);
         for request in requests {
             assert_eq!(store.inspect(&request.key).await.unwrap(), None, "{}", request.key);
@@ -682,7 +683,7 @@ async fn upkeep_waits_for_no_queue() {
     let (kept, late) = (reserved(&store, "kept").await, reserved(&store, "late").await);
     let holder = raw(&folder.file());
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-    // 64 MiB, which takes many transactions.
+    // 64 MiB in all, which takes many transactions.
     let result = Finish::Completed(stored(vec![b'x'; 64 * 1024 * 1024 / CALLS]));
     let done_calls = AtomicU32::new(0);
     let calls = leases.iter().map(|lease| async {
@@ -708,7 +709,7 @@ async fn a_renewal_never_cuts_short_what_was_confirmed() {
     let store = open(&folder.file()).await;
     let lease = reserved(&store, "k").await;
     let raw = raw(&folder.file());
-    // As a renewal has left it whose clock was an hour ahead.
+    // As after a renewal by a process whose clock was an hour ahead.
     let hour = 3_600_000;
     raw.execute("UPDATE idem_records SET lapses_at = lapses_at + ?1, expires_at = expires_at + ?1", [hour]).unwrap();
     let times = || {
@@ -729,7 +730,7 @@ async fn renewals_without_number_are_answered_one_by_one() {
     let folder = Folder::new();
     let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
     let lease = reserved(&store, "k").await;
-    // Every other one is nobody's.
+    // Every other lease has no record.
     let leases: Vec<_> = (0..LEASES)
         .map(|n| match n % 2 {
             0 => lease.clone(),
@@ -741,7 +742,7 @@ async fn renewals_without_number_are_answered_one_by_one() {
     assert!(answers.into_iter().eq(expected));
 }
 
-// What is inherited.
+// Forked processes.
 
 fn fork(folder: &Folder, how: &str) {
     let mut command = Command::new("setpriv");
@@ -766,7 +767,7 @@ async fn a_forked_child_and_its_parent_both_record() {
     }
 }
 
-/// What a child closes late may be a file that others have written to since: it must not tidy that up.
+/// A file that a child closes late may have been written to by others since: the child must not tidy it up.
 #[tokio::test]
 async fn a_forked_child_takes_nothing_from_those_that_came_after() {
     let folder = Folder::new();
@@ -841,7 +842,7 @@ fn what_is_left_to_write_when_the_runtime_ends_is_written() {
 
 // Several handles and processes.
 
-/// Once most reservations are replays, the reader looks at them first.
+/// Once most reservations are replays, the reader handles them first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn reservations_among_replays_are_decided_once() {
     let folder = Folder::new();
@@ -927,13 +928,13 @@ async fn a_store_that_is_dropped_lets_go_of_its_file() {
     assert!(handle.inspect(&key("k")).await.unwrap().is_some());
     assert!(folder.path().join("records.db-wal").exists());
     drop(handle);
-    // The last connection takes its files away.
+    // The last connection removes the files.
     while folder.path().join("records.db-wal").exists() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 
-/// What a process was told, which was killed in the middle.
+/// Runs a process that is killed while it records, and returns how many results it was told are recorded.
 fn recorded_before_a_kill(path: &Path, keys: usize, kill_after: usize) -> usize {
     let mut recorder = Command::new("setpriv")
         .args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")])
@@ -968,7 +969,7 @@ async fn what_a_killed_process_was_told_is_recorded() {
             let record = store.inspect(&race::key(n)).await.unwrap().expect("recorded").record;
             assert_eq!(record.state, State::Completed(stored(n.to_string())), "{n}");
         }
-        // The attempt that died is taken over once its lease has lapsed, and everybody goes on.
+        // The attempt that died is taken over once its lease has lapsed, and the other keys go on.
         while let Some(Some(lapses_in)) = store
             .inspect(&race::key(told))
             .await

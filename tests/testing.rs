@@ -1,4 +1,4 @@
-//! What users test their handlers with: does it find what it is for, and nothing else?
+//! The tools for testing handlers: they must find the mistakes that they are for, and report nothing else.
 #![allow(clippy::disallowed_methods, reason = "what a handler does with time is simulated here")]
 
 mod simulation {
@@ -113,14 +113,14 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
-            // Without an end.
+            // Endless.
             loop {
                 tokio::task::yield_now().await;
             }
         };
         let stuck = simulation.try_run(spinning).unwrap_err();
         assert!(stuck.is_spinning());
-        // It goes on being of use.
+        // The simulation can still be used.
         assert_eq!(simulation.run(async { 7 }), 7);
     }
 
@@ -162,7 +162,7 @@ mod simulation {
                 }
                 (task.polls(), task.await)
             });
-            // Three awaits: at the fourth poll it is ready, and no kill comes in time.
+            // Three awaits: the fourth poll is ready, and a later kill comes too late.
             assert_eq!(output, killed_at.min(4), "polls of one killed at {killed_at}");
             assert_eq!(polls.get(), killed_at.min(4));
             assert_eq!(seen.is_ok(), killed_at > 3, "{seen:?}");
@@ -219,7 +219,7 @@ mod simulation {
         Ok(order_id)
     }
 
-    /// Ten deliveries of one message, some of them killed, to workers of their own; how each of them ended, and when.
+    /// Ten deliveries of one message to workers of their own, some of them killed: how each of them ended, and when.
     fn deliveries(seed: u64) -> Vec<(Option<Outcome>, Duration)> {
         let simulation = Simulation::new(seed);
         let clock = simulation.clock();
@@ -253,7 +253,7 @@ mod simulation {
             assert_eq!(ended, deliveries(seed), "seed {seed} repeats");
             let executed = ended.iter().flat_map(|(outcome, _)| outcome).filter(|it| it.executed()).count();
             assert!(executed == 1, "seed {seed}: {ended:?}");
-            // The lease of 30 s is renewed all the while, so nobody takes over.
+            // The lease of 30 s is renewed all the while, so no call takes over.
             assert!(ended.iter().flat_map(|(outcome, _)| outcome).all(|it| !it.took_over()), "seed {seed}: {ended:?}");
         }
     }
@@ -306,7 +306,7 @@ mod explorer {
         matches!(problem, Problem::Missing { .. })
     }
 
-    /// The scenarios with a problem of this kind, each of which shows the same when it is played alone.
+    /// The scenarios with a problem of this kind. Each shows the same problem when it is played alone.
     fn scenarios(report: &Report, alone: impl Fn(Explorer) -> Report, is: fn(&Problem) -> bool) -> BTreeSet<String> {
         let all = report.findings();
         let found: BTreeSet<_> = all.iter().filter(|it| is(it.problem())).map(|it| it.scenario().to_owned()).collect();
@@ -332,7 +332,7 @@ mod explorer {
         }};
     }
 
-    // ---- Handlers that are right -----------------------------------------------------------------------------------
+    // ---- Correct handlers ------------------------------------------------------------------------------------------
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
     async fn charge_keyed(app: &App, order: u32) -> anyhow::Result<u32> {
@@ -484,7 +484,7 @@ mod explorer {
         .assert_once();
     }
 
-    // ---- Handlers that are wrong -----------------------------------------------------------------------------------
+    // ---- Wrong handlers --------------------------------------------------------------------------------------------
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
     async fn charge_before_check(app: &App, order: u32) -> anyhow::Result<u32> {
@@ -496,7 +496,7 @@ mod explorer {
     #[test]
     fn a_charge_before_its_check_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
-        // 1 and 2: reserving. 3: the charge is asked for. From 4 on it has happened, up to the answer of its record.
+        // 1 and 2: reserving. 3: the charge is requested. From 4 on it has happened, up to the answer of its record.
         for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@effect:1"] {
             assert!(found.contains(cut), "{cut} in {found:?}");
         }
@@ -622,7 +622,7 @@ mod explorer {
         let found = found!(is_missing, |worker| async move {
             let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
             let lost = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::LeaseLost { .. }));
-            // "Somebody else has it."
+            // The handler takes `LeaseLost` for success: another worker has the message.
             if result.as_ref().is_err_and(lost) { Disposition::Ack } else { outcome.disposition() }
         });
         assert!(found.iter().all(|it| it.starts_with("overtake@")), "{found:?}");
@@ -795,7 +795,7 @@ mod explorer {
         assert_eq!(report.findings().len(), 1);
     }
 
-    // ---- What is explored ------------------------------------------------------------------------------------------
+    // ---- The scenarios ---------------------------------------------------------------------------------------------
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
     async fn steps(app: &App, order: u32, reached: &Mutex<Vec<u32>>) -> anyhow::Result<u32> {
@@ -838,12 +838,12 @@ mod explorer {
         assert_eq!(report.awaits(), expected);
         assert_eq!(report.store_calls(), ["reserve", "finish"]);
         assert_eq!(report.effects(), ["charge"]);
-        // How far the first run came that was cancelled at each of them, then the second one: all the way.
+        // The steps that the first, cancelled run reached for each await; the second run goes all the way.
         for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
             reached.lock().unwrap().clear();
             explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();
             let mut seen = std::mem::take(&mut *reached.lock().unwrap());
-            // That is after the run that nothing happens to.
+            // The plain run comes first.
             assert_eq!(seen.drain(..5).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
             let recorded = at >= 7;
             let first: Vec<u32> = (0..steps).collect();

@@ -1,4 +1,4 @@
-//! What the attribute says about mistakes, and what it says nothing about.
+//! The attribute's messages about mistakes, and code that it must accept silently.
 
 /// `.stderr` files are reviewed like prose. After a change: `TRYBUILD=overwrite cargo test -p idem-tests --test ui`.
 #[test]

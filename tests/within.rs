@@ -1,4 +1,4 @@
-//! Records inside of the user's own transaction: with the effect, or not at all.
+//! Records inside the user's own transaction: committed with the effect, or not at all.
 #![allow(
     clippy::large_stack_arrays,
     clippy::similar_names,
@@ -40,14 +40,14 @@ fn key(name: &str) -> Key {
 
 // ---- PostgreSQL ------------------------------------------------------------------------------------------------------
 
-/// A schema of its own, with a table of payments beside the records.
+/// A schema for one test, with a table of payments beside the records.
 struct Bank {
     url: String,
     schema: String,
     store: PostgresStore,
-    /// Whether errors are recorded, and not released.
+    /// Whether errors are recorded instead of released.
     records_errors: bool,
-    /// Whether a body has paid, and hangs.
+    /// Whether a body has paid and now hangs.
     hangs: Cell<bool>,
 }
 
@@ -60,7 +60,7 @@ impl Bank {
         bank
     }
 
-    /// A connection that sees the schema's tables first.
+    /// A connection that looks for tables in the schema first.
     async fn client(&self) -> Client {
         let client = raw(&self.url).await;
         let schema = self.schema.replace('"', "\"\"");
@@ -76,7 +76,7 @@ impl Bank {
         self.store.inspect(&key(name)).await.unwrap().map(|inspection| inspection.record.state)
     }
 
-    /// Pays once for `name`, inside of `tx`.
+    /// Pays once for `name`, inside `tx`.
     async fn pay(&self, tx: &Transaction<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
         self.run(tx, name, policy, async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
@@ -115,7 +115,7 @@ async fn payment_and_record_commit_together() {
     assert_eq!(paid.unwrap(), 1);
     assert!(outcome.executed() && outcome.recorded());
     assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "nobody sees it yet");
-    // A second call in the same transaction replays it already.
+    // A second call in the same transaction already replays it.
     let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
     assert_eq!(paid.unwrap(), 1);
     assert!(outcome.replayed());
@@ -151,7 +151,7 @@ async fn a_connection_that_dies_takes_the_record_with_it() {
     let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
     bank.client().await.execute("SELECT pg_terminate_backend($1)", &[&pid]).await.unwrap();
     tx.commit().await.unwrap_err();
-    // The server may still be at it.
+    // The server may still be ending the transaction.
     let (payment, outcome) = bank.pay_waiting("a", Duration::from_secs(60)).await;
     assert_eq!(payment.unwrap(), 1);
     assert!(outcome.executed());
@@ -168,12 +168,12 @@ impl Bank {
     }
 }
 
-/// What bodies do in these tests, in a transaction of any driver.
+/// The end of a body in these tests, in a transaction of any driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Succeed,
     Fail,
-    /// By a statement that fails, and ends a transaction of PostgreSQL.
+    /// Fails by a failed SQL statement, which aborts a transaction of PostgreSQL.
     FailInSql,
     Panic,
     Hang,
@@ -189,7 +189,7 @@ impl From<Error> for Declined {
 }
 
 impl Bank {
-    /// Pays, and ends in this way.
+    /// Pays, and ends as `end` says.
     async fn end(&self, tx: &Transaction<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
         let body = async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
@@ -325,7 +325,7 @@ async fn a_call_can_be_dropped_at_every_await() {
                 let mut call = Box::pin(bank.end(&tx, &name, policy, end));
                 let mut over = false;
                 for _ in 0..polls {
-                    // What was asked is answered before the next poll.
+                    // Every request is answered before the next poll.
                     tx.batch_execute("SELECT 1").await.unwrap_or_default();
                     tokio::time::sleep(Duration::from_millis(2)).await;
                     over = poll_once(call.as_mut()).await.is_ready();
@@ -400,10 +400,10 @@ async fn calls_in_one_transaction_take_turns() {
             bank.run(tx, name, POLICY, body).await.0.is_ok()
         }
     };
-    // Without turns the end of one that fails would undo what others have done since it began, and said to be done.
+    // Without turns, the end of a failed call would undo the confirmed work that others have done since it began.
     let calls = [slow("a", End::Fail), slow("b", End::Succeed), slow("c", End::Fail), slow("d", End::Succeed)];
     assert_eq!(join_all(calls).await, [false, true, false, true]);
-    // One that waits for its turn and is dropped takes none.
+    // A call that is dropped while it waits for its turn takes none.
     {
         let mut first = Box::pin(slow("e", End::Succeed));
         let mut second = Box::pin(slow("f", End::Succeed));
@@ -451,7 +451,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
     assert_eq!(paid.unwrap(), 2);
     assert!(outcome.took_over());
     tx.commit().await.unwrap();
-    // Its retention counts from the completion, not from the beginning of the transaction.
+    // The retention counts from the completion, not from the beginning of the transaction.
     let client = bank.client().await;
     let expires: SystemTime = client.query_one("SELECT expires_at FROM records", &[]).await.unwrap().get(0);
     assert!(expires >= begun + Duration::from_secs(3600) + lease, "{:?}", expires.duration_since(begun));
@@ -494,7 +494,7 @@ async fn a_record_that_somebody_has_locked_is_not_waited_for() {
 async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() {
     let bank = Bank::open().await;
     let client = bank.client().await;
-    // As it says of a value that is larger than it can be.
+    // The server's error for a value that is larger than it can be.
     client
         .batch_execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -516,7 +516,7 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
     tx.commit().await.unwrap();
     assert_eq!(bank.payments().await, 1);
     assert!(matches!(bank.state("a").await, Some(State::Completed(Payload::TooLarge { .. }))));
-    // And so does the store itself.
+    // The store itself does the same.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(idem_runtime::run(operation, record_values::<Json>(), body)).await;
@@ -580,7 +580,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
         let waiter: i32 = other.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
         let mut waiting = Box::pin(bank.pay(&other, name, policy));
-        // Until the server says that it waits.
+        // Until the server reports that it waits.
         let observer = bank.client().await;
         let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND pid = $1";
         while observer.query_one(waits, &[&waiter]).await.unwrap().get::<_, i64>(0) == 0 {
@@ -657,7 +657,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
     let mut client = bank.client().await;
     let tx = client.transaction().await.unwrap();
     bank.pay(&tx, "0", POLICY).await.0.unwrap();
-    // The store itself can't see that record, and waits for it; what is asked in the same moment must not.
+    // The store itself can't see that record, and waits for it; requests made at the same moment must not wait.
     let mut calls = tokio::task::JoinSet::new();
     for n in 0..64 {
         let store = bank.store.clone();
@@ -702,7 +702,7 @@ async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_el
     let body = async {
         tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
         tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
-        // It does not notice.
+        // The body ignores the failure.
         Ok(7)
     };
     let (result, outcome) = bank.run(&tx, "a", POLICY, body).await;
@@ -738,7 +738,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = client.build_transaction().isolation_level(IsolationLevel::Serializable).start().await.unwrap();
-    // From here on it sees what is there now, and nothing else.
+    // From here on the transaction sees the present state, and no later one.
     tx.query("SELECT count(*) FROM payments", &[]).await.unwrap();
     bank.pay_and_commit("a").await.0.unwrap();
     let (result, _) = bank.pay(&tx, "a", POLICY).await;
@@ -790,7 +790,7 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
     assert_eq!(bank.payments().await, 1);
 }
 
-/// The attribute; its future can be spawned.
+/// A handler with the attribute; its future can be spawned.
 #[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
 async fn pay(tx: &Transaction<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;
@@ -814,7 +814,7 @@ async fn the_attribute_takes_a_transaction_for_a_store() {
     assert_eq!(bank.payments().await, 1);
 }
 
-// ---- What is committed, and what to do with the message ---------------------------------------------------------------
+// ---- Commits, and the dispositions of messages ------------------------------------------------------------------------
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -839,7 +839,7 @@ async fn an_outcome_is_pending_until_its_transaction_is_committed() {
 }
 
 impl Bank {
-    /// A table that checks at the commit that there are no two payments of one name.
+    /// Makes the table check at the commit that no name was paid twice.
     async fn checks_at_commit(&self) {
         let unique = "ALTER TABLE payments ADD UNIQUE (name) DEFERRABLE INITIALLY DEFERRED";
         self.client().await.batch_execute(unique).await.unwrap();
@@ -865,7 +865,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
-        // The outcome of the call alone is pending.
+        // Until the commit, the call's own outcome says to retry.
         let mut client = bank.client().await;
         let tx = client.transaction().await.unwrap();
         let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
@@ -895,7 +895,7 @@ async fn kill(bank: &Bank, tx: &Transaction<'_>) {
 }
 
 impl Bank {
-    /// Pays in `tx`, once the server has ended whatever holds the key.
+    /// Pays in `tx`, once the server has ended the transaction that holds the key.
     async fn pay_waiting_in(&self, tx: &Transaction<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
         self.pay(tx, name, POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await
     }
@@ -932,7 +932,7 @@ async fn a_statement_that_failed_without_notice_is_never_committed() {
         Ok::<_, AnyError>(paid)
     })
     .await;
-    // The server answers "ROLLBACK" to the `COMMIT`, which the driver takes for an answer like any other.
+    // The server answers `COMMIT` with "ROLLBACK", which the driver takes for an ordinary answer.
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
     assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
 }
@@ -956,7 +956,7 @@ async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
         assert!(outcome.recorded() && !outcome.is_pending_commit());
     }
     assert_eq!(bank.payments().await, 1);
-    // On a connection of a pool, and where nobody answers.
+    // On a pooled connection: first a working one, then one whose server session has ended.
     let config: tokio_postgres::Config = bank.url.parse().unwrap();
     let manager = deadpool_postgres::Manager::new(config, tokio_postgres::NoTls);
     let pool = deadpool_postgres::Pool::builder(manager).build().unwrap();
@@ -994,7 +994,7 @@ async fn a_transaction_that_met_another_one_is_tried_again() {
     let mut client = bank.client().await;
     client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
     let tries = Cell::new(0);
-    // A statement of the library's sees that the record has changed since.
+    // A statement of the library sees that the record has changed since.
     let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| {
         tries.set(tries.get() + 1);
         tx.query("SELECT count(*) FROM payments", &[]).await?;
@@ -1006,7 +1006,7 @@ async fn a_transaction_that_met_another_one_is_tried_again() {
     .await;
     assert_eq!((paid.unwrap(), tries.get()), (1, 2));
     assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
-    // And the commit, under SERIALIZABLE; but it has to end.
+    // The commit sees it too, under SERIALIZABLE; but the repetition has to end.
     client.batch_execute("SET default_transaction_isolation = 'serializable'").await.unwrap();
     for always in [false, true] {
         tries.set(0);
@@ -1073,7 +1073,7 @@ async fn pay_by_sqlx(tx: &SqlxTransaction<'_>, schema: &str, name: &str) -> Resu
 }
 
 impl Bank {
-    /// Connections of `sqlx` that see the schema's tables first.
+    /// `sqlx` connections that look for tables in the schema first.
     async fn pool(&self) -> sqlx::PgPool {
         let path = format!("SET search_path = \"{}\"", self.schema.replace('"', "\"\""));
         sqlx::postgres::PgPoolOptions::new()
@@ -1086,7 +1086,7 @@ impl Bank {
             .unwrap()
     }
 
-    /// What [`Bank::end`] does.
+    /// The same as [`Bank::end`].
     async fn end_by_sqlx(
         &self,
         tx: &SqlxTransaction<'_>,
@@ -1187,7 +1187,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
                 }
                 over
             };
-            // Either all of it is committed, or nothing and it is said so.
+            // Either everything is committed, or nothing is and the commit says so.
             let committed = tx.into_inner().commit().await.is_ok();
             let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
             match (&state, paid) {
@@ -1220,7 +1220,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(paid.unwrap(), [0, 1, 255]);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A commit that is refused, an error afterwards, and a statement whose failure is swallowed.
+    // A refused commit, an error afterwards, and a failed statement whose error is swallowed.
     for case in 0..3 {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
@@ -1292,7 +1292,7 @@ async fn a_transaction_of_sqlx_does_the_same() {
     other.into_inner().commit().await.unwrap();
     assert_eq!(bank.payments().await, 1);
 
-    // By the other driver, too.
+    // The other driver reads it, too.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("a")), POLICY);
     let result = idem_runtime::run(operation, record_values::<Json>(), async { Ok::<Vec<u8>, Error>(vec![]) }).await;
     assert_eq!(result.unwrap(), [0, 1, 255]);
@@ -1371,13 +1371,13 @@ async fn in_sqlite_payment_and_record_commit_together_or_not_at_all() {
 #[tokio::test]
 async fn in_sqlite_a_duplicate_in_another_transaction_never_pays_again() {
     let till = Till::new();
-    // The table is made by whoever comes first.
+    // Creates the table before the test.
     SqliteStore::open(till.folder.file()).await.unwrap();
     let (mut first, mut second) = (till.connection(), till.connection());
     second.busy_timeout(Duration::from_millis(20)).unwrap();
     let tx = begin(&mut first);
     sell(&tx, "a", POLICY).await.0.unwrap();
-    // Not begun as one that writes, it is told so by the first write.
+    // This transaction was not begun as a writing one, so its first write is refused.
     let other = second.transaction().unwrap();
     let (refused, outcome) = sell(&other, "a", POLICY).await;
     match refused {
@@ -1449,7 +1449,7 @@ async fn in_sqlite_a_transaction_that_is_over_is_noticed() {
     let tx = begin(&mut connection);
     let operation = SqliteStore::within(&tx).operation(Ok(key("a")), POLICY);
     let body = async {
-        // What SQLite does by itself when the disk is full.
+        // SQLite itself does this when the disk is full.
         tx.execute_batch("ROLLBACK").unwrap();
         Ok::<u32, Error>(7)
     };
@@ -1481,7 +1481,7 @@ async fn in_sqlite_a_result_too_large_for_a_row_ends_the_operation_without_it() 
 
 const HUGE: u64 = 1_000_000_000;
 
-/// A codec that needs much room.
+/// A codec whose results need much memory.
 struct Huge;
 
 impl Codec for Huge {
@@ -1588,7 +1588,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert_eq!(paid.unwrap(), 7);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A commit that is refused, and an error afterwards.
+    // A refused commit, and an error afterwards.
     for refused in [true, false] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             let paid = sell_by_attribute(tx, "b").await?;
@@ -1614,7 +1614,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert!(matches!(till.state("c").await, Some(State::Failed(_))));
     }
     assert_eq!(till.names(), ["a"]);
-    // Somebody else writes.
+    // Another connection writes.
     let mut other = till.connection();
     other.busy_timeout(Duration::from_millis(20)).unwrap();
     let holding = begin(&mut connection);

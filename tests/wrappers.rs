@@ -1,4 +1,4 @@
-//! The wrappers: what each adds to a store, and that none of it can make a body run again.
+//! The wrappers: what each adds to a store, and that none of them can make a body run again.
 #![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
 
 use std::future::{Future, poll_fn};
@@ -32,7 +32,7 @@ const TTL: Duration = Duration::from_secs(3600);
 const TICK: Duration = Duration::from_millis(1);
 const POLICY: Policy = Policy::new(TTL).max_result_bytes(64 * 1024 * 1024);
 
-/// A store in memory that fails on command, on a clock that tests drive.
+/// A store in memory that fails on command, with a clock that the test drives.
 struct World {
     clock: ManualClock,
     memory: MemoryStore,
@@ -97,7 +97,7 @@ impl World {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// Checks that the finished operation is reported as one without a result, whatever the policy, and runs nothing.
+    /// Checks that the finished operation is reported as one without a result, under any policy, and that no body runs.
     async fn has_no_result(&self, store: &dyn Store, why: &str) {
         let runs = self.runs();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
@@ -131,7 +131,7 @@ fn payload(record: &Record) -> &Payload {
     }
 }
 
-/// What the store at the bottom holds as a result.
+/// The result as the innermost store holds it.
 async fn kept(store: &dyn Store, name: &str) -> Payload {
     payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
 }
@@ -183,7 +183,7 @@ async fn poll_once<F: Future + ?Sized>(mut future: Pin<&mut F>) -> Poll<F::Outpu
     poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
-/// Polls a call that does not end yet.
+/// Polls a call, which must not end yet.
 async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, T> {
     for _ in 0..polls {
         assert!(poll_once(Pin::new(&mut call)).await.is_pending(), "the call should still be under way");
@@ -191,7 +191,7 @@ async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, 
     call
 }
 
-/// Each wrapper around each, and twice the same, with every result in another form.
+/// Each wrapper around each other one and around itself, with every result in another form.
 fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
     let cached = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Cached::new(store)) };
     let compressed =
@@ -227,7 +227,7 @@ async fn wrappers_compose_in_every_order() {
                 assert_eq!(world.replay(&*store, &name).await, record, "{order}, result {i}");
                 assert_eq!(store.inspect(&key(&name)).await.unwrap().unwrap().record, record, "{order}, result {i}");
             }
-            // Another process, with the same wrappers and nothing in memory, reads it as well.
+            // Another process, with the same wrappers and empty caches, reads it as well.
             let failed = Finish::Failed(stored(bytes));
             let lease = world.reserved(&*store, &format!("{i} failed")).await;
             assert_eq!(store.finish(&lease, &failed).await.unwrap(), Write::Done);
@@ -242,7 +242,8 @@ async fn wrappers_compose_in_every_order() {
     }
 }
 
-/// A wrapper's name is reserved for its own envelopes: what somebody else writes under it comes back as it was.
+/// A wrapper's codec name is reserved for its own envelopes: a result that another codec wrote under it comes back as it
+/// was.
 #[tokio::test]
 async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
@@ -265,7 +266,7 @@ async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
     }
 }
 
-/// What the next consumer is told that was deployed without the wrapper.
+/// The answer to a consumer that was deployed without the wrapper.
 #[tokio::test]
 async fn without_the_wrapper_a_result_is_of_another_codec() {
     for name in ["idem:zstd", "idem:object"] {
@@ -288,7 +289,7 @@ async fn without_the_wrapper_a_result_is_of_another_codec() {
     }
 }
 
-/// A wrapper can be added to a store with records, and taken away again as long as nothing was large.
+/// A wrapper can be added to a store with records, and removed again as long as no result was large.
 #[tokio::test]
 async fn small_results_are_written_as_they_are() {
     let world = World::new();
@@ -411,7 +412,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         assert!(std::ptr::eq(upkeep.heartbeats(), world.memory.heartbeats()), "{order}");
         assert!(Arc::ptr_eq(&upkeep, &store.upkeep()), "{order}: made once");
         assert_eq!((upkeep.name(), upkeep.namespace(), upkeep.response_timeout()), ("memory", "apart", LEASE / 10));
-        // A beat, a result that is recorded late, and a call that is cleaned up.
+        // A beat, a result that is recorded late, and the clean-up of a dropped call.
         let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
         assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Write::Done; 2], "{order}");
         let result = completed(&[b'x'; 5000]);
@@ -422,7 +423,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         for call in [Call::Renew, Call::Finish, Call::Release] {
             assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
         }
-        // It is what the store itself would have recorded, in the form that the wrappers give it.
+        // The record is the store's own, with its result in the form that the wrappers give it.
         let as_it_was = kept(&world.memory, "late").await == *result.payload();
         assert_eq!(as_it_was, order == "cached twice", "{order}");
         for _ in 0..3 {
@@ -431,7 +432,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
     }
 }
 
-/// A store whose upkeep needs nothing of its own needs no second wrapper.
+/// The upkeep of a wrapper around a store that needs no separate upkeep is the wrapper itself.
 #[tokio::test]
 async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
     let memory = MemoryStore::new();
@@ -444,7 +445,7 @@ async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
     }
 }
 
-/// A reservation that lands after its own release holds nothing, and is remembered by nobody.
+/// A reservation that lands after its own release holds nothing, and no wrapper remembers it.
 #[tokio::test]
 async fn what_has_been_released_passes_unchanged() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
@@ -459,7 +460,7 @@ async fn what_has_been_released_passes_unchanged() {
         }
         let second = world.reserved(&*store, "k").await;
         assert_eq!(second.attempt, 2, "{order}");
-        // Late again, while another attempt holds the key, and once it has finished.
+        // Late again: while another attempt holds the key, and once that has finished.
         assert!(matches!(store.reserve(&request).await.unwrap(), Reservation::Pending { attempt: 2, .. }), "{order}");
         let result = completed(&[b'x'; 5000]);
         assert_eq!(store.finish(&second, &result).await.unwrap(), Write::Done, "{order}");
@@ -467,7 +468,7 @@ async fn what_has_been_released_passes_unchanged() {
             assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
             let Reservation::Finished(_) = store.reserve(&request).await.unwrap() else { panic!("{order}") };
         }
-        // An operator gives the key free: the late one is another's again, and changes nothing.
+        // An operator frees the key: the late reservation is now that of the other owner, and changes nothing.
         assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Write::Done, "{order}");
         let late = Reserve { owner: second.owner, ..world.request("k") };
         assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
@@ -475,7 +476,7 @@ async fn what_has_been_released_passes_unchanged() {
     }
 }
 
-/// Processes that share records and objects, and are killed wherever they happen to be: between object and record too.
+/// Processes that share records and objects, and are killed anywhere: between object and record too.
 #[tokio::test]
 async fn processes_race_for_the_same_keys() {
     let server = RedisServer::start(Kind::Redis);

@@ -1,7 +1,7 @@
-//! What the benches share: rounds that alternate between the sides, and a table of ratios against goals.
+//! Shared by the benches: rounds that alternate between the sides, and a table of ratios and goals.
 //!
-//! Everything is measured as a ratio in one run. Each round measures every side once, in changing order, so that a
-//! machine that slows down slows all of them; a line of the table is the ratio of the sides' medians.
+//! Everything is measured as a ratio in one run. Each round measures every side once, in changing order, so that a machine
+//! that slows down slows all of them. A line of the table is the ratio of the sides' medians.
 
 #![allow(clippy::missing_panics_doc)] // A bench that can't run stops.
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
@@ -19,7 +19,7 @@ use idem_runtime::{Key, Lease, OnCrash, Reservation, Reserve, Store};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Whether this run only shows that the benches run: `IDEM_BENCH_QUICK=1`, or started by anything but `cargo bench`.
+/// Whether this run only shows that the benches work: `IDEM_BENCH_QUICK=1`, or not started by `cargo bench`.
 pub fn is_quick() -> bool {
     std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0")
         || !std::env::args().any(|it| it == "--bench")
@@ -30,7 +30,7 @@ pub fn sized<T>(full: T, quick: T) -> T {
     if is_quick() { quick } else { full }
 }
 
-/// Whether the line `work` was asked for: `cargo bench -p idem-benches --bench redis -- "replay"`.
+/// Whether the line `work` was selected: `cargo bench -p idem-benches --bench redis -- "replay"`.
 pub fn is_wanted(work: &str) -> bool {
     let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
     filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
@@ -56,14 +56,14 @@ pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Leas
     }
 }
 
-/// How long `work` took.
+/// The time that `work` took.
 pub fn timed(work: impl FnOnce()) -> Duration {
     let started = Instant::now();
     work();
     started.elapsed()
 }
 
-/// How much processor time of this thread `work` took: what others do on the machine is not in it.
+/// The processor time of this thread that `work` took: the load of other processes is not in it.
 pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     let now = || {
         let now = clock_gettime(ClockId::ThreadCPUTime);
@@ -74,7 +74,7 @@ pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     now().saturating_sub(started)
 }
 
-/// Nanoseconds for each of `count`.
+/// Nanoseconds for each of `count` calls.
 pub fn nanos_each(took: Duration, count: usize) -> f64 {
     took.as_nanos() as f64 / count as f64
 }
@@ -84,17 +84,17 @@ pub fn thousands_per_second(took: Duration, count: usize) -> f64 {
     count as f64 / took.as_secs_f64() / 1e3
 }
 
-/// What one side measured, one value a round.
+/// The measurements of one side, one value a round.
 #[derive(Clone, Debug)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// The value in the middle.
+    /// The median.
     pub fn median(&self) -> f64 {
         quantile(&self.0, 0.5)
     }
 
-    /// The values that the middle half of the rounds lies between.
+    /// The bounds of the middle half of the rounds.
     pub fn middle_half(&self) -> (f64, f64) {
         (quantile(&self.0, 0.25), quantile(&self.0, 0.75))
     }
@@ -104,7 +104,7 @@ impl Samples {
         quantile(&self.0, 1.0)
     }
 
-    /// `calculate` of the two values of each round.
+    /// `calculate` applied to the two values of each round.
     #[must_use]
     pub fn with(&self, other: &Self, calculate: impl Fn(f64, f64) -> f64) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| calculate(*a, *b)).collect())
@@ -124,8 +124,8 @@ fn quantile(values: &[f64], at: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * at).round() as usize]
 }
 
-/// Measures every side once a round, in an order that turns from round to round. One round more comes first and counts
-/// for nothing.
+/// Measures every side once a round, in an order that rotates from round to round. One extra round comes first and is
+/// discarded.
 pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
     let samples = alternate_all(rounds, &mut sides);
     samples.try_into().expect("one for each side")
@@ -146,8 +146,8 @@ pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Ve
     samples.into_iter().map(Samples).collect()
 }
 
-/// A side that makes as many calls a round as take about `target`, however fast it is; so that a bench ends in time on
-/// any machine. `side` makes that many calls and says how many thousand a second they were. The first round finds out.
+/// A side that makes as many calls a round as take about `target`, however fast it is, so that a bench ends in time on any
+/// machine. `side` makes that many calls and returns how many thousand a second. The first round finds the number.
 pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> impl FnMut() -> f64 {
     let mut count = None;
     move || {
@@ -161,14 +161,14 @@ pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> 
             if done {
                 return rate;
             }
-            // A first few calls may be slow; so it grows step by step.
+            // The first few calls may be slow, so the number grows step by step.
             calls = enough.clamp(least, calls * 20);
             count = None;
         }
     }
 }
 
-/// What a line must reach.
+/// The goal of a line.
 #[derive(Clone, Copy, Debug)]
 pub enum Goal {
     /// At least this.
@@ -179,8 +179,8 @@ pub enum Goal {
     None,
 }
 
-/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a
-/// file, each line is also appended to that, as JSON.
+/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a file,
+/// each line is also appended to that file, as JSON.
 #[derive(Debug)]
 pub struct Table {
     title: String,
@@ -189,7 +189,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Prints the head. `result` names what a line comes to, for example `ratio`.
+    /// Prints the head. `result` names the result of a line, for example `ratio`.
     pub fn new(title: &str, unit: &str, result: &str) -> Self {
         let quick = if is_quick() { " (quick run: the figures mean nothing)" } else { "" };
         println!("\n### {title}{quick}\n");
@@ -198,7 +198,7 @@ impl Table {
         Self { title: title.to_owned(), unit: unit.to_owned(), result: result.to_owned() }
     }
 
-    /// A line: the medians of both sides and `calculate` of them, idem first.
+    /// A line: the medians of both sides, and `calculate` of the two, idem first.
     pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
         let rounds = idem.with(raw, calculate);
         let result = calculate(idem.median(), raw.median());
@@ -244,7 +244,7 @@ impl Table {
             "met": goal.is_met(result),
             "quick": is_quick(),
         });
-        // Benches run in the folder of their package; the path is meant from the project's.
+        // Benches run in the folder of their package; the path is relative to the project's.
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
         let file = std::fs::File::options().create(true).append(true).open(&path);
         let written = file.and_then(|mut file| writeln!(file, "{line}"));
@@ -293,7 +293,7 @@ fn judged(result: f64, goal: Goal) -> String {
     format!("{text} | {met}")
 }
 
-/// Three digits.
+/// A number with three digits.
 fn figure(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -316,7 +316,7 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// What a trivial handler returns.
+    /// The result of a trivial handler.
     pub fn of(order_id: u64) -> Self {
         Self {
             order_id,
@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn a_paced_side_makes_as_many_calls_as_fit() {
         let made = std::cell::RefCell::new(Vec::new());
-        // 10 thousand a second, but for slow first calls.
+        // 10 thousand a second, except for slow first calls.
         let side = |count: u64| {
             made.borrow_mut().push(count);
             if count < 100 { 1.0 } else { 10.0 }

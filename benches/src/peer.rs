@@ -1,10 +1,10 @@
-//! Other libraries, each in a process of its own that is told line by line what to do.
+//! Other libraries, each in a process of its own that is instructed line by line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A peer that waits for work; killed when dropped. `benches/peers` has their programs and says what a line means.
+/// A peer that waits for work; killed when dropped. `benches/peers` has the programs and defines the lines.
 #[derive(Debug)]
 pub struct Peer {
     name: &'static str,
@@ -13,7 +13,7 @@ pub struct Peer {
     output: BufReader<ChildStdout>,
 }
 
-/// Where `scripts/bench peers` installs them, unless `IDEM_BENCH_PEERS` names another folder.
+/// The folder in which `scripts/bench peers` installs the peers, unless `IDEM_BENCH_PEERS` names another one.
 fn folder() -> PathBuf {
     let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench-peers");
     std::env::var_os("IDEM_BENCH_PEERS").map_or_else(default, Into::into)
@@ -59,7 +59,7 @@ impl Peer {
         line.trim_end().to_owned()
     }
 
-    /// Thousands of calls a second: `work` is `first` or `replay`, for `count` orders from `first` on, by so many threads
+    /// Thousands of calls a second. `work` is `first` or `replay`, for `count` orders from `first` on, by so many threads
     /// (or tasks) in each of so many processes.
     pub fn run(&mut self, work: &str, count: u64, (processes, threads): (u64, u64), first: u64) -> f64 {
         writeln!(self.input, "{work} {count} {processes} {threads} {first}").expect("listens");

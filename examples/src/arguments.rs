@@ -6,22 +6,22 @@ use std::{fmt, fs, io};
 
 const BUNDLED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/orders.jsonl");
 
-/// What an example is asked to do.
+/// The command line of an example.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Arguments {
-    /// Where the orders are.
+    /// Where the orders come from.
     pub source: Source,
     /// False for `--without-idempotency`.
     pub idempotent: bool,
-    /// The server to use, where an example needs one.
+    /// The server to use, for examples that need one.
     pub url: Option<String>,
-    /// Whether to forget earlier runs, where an example remembers them.
+    /// Whether to forget earlier runs, for examples that remember them.
     pub fresh: bool,
-    /// After how many charges to be killed.
+    /// After how many charges the process is killed.
     pub die_after: Option<u64>,
 }
 
-/// Where an example keeps its records, and so what it takes on its command line.
+/// Where an example keeps its records, which determines its options.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keeps {
     /// In a server: `--url`.
@@ -35,7 +35,7 @@ pub enum Keeps {
 pub enum Source {
     /// The file that comes with the examples.
     Bundled,
-    /// A file of the user's.
+    /// A file of the user.
     File(PathBuf),
     /// Standard input.
     Stdin,
@@ -45,7 +45,7 @@ impl Arguments {
     /// Reads the command line, without the program's name. `None` asks for help.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// A message about the invalid argument.
     pub fn parse(args: impl IntoIterator<Item = OsString>, keeps: Keeps) -> Result<Option<Self>, String> {
         let mut arguments =
             Self { source: Source::Bundled, idempotent: true, url: None, fresh: false, die_after: None };
@@ -76,10 +76,10 @@ impl Arguments {
 }
 
 impl Source {
-    /// Everything there is to read.
+    /// Reads all orders.
     ///
     /// # Errors
-    /// What the system said.
+    /// The system's error.
     pub fn read(&self) -> io::Result<Vec<u8>> {
         match self {
             Self::Bundled => fs::read(BUNDLED),
@@ -103,7 +103,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// What `--help` says.
+/// The text of `--help`.
 pub(crate) fn usage(name: &str, keeps: Keeps) -> String {
     let (option, explained) = match keeps {
         Keeps::OnServer => {

@@ -1,4 +1,4 @@
-//! Makes up the bundled orders.
+//! Generates the bundled orders.
 
 use crate::Order;
 

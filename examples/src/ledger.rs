@@ -22,15 +22,15 @@ struct Line {
 }
 
 impl Ledger {
-    /// The ledger in the file at `path`, made if it is not there. A ledger without a file is its [`Default`].
+    /// Opens the ledger in the file at `path`, or creates it. A ledger without a file is its [`Default`].
     ///
     /// # Errors
-    /// What the system said, or that the file is something else.
+    /// The system's error, or that the file is not a ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = File::options().read(true).append(true).create(true).open(path)?;
         let mut text = String::new();
         file.read_to_string(&mut text)?;
-        // Whoever was killed while writing a line has not made that charge.
+        // A process that was killed while it wrote a line has not made that charge.
         let whole = text.rfind('\n').map_or(0, |at| at + 1);
         file.set_len(whole as u64)?;
         file.seek(io::SeekFrom::End(0))?;
@@ -45,7 +45,7 @@ impl Ledger {
     /// Charges the customer of `order`, unless that was done under `payment_key` before.
     ///
     /// # Errors
-    /// What the system said; there is no charge then.
+    /// The system's error; there is no charge then.
     pub fn charge(&mut self, payment_key: String, order: &Order) -> io::Result<bool> {
         if self.charges.contains(&payment_key) {
             return Ok(false);
@@ -57,7 +57,7 @@ impl Ledger {
         Ok(self.charges.charge(payment_key, order))
     }
 
-    /// All charges there are.
+    /// All charges in the ledger.
     pub fn into_charges(self) -> Charges {
         self.charges
     }

@@ -1,6 +1,6 @@
-//! What the examples share: the command line, the orders, what goes wrong on the way, and the table at the end.
+//! Shared by the examples: the command line, the orders, the faults, and the table at the end.
 //!
-//! None of it is about idempotency; that is in the examples themselves.
+//! Nothing here is about idempotency; that is in the examples themselves.
 
 mod arguments;
 mod generate;
@@ -25,9 +25,9 @@ pub use payment::{PaymentError, Receipt};
 pub use queue::{Message, Queue, VISIBILITY_TIMEOUT};
 pub use report::{Charges, Count, Counts, Report, counts};
 
-/// Runs an example: reads the orders, has `deliver` charge them, and prints what came of it.
+/// Runs an example: reads the orders, lets `deliver` charge them, and prints the result.
 ///
-/// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if there was nothing to work with.
+/// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
 pub fn main<E: Into<Box<dyn Error>>>(
     name: &str,
     keeps: Keeps,
@@ -62,7 +62,7 @@ pub fn main<E: Into<Box<dyn Error>>>(
     if report.is_correct() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// An error with all its causes, those that it has quoted already left out.
+/// An error with all its causes, except those that it quotes itself.
 pub fn explain(error: &dyn Error) -> String {
     let text = error.to_string();
     match error.source().map(explain) {
@@ -71,7 +71,7 @@ pub fn explain(error: &dyn Error) -> String {
     }
 }
 
-/// Prints; a reader that has gone, as behind `| head`, changes nothing about the exit code.
+/// Prints `text`. A reader that has gone, as behind `| head`, doesn't change the exit code.
 fn show(text: &str) {
     let _ = io::stdout().write_all(text.as_bytes());
 }

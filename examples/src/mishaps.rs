@@ -1,29 +1,29 @@
-//! Everything that goes wrong, decided by an order's place in the file: two runs meet the same mishaps.
+//! The faults of the examples. An order's place in the file decides them, so that two runs meet the same ones.
 
 use crate::Event;
 
-/// What happens to a charge on its way to the payment provider and back.
+/// The fault of a charge on its way to the payment provider and back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mishap {
     /// Nothing.
     None,
-    /// The provider can't be reached; nobody is charged.
+    /// The provider can't be reached; no customer is charged.
     Unreachable,
     /// The customer is charged, but the answer is lost.
     AnswerLost,
-    /// The provider takes longer than the broker waits for an acknowledgement, so the message is delivered again
-    /// meanwhile.
+    /// The provider takes longer than the broker waits for an acknowledgement, so the message is delivered again in the
+    /// meantime.
     Slow,
-    /// The customer is charged, and then the worker dies with everything it has in hand.
+    /// The customer is charged, and then the worker dies with all calls that it is running.
     WorkerDies,
 }
 
 impl Mishap {
-    /// What happens to a charge for `event`, the first one or a later one.
+    /// The fault of a charge for `event`; only the first charge of an event has one.
     pub fn of(event: &Event, is_first: bool) -> Self {
         match event.index {
             _ if !is_first => Self::None,
-            // Few, however long the file is: each takes time.
+            // Few, however long the file is, as each takes time.
             index @ ..2_000 if index % 500 == 5 => Self::WorkerDies,
             index @ ..2_000 if index % 200 == 2 => Self::Slow,
             index if index % 20 == 1 => Self::Unreachable,
@@ -33,8 +33,8 @@ impl Mishap {
     }
 }
 
-/// The messages that a producer publishes which is not sure whether an earlier try got through: every tenth event twice in
-/// a row, every 25th once more at the end.
+/// The messages of a producer that is not sure whether an earlier try got through: every tenth event twice in a row, every
+/// 25th once more at the end.
 pub fn deliveries(events: &[Event]) -> impl Iterator<Item = &Event> {
     let in_order =
         events.iter().flat_map(|event| std::iter::repeat_n(event, if event.index % 10 == 2 { 2 } else { 1 }));

@@ -4,16 +4,16 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A paid order: what one line holds.
+/// A paid order, as in one line of the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Order {
-    /// Names the order; two lines with the same one are about the same order.
+    /// Identifies the order; two lines with the same id are about the same order.
     pub order_id: String,
-    /// Who is charged.
+    /// The customer who is charged.
     pub customer: String,
-    /// How much.
+    /// The amount.
     pub amount_cents: u64,
-    /// In which currency, as three capital letters.
+    /// The currency, as three capital letters.
     pub currency: String,
 }
 
@@ -24,14 +24,14 @@ impl fmt::Display for Order {
     }
 }
 
-/// An order and where it was found.
+/// An order and its place in the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Event {
-    /// Its place among the good lines, from 0.
+    /// Its place among the valid lines, from 0.
     pub index: usize,
     /// The number of its line, from 1.
     pub line: usize,
-    /// What the line says.
+    /// The order in the line.
     pub order: Order,
 }
 
@@ -40,7 +40,7 @@ pub struct Event {
 pub struct Malformed {
     /// Its number, from 1.
     pub line: usize,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: String,
 }
 
@@ -50,7 +50,7 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// Reads every line that holds an order, and says of each other line what is wrong with it. Blank lines are skipped.
+/// Reads every line that holds an order, and returns the reason for each other line. Blank lines are skipped.
 pub fn read(input: &[u8]) -> (Vec<Event>, Vec<Malformed>) {
     let (mut events, mut malformed) = (Vec::new(), Vec::new());
     let input = input.strip_prefix("\u{feff}".as_bytes()).unwrap_or(input);
@@ -71,7 +71,7 @@ fn order(line: &[u8]) -> Result<Option<Order>, String> {
         return Ok(None);
     }
     let order: Order = serde_json::from_str(line).map_err(|error| {
-        // The parser counts lines of its own: it has seen one.
+        // The parser counts lines by itself and has seen only one.
         let text = error.to_string();
         let reason = text.split(" at line ").next().unwrap_or_default();
         format!("{reason} (column {})", error.column())

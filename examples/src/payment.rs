@@ -1,27 +1,27 @@
-//! What a payment provider answers.
+//! The answers of a payment provider.
 
 use std::fmt;
 
 use idem_runtime::Error;
 use serde::{Deserialize, Serialize};
 
-/// A charge that went through. It is what the store records and every duplicate gets back.
+/// A successful charge. The store records it, and every duplicate gets it back.
 #[derive(Clone, Serialize, Deserialize, Debug)]
 pub struct Receipt {
-    /// The provider's name for the charge.
+    /// The provider's identifier of the charge.
     pub payment: String,
-    /// What the customer was charged.
+    /// The amount charged.
     pub amount_cents: u64,
 }
 
-/// Why there is no receipt.
+/// The reason why there is no receipt.
 #[derive(Debug)]
 pub enum PaymentError {
     /// The provider can't be reached.
     Unreachable,
-    /// The provider was asked and did not answer: the customer is charged or not.
+    /// The provider got the request and did not answer: the customer may have been charged.
     AnswerLost,
-    /// The idempotency library has something to say instead.
+    /// An error of the idempotency library.
     Idempotency(Error),
 }
 

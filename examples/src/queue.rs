@@ -1,4 +1,4 @@
-//! A message broker in miniature.
+//! A miniature message broker.
 #![allow(clippy::disallowed_methods, reason = "a broker waits in real time, and nothing tests it")]
 
 use std::collections::BTreeMap;
@@ -12,11 +12,11 @@ use crate::Event;
 
 /// How long a broker of the examples waits for an acknowledgement before it delivers a message again.
 pub const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
-/// How soon a message is delivered again whose handler failed.
+/// How soon a message is delivered again after its handler failed.
 const RETRY: Duration = Duration::from_millis(50);
 const POLL: Duration = Duration::from_millis(5);
 
-/// When a message is to be delivered next, and a number to tell it from others.
+/// When a message is due next, and a number that identifies it.
 type Receipt = (Instant, u64);
 
 /// A queue that delivers at least once: a message that is not acknowledged in time is delivered again.
@@ -31,10 +31,10 @@ struct Messages {
     last: u64,
 }
 
-/// A message that was delivered.
+/// A delivered message.
 #[derive(Debug)]
 pub struct Message {
-    /// What it says.
+    /// The content of the message.
     pub event: Arc<Event>,
     receipt: Receipt,
 }
@@ -58,12 +58,12 @@ impl Queue {
         }
     }
 
-    /// The message has been handled.
+    /// Acknowledges the message: it has been handled.
     pub fn ack(&self, message: &Message) {
         self.messages().by_time.remove(&message.receipt);
     }
 
-    /// The message is to be delivered again, if a time is given not before it has passed.
+    /// Returns the message, to be delivered again; if a time is given, not before it has passed.
     pub fn nack(&self, message: &Message, after: Option<Duration>) {
         let mut messages = self.messages();
         if let Some(event) = messages.by_time.remove(&message.receipt) {
@@ -77,7 +77,7 @@ impl Queue {
 }
 
 impl Messages {
-    /// The first message that is due, `None` if there are no messages at all.
+    /// The first message that is due; `None` if there are no messages at all.
     fn take(&mut self) -> Poll<Option<Message>> {
         match self.by_time.first_key_value() {
             Some(((due, _), _)) if *due > Instant::now() => Poll::Pending,

@@ -1,4 +1,4 @@
-//! The table at the end, and whether it adds up.
+//! The table at the end, and the check of its figures.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -7,7 +7,7 @@ use idem_runtime::{Disposition, Outcome, Refusal};
 
 use crate::{Event, Order};
 
-/// Something worth counting.
+/// An event that is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Count {
     /// An order was finished by an earlier run.
@@ -22,15 +22,15 @@ pub enum Count {
     Replay,
     /// A duplicate waited for the running attempt.
     Wait,
-    /// A duplicate did not want to wait longer.
+    /// A duplicate stopped waiting.
     InProgress,
-    /// A body failed and is to run again.
+    /// A body failed and must run again.
     Failure,
     /// A worker died.
     WorkerDied,
-    /// An attempt took over from one that had died.
+    /// An attempt took over from a dead one.
     Takeover,
-    /// The payment provider was asked again for a charge it had made already.
+    /// The payment provider was asked again for a charge that it had already made.
     RepeatedCharge,
     /// A message was set aside for a person.
     DeadLetter,
@@ -53,12 +53,12 @@ impl Count {
         Self::DeadLetter,
     ];
 
-    /// What the table calls it.
+    /// The name in the table.
     pub fn name(self) -> &'static str {
         self.label().0
     }
 
-    /// What the table calls it, and a word of explanation.
+    /// The name in the table, and a short explanation.
     fn label(self) -> (&'static str, &'static str) {
         match self {
             Self::FinishedBefore => ("orders finished before", "by earlier runs, whose records were kept"),
@@ -77,7 +77,7 @@ impl Count {
     }
 }
 
-/// What one delivery to an idempotent handler adds to the table.
+/// The counts that one delivery to an idempotent handler adds.
 pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     let retried = matches!(outcome.disposition(), Disposition::Retry { .. });
     [
@@ -98,7 +98,7 @@ pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
 pub struct Counts([u64; Count::ALL.len()]);
 
 impl Counts {
-    /// Counts one more, or several.
+    /// Adds `times` to a count.
     pub fn add(&mut self, count: Count, times: u64) {
         self.0[count as usize] += times;
     }
@@ -126,7 +126,7 @@ impl Charges {
     }
 }
 
-/// What came of an example.
+/// The result of an example.
 #[derive(Debug)]
 pub struct Report {
     idempotent: bool,
@@ -141,9 +141,9 @@ pub struct Report {
 }
 
 impl Report {
-    /// Compares what is in the file with what was charged.
+    /// Compares the file with the charges.
     ///
-    /// Where the file has several amounts for one order, any one of them is right; the others are dead letters.
+    /// If the file has several amounts for one order, any one of them is right; the others are dead letters.
     pub fn new(events: &[Event], malformed: usize, counts: Counts, charges: &Charges, idempotent: bool) -> Self {
         let mut versions: HashMap<&str, Vec<&Order>> = HashMap::new();
         for Event { order, .. } in events {
@@ -172,8 +172,8 @@ impl Report {
         self.double == 0 && self.missing == 0 && totals_agree && self.needless() == 0
     }
 
-    /// How often an order was handled to the end although that had been done and recorded: the payment provider's own
-    /// idempotency must not hide it.
+    /// How often an order was handled to the end although its result was already recorded. The payment provider's own
+    /// idempotency must not hide this.
     fn needless(&self) -> u64 {
         let open = (self.orders as u64).saturating_sub(self.counts.get(Count::FinishedBefore));
         self.counts.get(Count::Record).saturating_sub(open)

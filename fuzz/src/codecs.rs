@@ -1,4 +1,4 @@
-//! Recorded results, and bytes that are none.
+//! Recorded results, and bytes that are no results.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
@@ -47,7 +47,7 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// Whatever is read is written again, and read as the same; nonsense is an error.
+/// A value that can be read is written again, and read as the same value; nonsense is an error.
 pub fn codecs(data: &[u8]) {
     let mut input = Input(data);
     match input.below(4) {
@@ -67,7 +67,7 @@ fn with_codec<C: Codec>(data: &[u8]) {
     stays::<C, Vec<Vec<u8>>>(data);
     stays::<C, Result<(u8, i64), String>>(data);
     stays::<C, (f64, char, Option<bool>)>(data);
-    // What is read from them is not what is written to them; that they end, without a panic, is all that is asked.
+    // Values read as these types are not what is written from them. They only have to end, without a panic.
     let _ = C::decode::<Untagged>(data);
     let _ = C::decode::<serde_json::Value>(data);
     let _ = C::decode::<Vec<[u64; 16]>>(data);
@@ -76,7 +76,7 @@ fn with_codec<C: Codec>(data: &[u8]) {
     let _ = C::decode::<Ignored>(data);
 }
 
-/// Reads over whatever there is.
+/// Skips any value.
 struct Ignored;
 
 impl<'de> Deserialize<'de> for Ignored {
@@ -92,7 +92,7 @@ fn stays<C: Codec, T: Serialize + DeserializeOwned + Debug>(data: &[u8]) {
         Ok(again) => again,
         Err(error) => panic!("{}: {value:?} is read once only: {error}", C::NAME),
     };
-    // By their bytes, in which a NaN is like itself.
+    // Compared by their bytes, in which a NaN equals itself.
     assert_eq!(C::encode(&again).expect("writes"), written, "{}: {value:?} became {again:?}", C::NAME);
     let mut longer = written;
     longer.push(b'x');

@@ -1,7 +1,7 @@
-//! The parts of a record, as SQLite, PostgreSQL and DynamoDB keep them: each in a place of its own, of whatever type.
+//! The parts of a record as SQLite, PostgreSQL and DynamoDB keep them: each in its own place, of any type.
 //!
-//! An input is a record in columns, some of which somebody has overwritten. How it is laid out is written here a second
-//! time, so that a mistake in the library is not repeated.
+//! An input is a record in columns, some of which are overwritten. The layout is written here a second time, so that a
+//! mistake in the library is not repeated.
 
 use std::collections::HashMap;
 
@@ -59,7 +59,7 @@ const TYPES: [Type; 14] = [
     Type::TIMESTAMPTZ,
 ];
 
-/// What is in one place.
+/// The content of one place.
 #[derive(Clone, PartialEq, Debug)]
 enum Cell {
     Null,
@@ -82,7 +82,7 @@ impl Cell {
         }
     }
 
-    /// Whether it is of the type that the library writes there.
+    /// Whether it has the type that the library writes there.
     fn fits(&self, at: usize) -> bool {
         match (self, &TYPES[at]) {
             (Self::Null, _) => {
@@ -143,7 +143,7 @@ fn payload_columns(payload: &Payload) -> (Cell, Cell, Cell) {
     }
 }
 
-/// What is read is what was written; nonsense is an error in every store, never another record, and never none.
+/// A record is read as it was written. Nonsense is an error in every store: never another record, and never "no record".
 pub fn columns_as_stored(data: &[u8]) {
     let mut input = Input(data);
     let written = input.record();
@@ -170,7 +170,7 @@ pub fn columns_as_stored(data: &[u8]) {
     if altered == 0 {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
-    // Whatever was made of nonsense is written in one way, and means the same then.
+    // A record read from nonsense is written in one form, which then reads as the same record.
     for record in [postgres, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
@@ -178,7 +178,7 @@ pub fn columns_as_stored(data: &[u8]) {
     }
 }
 
-/// Nothing but `Corrupt` may be said of what can't be read.
+/// An unreadable value must be reported as `Corrupt`, and nothing else.
 fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
     answer.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}")).ok()
 }
@@ -186,7 +186,7 @@ fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
 // ---- SQLite ----------------------------------------------------------------------------------------------------------
 
 thread_local! {
-    // Without types, so that whatever is written stays what it is.
+    // Columns without types, so that each value stays as it is written.
     static TABLE: Connection = {
         let connection = Connection::open_in_memory().expect("opens");
         let columns = format!("CREATE TABLE idem_records (key PRIMARY KEY, {}, listed_at)", NAMES.join(", "));
@@ -198,9 +198,9 @@ thread_local! {
 /// The retention of the record has ended.
 struct Ended;
 
-/// What SQLite makes of a row.
+/// SQLite's reading of a row.
 fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, Ended> {
-    // A time that has to be there in one state, and must not in the others.
+    // A time that must be present in one state, and absent in the others.
     let lapses = row[STATE] == Cell::Text("P".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
     values.extend(row.iter().enumerate().map(|(at, cell)| match cell {
@@ -220,7 +220,7 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, 
     });
     let seen: Option<Option<Inspection>> = corrupt(seen);
     match seen {
-        // Nobody gets what can't be read.
+        // No reservation succeeds on an unreadable record.
         None => {
             reserved.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt)).expect_err("reserved");
             Ok(None)
@@ -251,7 +251,7 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, 
 
 // ---- PostgreSQL ------------------------------------------------------------------------------------------------------
 
-/// A row as the driver has it: bytes, and the types that the server has named.
+/// A row as the driver has it: bytes, and the types named by the server.
 struct Row(Vec<(Type, Option<Vec<u8>>)>);
 
 impl Cells for Row {
@@ -264,7 +264,7 @@ impl Cells for Row {
     }
 }
 
-/// What PostgreSQL makes of a row. `mangled` bytes are not what their type says.
+/// PostgreSQL's reading of a row. `mangled` bytes don't match their type.
 fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
     let mut cells: Vec<_> = row
         .iter()
@@ -286,7 +286,7 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
     cells.push((Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
-        // What was made just now has none of its columns.
+        // A row that was inserted just now has none of its columns.
         None => {
             assert!([FORMAT, STATE, OWNER].iter().all(|at| row[*at] == Cell::Null), "no record: {row:?}");
             None
@@ -296,7 +296,7 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
 
 // ---- DynamoDB --------------------------------------------------------------------------------------------------------
 
-/// What DynamoDB makes of an item with these attributes.
+/// DynamoDB's reading of an item with these attributes.
 fn dynamo(row: &Columns) -> Option<Record> {
     let attribute = |cell: &Cell| {
         Some(match cell {

@@ -1,4 +1,4 @@
-//! Results that wrappers have put into another form: compressed, or in an object.
+//! Results that wrappers have transformed: compressed, or moved to an object.
 
 use std::num::NonZeroU32;
 use std::pin::pin;
@@ -17,11 +17,11 @@ use object_store::{ObjectStoreExt, PutPayload};
 
 use super::input::Input;
 
-/// Where the object is.
+/// The path of the object.
 const PATH: &str = "idem/object";
 
-/// What was wrapped is unwrapped as it was; nonsense is a result that is unavailable, never an error that could let the body
-/// run again, and never another result.
+/// A wrapped result is unwrapped unchanged. Nonsense is an unavailable result: never an error that could let the body run
+/// again, and never another result.
 pub fn envelopes(data: &[u8]) {
     let mut input = Input(data);
     let objects = Arc::new(InMemory::new());
@@ -43,7 +43,8 @@ pub fn envelopes(data: &[u8]) {
             finish(&*wrapped, payload.clone());
             assert_eq!(replay(&*wrapped), payload);
 
-            // Damage is noticed behind the form and the name of the codec, which nothing protects in other records either.
+            // Damage is noticed in everything after the form and the name of the codec, which are unprotected in other
+            // records as well.
             let Payload::Stored { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
             let header = 3 + usize::from(written.get(2).copied().unwrap_or_default());
             if written != bytes && written[1] != 0 && mask != 0 {
@@ -75,7 +76,7 @@ pub fn envelopes(data: &[u8]) {
     }
 }
 
-/// An envelope that may be right in every part, and in which every part may be wrong; with an object for it.
+/// An envelope in which every part may be right or wrong, and an object for it.
 fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     let form = input.below(4);
     let name = if input.below(8) == 0 { input.bytes() } else { b"json" };
@@ -87,7 +88,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.extend_from_slice(name);
     out.extend_from_slice(&size.to_be_bytes());
     match form {
-        // A frame of zstd that says the same of its size.
+        // A zstd frame that claims the same size.
         1 => {
             out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
             out.extend_from_slice(&size.to_le_bytes());
@@ -103,7 +104,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.into()
 }
 
-/// Of the empty text, so that there is a digest that is right.
+/// The digest of the empty text, so that some digest is right.
 const SHA_OF_NOTHING: [u8; 32] = [
     0xe3, 0xb0, 0xc4, 0x42, 0x98, 0xfc, 0x1c, 0x14, 0x9a, 0xfb, 0xf4, 0xc8, 0x99, 0x6f, 0xb9, 0x24, 0x27, 0xae, 0x41,
     0xe4, 0x64, 0x9b, 0x93, 0x4c, 0xa4, 0x95, 0x99, 0x1b, 0x78, 0x52, 0xb8, 0x55,
@@ -126,7 +127,7 @@ fn finish(store: &dyn Store, payload: Payload) {
     assert_eq!(now(store.finish(&lease, &Finish::Completed(payload))).expect("finishes"), Write::Done);
 }
 
-/// What a duplicate gets, and an operator with it.
+/// The result that a duplicate gets, and an operator as well.
 fn replay(store: &dyn Store) -> Payload {
     let Ok(Reservation::Finished(record)) = now(store.reserve(&request(2))) else {
         panic!("a finished record is replayed")
@@ -142,7 +143,7 @@ fn replay(store: &dyn Store) -> Payload {
     payload
 }
 
-/// What `future` answers at once: nothing here waits.
+/// The output of `future`, which must be ready at once: nothing here waits.
 fn now<T>(future: impl Future<Output = T>) -> T {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,

@@ -1,4 +1,4 @@
-//! Fingerprints of what producers send.
+//! Fingerprints of the payloads that producers send.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// Equal JSON has equal fingerprints, however it is written, and other JSON has others.
 pub fn fingerprints(data: &[u8]) {
-    // A byte that no text has.
+    // Split at a byte that no text contains.
     let mut documents = data.split(|byte| *byte == 0xff).filter_map(|text| serde_json::from_slice::<Value>(text).ok());
     let (Some(one), other) = (documents.next(), documents.next()) else { return };
     let pretty = serde_json::to_string_pretty(&one).expect("writes");
@@ -22,7 +22,7 @@ pub fn fingerprints(data: &[u8]) {
     }
 }
 
-/// Whether two values are equal if numbers count by their value: `1` is `1.0`.
+/// Whether two values are equal, with numbers compared by value: `1` is `1.0`.
 fn equal(one: &Value, other: &Value) -> bool {
     match (one, other) {
         (Value::Number(one), Value::Number(other)) => decimal(&one.to_string()) == decimal(&other.to_string()),
@@ -37,7 +37,7 @@ fn equal(one: &Value, other: &Value) -> bool {
     }
 }
 
-/// Sign, digits without zeros at the ends, and the exponent of the last one.
+/// Sign, digits without zeros at either end, and the exponent of the last digit.
 fn decimal(number: &str) -> (bool, String, i32) {
     let (digits, exponent) = number.split_once('e').unwrap_or((number, "0"));
     let behind = digits.split_once('.').map_or(0, |(_, behind)| behind.len());
@@ -53,7 +53,7 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("JSON serializes")
 }
 
-/// The same in other types of Rust.
+/// The same value in other Rust types.
 fn typed(value: &Value) -> Typed<'_> {
     match value {
         Value::Null => Typed::Absent(None),

@@ -1,4 +1,4 @@
-//! Values out of the bytes that a fuzzer writes. Bytes that are missing are zeros, so that every input means something.
+//! Values from the bytes of a fuzzer. Missing bytes are zeros, so that every input has a meaning.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl<'a> Input<'a> {
         self.byte() & 1 == 1
     }
 
-    /// Mostly a number that means something, sometimes any.
+    /// Mostly a meaningful number, sometimes any.
     pub(crate) fn integer(&mut self) -> i64 {
         match self.byte() {
             255 => i64::from_be_bytes(self.array()),
@@ -47,7 +47,7 @@ impl<'a> Input<'a> {
         taken
     }
 
-    /// Bytes with their length in front of them.
+    /// Bytes preceded by their length.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = self.byte();
         self.take(len.into())
@@ -61,7 +61,7 @@ impl<'a> Input<'a> {
         std::mem::take(&mut self.0)
     }
 
-    /// A duration of whole milliseconds, as they are written.
+    /// A duration of whole milliseconds, as records store them.
     pub(crate) fn duration(&mut self) -> Duration {
         Duration::from_millis(self.integer().unsigned_abs().min(i64::MAX.unsigned_abs()))
     }

@@ -1,4 +1,4 @@
-//! Keys, and what a handler's author writes: templates and durations.
+//! Keys, and the templates and durations in handlers.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use syn::LitStr;
 
 use super::input::Input;
 
-// The attribute's own readers: a crate of macros has no other interface.
+// The attribute's own parsers: a crate of macros has no other interface.
 #[allow(dead_code, unused_imports, unreachable_pub)]
 #[path = "../../idem-macros/src/duration.rs"]
 mod duration;
@@ -19,10 +19,10 @@ mod template;
 
 use template::Part;
 
-/// More nesting than this is more than the compiler reads.
+/// Longer templates could nest deeper than the compiler can parse.
 const MAX_TEMPLATE_BYTES: usize = 256;
 
-/// Everything that is read is written in one way; different values never make the same key.
+/// Everything that can be read has one written form; different values never make the same key.
 pub fn keys(data: &[u8]) {
     let mut input = Input(data);
     let which = input.below(5);
@@ -59,7 +59,7 @@ fn templates(text: &str) {
             Part::Value(value) => {
                 assert!(!matches!(parts.get(at + 1), Some(Part::Value(_))), "{text}: values run into each other");
                 values += 1;
-                // A space before it, so that a block's brace is not taken for a literal one.
+                // With a space before it, so that a block's brace is not taken for a literal one.
                 write!(again, "{{ {} }}", value.to_token_stream()).expect("a `String` takes everything");
             }
         }
@@ -86,7 +86,7 @@ fn durations(text: &str) {
         Ok(duration) => assert_eq!(duration::parse(&duration::show(duration)), Ok(duration), "{text}"),
         Err(message) => {
             assert!(message.contains(text), "{message}");
-            // What is offered instead is accepted.
+            // The suggested duration is accepted.
             let rest = message.strip_prefix(&format!("can't read `{text}` as a duration; write `"));
             if let Some(better) = rest.and_then(|rest| rest.strip_suffix('`')) {
                 duration::parse(better).expect("a suggestion is accepted");
@@ -102,7 +102,7 @@ fn displayed(text: &str) {
     }
 }
 
-/// Whether there is nothing to see.
+/// Whether the text has no visible character.
 fn is_blank(text: &str) -> bool {
     let of_no_width = |c: char| ['\u{200b}', '\u{200c}', '\u{200d}', '\u{2060}', '\u{feff}'].contains(&c);
     text.trim_matches(|c: char| c.is_whitespace() || c.is_control() || of_no_width(c)).is_empty()
@@ -131,13 +131,13 @@ fn one_part(input: &mut Input<'_>) {
     }
 }
 
-/// A key as the attribute builds it from a template, read back by that template.
+/// A key that the attribute builds from a template, read back by that template.
 fn several_parts(input: &mut Input<'_>) {
     static SCOPE: Scope = Scope::named("fuzz");
     let mut separator = || input.text().replace(|c: char| c == '%' || c.is_control(), "");
     let separators = [separator(), separator(), separator(), separator()];
     let values = [input.text(), input.text(), input.text()];
-    // Between two values there is something, or the template is refused.
+    // A template needs text between two values, or it is refused.
     if separators[1..3].iter().any(String::is_empty) {
         return;
     }

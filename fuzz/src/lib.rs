@@ -1,7 +1,7 @@
-//! What is done with the input of strangers: records that anybody may have written, results of other releases, keys.
+//! The handling of untrusted input: records that any client may have written, results of other releases, keys.
 //!
 //! Each target takes any bytes, and panics if the library breaks a promise about them. The programs in `fuzz_targets`
-//! search for such bytes; `tests/corpora.rs` includes this file and runs every target over what they have found.
+//! search for such bytes; `tests/corpora.rs` includes this file and runs every target over the corpora.
 
 pub mod codecs;
 pub mod columns;
@@ -11,7 +11,7 @@ mod input;
 pub mod keys;
 pub mod record;
 
-/// A target: its name, which is that of its corpus and of its program, and what it does with an input.
+/// A target: its name, which its corpus and its program share, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.

@@ -9,13 +9,13 @@ use idem_runtime::{Key, Meeting, Payload, Record, Reservation, Reserve, State};
 
 use super::input::Input;
 
-/// What is read is what was written, and nothing else is read.
+/// A record is read as it was written, and nothing else can be read.
 pub fn record(data: &[u8]) {
     if let Ok(record) = format::decode(&Bytes::copy_from_slice(data)) {
-        // There is one way to write each record, but for the mark of those who wait.
+        // Each record has one written form, except for the mark of waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
-        // An `on_crash` that no longer counts is left behind where a script ends an attempt.
+        // A script that ends an attempt leaves its `on_crash` flag behind, which no longer counts.
         let written = format::encode(&record);
         if record.is_pending() {
             assert_eq!(written, unmarked);
@@ -28,7 +28,7 @@ pub fn record(data: &[u8]) {
     let record = input.record();
     let written = Bytes::from(format::encode(&record));
     assert_eq!(format::decode(&written).as_ref(), Ok(&record));
-    // The end of a result is the end of the value; of everything else it is known.
+    // The end of a result is the end of the value; the end of all other states is known.
     if !matches!(record.state.payload(), Some(Payload::Stored { .. })) {
         let mut longer = written.to_vec();
         longer.push(input.byte());
@@ -39,7 +39,7 @@ pub fn record(data: &[u8]) {
     meet(&record, input);
 }
 
-/// Whatever was read, a reservation of it has an answer that agrees with it.
+/// A reservation that meets a readable record gets an answer that agrees with the record.
 fn meet(record: &Record, mut input: Input<'_>) {
     let request = request(&mut input);
     let lapses_in = input.duration();
@@ -60,7 +60,7 @@ fn meet(record: &Record, mut input: Input<'_>) {
     let _: Duration = record.retention(request.ttl);
 }
 
-/// What somebody may ask for.
+/// Any request.
 pub(crate) fn request(input: &mut Input<'_>) -> Reserve {
     Reserve {
         key: Key::new("fuzz", "key").expect("a key"),

@@ -1,7 +1,7 @@
-//! A second store, as plain as can be, that makes one mistake on request.
+//! A second, minimal store that makes one mistake on request.
 //!
 //! It shares no decision with the library (not even `Record::meet`), so that it checks the suite as much as the suite
-//! checks it. Most mistakes were found in the field; see `pitfalls.md` of the project's brief.
+//! checks it. Most mistakes were found in the field.
 
 use std::collections::{HashMap, HashSet};
 use std::future::poll_fn;
@@ -20,7 +20,7 @@ use tokio::sync::Notify;
 
 macro_rules! mistakes {
     ($($name:ident,)*) => {
-        /// What a broken store does.
+        /// The mistake of a broken store.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub(crate) enum Mistake { None, $($name,)* }
 
@@ -81,7 +81,7 @@ type Values = HashMap<String, Value>;
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
-    /// Keys that somebody else has locked.
+    /// The keys that another session has locked.
     locked: Mutex<HashSet<String>>,
     unlocked: Notify,
 }
@@ -116,7 +116,7 @@ impl Plain {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: Arc::new(Heartbeats::new(clock)) }
     }
 
-    /// With everything a subject can have.
+    /// A subject with everything that it can have.
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
         let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };
@@ -139,7 +139,7 @@ impl Plain {
         Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil).block(block)
     }
 
-    /// Waits while somebody else has locked the record, for a time.
+    /// Waits while another session has locked the record, for a limited time.
     async fn unlocked(&self, name: &str) -> Result<(), StoreError> {
         let for_ever = self.is(M::RenewWaitsForEach) || self.is(M::RenewAnswersTogether);
         let unlocked = async {
@@ -182,7 +182,7 @@ impl Plain {
         }
     }
 
-    /// Does `step` with the record of `key`, in one step, unless that is the mistake.
+    /// Applies `step` to the record of `key`, in one step unless that is the mistake.
     fn one<'a, T: Send + 'a>(
         &'a self,
         key: &'a Key,
@@ -508,7 +508,7 @@ impl Plain {
 }
 
 fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
-    /// Real time, and the same chance for everybody.
+    /// Real time, but the same random numbers for every handle.
     #[derive(Debug)]
     struct SameChance(Arc<dyn Clock>);
 
@@ -530,13 +530,13 @@ fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
         }
     }
 
-    // Two handles share their records' times, so they share the clock that these are on.
+    // Two handles share the times in their records, so they share the clock of these times.
     static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
     let clock: Arc<dyn Clock> = Arc::new(*CLOCK);
     Arc::new(Heartbeats::new(if mistake == M::OwnersRepeat { Arc::new(SameChance(clock)) } else { clock }))
 }
 
-/// Lets others go first, `times` times.
+/// Lets other tasks run, `times` times.
 async fn pause(mut times: u32) {
     poll_fn(|cx| {
         if times == 0 {
@@ -549,7 +549,7 @@ async fn pause(mut times: u32) {
     .await;
 }
 
-/// A reservation on its way, which lands whether or not anybody still waits for it.
+/// A reservation under way, which lands whether or not its caller still waits for it.
 struct Flight<'a>(&'a Plain, Option<Reserve>);
 
 impl Flight<'_> {

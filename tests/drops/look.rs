@@ -1,4 +1,4 @@
-//! What must be true of every key once late writes are through.
+//! The state in which every key must be once late writes are through.
 
 use std::sync::Arc;
 
@@ -8,14 +8,14 @@ use idem_runtime::{Error, OnCrash, Outcome, Payload, Record, State, Store};
 use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Scene};
 
-/// How many keys are looked at side by side.
+/// How many keys are checked side by side.
 const AT_ONCE: usize = 32;
 
-/// What is wrong with a key.
+/// A key in a wrong state.
 enum Wrong {
-    /// It is held by nobody.
+    /// Held, although no call is under way.
     Held(String),
-    /// It counts as interrupted, and no body was.
+    /// Recorded as interrupted, although no body was.
     Interrupted(String),
     Otherwise(String),
 }
@@ -37,7 +37,7 @@ impl Scene {
         .await;
     }
 
-    /// Looks at them again: nothing has landed since. Then calls the others.
+    /// Looks at all keys again: no write has landed since. Then calls the keys that were not called before.
     pub async fn look_again(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -80,7 +80,7 @@ impl Scene {
     }
 }
 
-/// A fresh call runs, or is told at once what is so.
+/// A fresh call runs, or is told the state of the key at once.
 async fn try_again(calls: &Calls, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);
@@ -107,7 +107,7 @@ async fn inspect(store: &Arc<dyn Store>, calls: &Calls, key: usize) -> Option<Re
     found.map(|inspection| inspection.record)
 }
 
-/// Whether `record` is what must have become of `book`.
+/// Whether `record` is the one that must follow from `book`.
 fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {record:?}")));
     let numbers: Vec<u32> = book.runs.iter().map(|run| run.attempt).collect();

@@ -16,11 +16,11 @@ use crate::{ANSWER, LEASE};
 /// So long that no server is replaced.
 const NEVER: u32 = 600_000;
 
-/// A store, and what it needs.
+/// A store, its lines and its servers.
 pub struct Rig {
     /// The handle whose calls are dropped.
     pub store: Arc<dyn Store>,
-    /// What another process has.
+    /// The handle of another process.
     pub peer: Arc<dyn Store>,
     pub lines: Vec<Proxy>,
     _servers: Box<dyn Any + Send + Sync>,

@@ -1,4 +1,4 @@
-//! Calls, their bodies, the ways to drop them, and the book of what bodies did.
+//! Calls, their bodies, the ways to drop them, and the books of what bodies did.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -24,17 +24,17 @@ use crate::rigs::Rig;
 const TTL: Duration = Duration::from_secs(3600);
 /// How many tasks make calls under load.
 const TASKS: usize = 64;
-/// The awaits at which calls are dropped one after the other: more than a call has that nothing holds up.
+/// The last await at which calls are dropped: a call that nothing holds up has fewer.
 const AWAITS: usize = 6;
-/// Keys that are finished before anything is dropped.
+/// How many keys are finished before any call is dropped.
 const FINISHED: usize = 40;
 
-/// What goes on beside a call.
+/// The load beside a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
     /// Nothing.
     Lone,
-    /// 64 tasks make calls, most of them for keys of their own.
+    /// 64 tasks make calls, most of them for new keys.
     Busy,
     /// 64 tasks make calls, most of them for keys that have a result.
     Replays,
@@ -43,15 +43,15 @@ pub enum Load {
 /// How a call ends.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// Nobody drops it.
+    /// It is not dropped.
     Whole,
-    /// Dropped when it is pending for the nth time.
+    /// Dropped when it is pending for the n-th time.
     AtAwait(usize),
     /// The same, on a thread that has no runtime.
     Elsewhere(usize),
     /// Dropped by a time-out.
     TimedOut(Duration),
-    /// Dropped by a `select!`, once other tasks have had so many turns.
+    /// Dropped by a `select!`, after so many turns of other tasks.
     Selected(u32),
     /// Its task is aborted.
     Aborted(Duration),
@@ -59,7 +59,7 @@ enum Way {
     WithItsRuntime(u32),
 }
 
-/// What a body does.
+/// The work of a body.
 #[derive(Clone, Copy, Debug)]
 struct Work {
     turns: u32,
@@ -88,11 +88,11 @@ pub struct Run {
     pub returned: Option<bool>,
 }
 
-/// What is known of a key.
+/// The book of one key.
 #[derive(Clone, Default, Debug)]
 pub struct Book {
     pub runs: Vec<Run>,
-    /// What was recorded when it was first looked at; `None` if it has been called since.
+    /// The record at the first look; `None` if the key has been called since.
     pub first_look: Option<Option<Record>>,
 }
 
@@ -141,7 +141,7 @@ impl Books {
     }
 }
 
-/// Calls under one load, on one kind of line, under one policy.
+/// The calls under one load, on one kind of line, under one policy.
 #[derive(Debug)]
 pub struct Calls {
     /// The number of the scene.
@@ -151,26 +151,26 @@ pub struct Calls {
     made: AtomicUsize,
     dropped: AtomicUsize,
     refused: AtomicUsize,
-    /// How long a whole call took of late, in microseconds.
+    /// How long a call that was not dropped took lately, in microseconds.
     usual: AtomicU64,
     books: Arc<Books>,
-    /// What callers must not be told, and drops must not do.
+    /// Answers that callers must not get, and panics in drops.
     told: Mutex<Vec<String>>,
 }
 
-/// The calls of one scene, and what was found afterwards.
+/// The calls of one scene, and the findings afterwards.
 pub struct Scene {
     store: &'static str,
     line: Line,
     calls: Arc<Calls>,
     took: Duration,
-    /// Keys that nobody holds are held.
+    /// Keys that are held without a call.
     pub held: BTreeSet<usize>,
-    /// Keys that count as interrupted, and no body was.
+    /// Keys recorded as interrupted, although no body was.
     pub interrupted: BTreeSet<usize>,
-    /// What is wrong otherwise.
+    /// How many keys are wrong in other ways.
     pub others: usize,
-    /// All of it, in words.
+    /// All problems, in words.
     pub problems: Vec<String>,
 }
 
@@ -265,7 +265,7 @@ impl Calls {
         let n = self.made.fetch_add(1, Ordering::Relaxed);
         let again = if self.load == Load::Replays { 85 } else { 15 };
         let key = match chance.percent(again) {
-            // Finished, free, interrupted, or with somebody else at work.
+            // Finished, free, interrupted, or with another call at work.
             true if self.load == Load::Replays => chance.below(FINISHED),
             true => chance.below(self.books.len()),
             false => self.books.open(),
@@ -308,7 +308,7 @@ impl Calls {
         }
     }
 
-    /// What a caller is told while others are being dropped.
+    /// Judges the answer to a call while other calls are being dropped.
     fn judge(&self, key: usize, result: &Result<u32, Failure>) {
         match result {
             Err(Failure::TheBodys | Failure::Of(Error::InProgress { .. })) => {}
@@ -324,7 +324,7 @@ impl Calls {
         }
     }
 
-    /// One call of a handler that enters what it does in the books, and returns which attempt it was.
+    /// One call of a handler that enters its run in the books, and returns the number of its attempt.
     fn call(
         &self,
         store: &Arc<dyn Store>,
@@ -348,7 +348,7 @@ impl Calls {
         observe(run(operation, record_values::<Json>(), body))
     }
 
-    /// A call that does nothing but look what becomes of it.
+    /// A call with an empty body, made only for its outcome.
     pub async fn fresh(&self, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
         self.call(store, key, Work { turns: 0, sleep: None, succeeds: true }, InProgress::Reject).await
     }
@@ -356,7 +356,7 @@ impl Calls {
 
 type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// A call that is let go of when it is pending for the nth time.
+/// A call that is dropped when it is pending for the n-th time.
 struct UpTo<T> {
     call: Call<T>,
     left: usize,
@@ -375,7 +375,7 @@ impl<T> Future for UpTo<T> {
 }
 
 impl Way {
-    /// Leads a call to its end, and says what it told; `None` if it was dropped.
+    /// Runs a call to its end and returns its output; `None` if it was dropped.
     async fn lead<T: Send + 'static>(self, mut call: Call<T>) -> Result<Option<T>, Panicked> {
         Ok(match self {
             Self::Whole => Some(call.await),

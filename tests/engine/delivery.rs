@@ -1,4 +1,4 @@
-//! What is said of a delivery as a whole: nothing that failed is acknowledged, and nothing that is in doubt goes unsaid.
+//! The outcome of a delivery as a whole: no failure is acknowledged, and every doubt is reported.
 
 use std::sync::Mutex;
 
@@ -132,7 +132,7 @@ async fn a_panic_ends_the_delivery_and_not_the_consumer() {
         retries(&outcome);
         assert_eq!(world.state().await, left);
     }
-    // Where no call is.
+    // Outside of any call.
     let (result, outcome) = observe(async { panic!("on purpose") }).catch_panics().await;
     let _: Result<(), Error> = result.map_err(|error| {
         assert!(matches!(error, Error::Panicked { key: None, attempt: None, .. }) && !error.is_uncertain());
@@ -212,7 +212,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
     let clash = idem_runtime::KeyProblem::InvalidScope;
     let error = Error::InvalidKey { scope: "a/b".to_owned(), reason: clash };
     assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
-    // A message that is wrong is another matter.
+    // An invalid message is a different case.
     let (result, outcome) =
         observe(run(Operation::new(&world.store, Key::new("test", ""), POLICY), record_values::<Json>(), world.body()))
             .await;
@@ -257,7 +257,7 @@ fn note(uncertain: Uncertain<'_>) {
     panic!("a hook that is wrong harms nobody");
 }
 
-/// What the hook was told of `key` since it was asked last.
+/// The doubts about `key` that the hook was told of since the last call of this function.
 fn noted(key: &str) -> Vec<(u32, Doubt)> {
     let mut doubts = DOUBTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let told = doubts.iter().filter(|(it, ..)| it == key).map(|(_, attempt, cause)| (*attempt, *cause)).collect();
@@ -299,7 +299,7 @@ async fn whatever_is_in_doubt_is_told_once() {
     assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
     assert!(late.await.is_ok(), "nobody has taken over");
 
-    // What is refused before its body, and what ends as it should, leaves no doubt.
+    // A call that is refused before its body, and one that ends normally, leave no doubt.
     assert!(run(operation(policy), record_values::<Json>(), world.body()).await.is_ok(), "a replay");
     let mut replayed = Box::pin(hanging(policy));
     assert!(poll_once(replayed.as_mut()).await.is_ready());

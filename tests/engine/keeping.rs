@@ -1,5 +1,5 @@
-//! What keeps a lease, and what ends one: beats on a thread of the library's own, bodies that block, bodies that hang, and
-//! stores that take no results.
+//! How a lease is kept, and how it ends: beats on the library's own thread, bodies that block, bodies that hang, and stores
+//! that take no results.
 
 use std::sync::Arc;
 use std::thread;
@@ -8,7 +8,7 @@ use idem_runtime::{Clock, Instant, Sleep, SystemClock, Task};
 
 use super::super::*;
 
-/// Time that a test drives, and the library's own thread.
+/// Time that the test drives, with tasks on the library's own thread.
 #[derive(Clone, Debug)]
 struct OwnThread(ManualClock);
 
@@ -77,7 +77,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let mut call = Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-    // The first try fails, so that it takes a task, and time that passes.
+    // The first tries fail, so that the release needs a task, and time that passes.
     store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
     store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
     drop(runtime);
@@ -115,7 +115,7 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
     assert!(poll_once(call.as_mut()).await.is_pending());
     assert_eq!(polls.get(), 2, "renewed");
 
-    // Somebody else has it.
+    // Another attempt has taken over.
     world.clock.advance(LEASE * 2);
     assert!(world.call(POLICY).await.1.took_over());
     assert!(matches!(driving(&world.clock, call).await, Err(Error::LeaseLost { .. })));
@@ -146,7 +146,7 @@ async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
 #[tokio::test]
 async fn a_body_that_can_not_be_cancelled_is_left_to_lapse() {
     let world = World::new();
-    // Not polled at all: its thread is stuck.
+    // The call is not polled at all: its thread is stuck.
     let call = world.hang(POLICY.timeout(LEASE)).await;
     for _ in 0..6 {
         settle().await;
@@ -169,7 +169,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
         call
     }))
     .await;
-    // Every other renewal never ends; they are asked for again beside it.
+    // Every other renewal never ends; its leases are asked for again beside it.
     for _ in 0..30 {
         world.store.next(Call::Renew, Fault::Hang);
         for _ in 0..4 {
@@ -189,7 +189,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
 #[tokio::test]
 async fn a_store_that_is_full_for_a_moment_gets_the_result() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured, StoreErrorKind::Unavailable] {
-        // Whether the body was ever pending makes no difference.
+        // It makes no difference whether the body was ever pending.
         for pends in [false, true] {
             let world = World::new();
             world.store.always(Call::Finish, Fault::Before(kind));
@@ -242,7 +242,7 @@ async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
 #[tokio::test]
 async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
     let world = World::new();
-    // It is recorded, the answer is lost, and no other gets through until after the next beat.
+    // The result is recorded, the answer is lost, and no other finish gets through until after the next beat.
     world.store.next(Call::Finish, Fault::After);
     world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(observe(run(world.operation(POLICY), record_values::<Json>(), world.body())));
@@ -251,7 +251,7 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
     }
-    // The beat is refused, and the tries go on.
+    // The beat is refused, but the tries go on.
     for _ in 0..3 {
         settle().await;
         world.clock.advance(Duration::from_secs(1));

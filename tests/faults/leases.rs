@@ -1,5 +1,5 @@
-//! Faults that cost no lease, or none but those of the keys they are about: bodies that go on while their processes,
-//! runtimes, lines and stores are hindered, and duplicates that would take over if they could.
+//! Faults that cost no lease except for the keys that they affect: bodies go on while their processes, runtimes, lines and
+//! stores are hindered, and duplicates would take over if they could.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -12,15 +12,15 @@ use idem_tests::stores;
 use crate::Fault;
 use crate::rigs::{Rig, set_all};
 
-/// How many bodies a process holds side by side.
+/// How many bodies a process holds at the same time.
 const HELD: usize = 6;
-/// A lease has time for so many calls at least, one after the other, as fast as the machine is at the moment.
+/// A lease has time for at least this many calls in a row, at the current speed of the machine.
 const CALLS_IN_A_LEASE: u32 = 30;
 const LONGEST_LEASE: Duration = Duration::from_secs(3);
-/// How long a store is full for.
+/// How long a store is full.
 const MOMENT: Duration = Duration::from_millis(500);
 
-/// Brings `fault` about in `rig`, and shows that leases are kept.
+/// Causes `fault` in `rig`, and shows that leases are kept.
 pub async fn play(rig: impl Rig, fault: Fault) {
     let mut scene = Scene::new(rig).await;
     match fault {
@@ -55,8 +55,8 @@ impl<R: Rig> Scene<R> {
         self.crew.orders().lease
     }
 
-    /// Starts a process whose bodies for the keys from `begin` on are held, and one that delivers those messages again and
-    /// again until they are acknowledged; once all bodies have begun.
+    /// Starts a process whose bodies for the keys from `begin` on are held, and another one that delivers those messages
+    /// again and again until they are acknowledged. Returns once all bodies have begun.
     async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
         self.crew.orders().place = place;
         let holder = self.crew.start(begin, keys, work);
@@ -74,13 +74,13 @@ impl<R: Rig> Scene<R> {
         holder
     }
 
-    /// Waits until everybody has ended, and says which attempts took effect.
+    /// Waits until all processes have ended, and returns the attempts that took effect.
     async fn ended(&mut self, keys: usize) -> Vec<Vec<u32>> {
         self.crew.ended().await;
         self.crew.audit(keys, &Rules::STRICT).await.0
     }
 
-    /// What `worker` was told, of which key, in calls that it has begun after `since`.
+    /// The answers to calls that `worker` began after `since`, with their keys.
     fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
         let lines = self.crew.lines();
         let of_worker = || lines.iter().filter(|line| line.worker == worker);
@@ -90,7 +90,7 @@ impl<R: Rig> Scene<R> {
         told.map(|line| (line.key, line.event.clone())).collect()
     }
 
-    /// Opens the gates of `holders`, and waits until everybody has ended: for each of `keys`, of all that there are, one body
+    /// Opens the gates of `holders`, and waits until all processes have ended: for each of `keys`, out of `all`, one body
     /// ran.
     async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
         for holder in holders {
@@ -126,7 +126,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn bodies_paused(&mut self) {
-        // Half of them are taken over.
+        // Half of the keys are taken over.
         let stopped: Vec<_> = (0..4).map(|key| self.crew.start(key, Keys::Together(1), Work::Polled)).collect();
         self.crew
             .until("the bodies are polled", |lines| {
@@ -189,7 +189,8 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let told = self.told(holder, since);
-        // The first connections are opened beside all the results. Whoever finds that too slow has not begun, and comes again.
+        // The first connections are opened beside all the results. A call that found this too slow has not begun, and is
+        // repeated.
         let has_not_begun = |(key, event): &(usize, Event)| *key < held && matches!(event, Event::Store(_));
         let replayed_or_to_come = |it: &&(usize, Event)| matches!(it.1, Event::Replayed(_)) || has_not_begun(it);
         let lost: Vec<_> = told.iter().filter(|it| !replayed_or_to_come(it)).collect();
@@ -260,7 +261,7 @@ impl<R: Rig> Scene<R> {
     }
 }
 
-/// How long the longest of some calls takes that nothing hinders.
+/// The longest duration among some calls that nothing hinders.
 async fn longest_call(spec: &str) -> Duration {
     const LEASE: Duration = Duration::from_secs(30);
     const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);

@@ -1,4 +1,4 @@
-//! How each kind of fault is played: racers at work, the fault, what they are told meanwhile, and the audit.
+//! How each kind of fault is played: racers at work, the fault, the answers meanwhile, and the audit.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,13 +11,13 @@ use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
 use crate::{Fault, Seen, leases};
 
-/// How many keys have to get done before a store counts as working.
+/// How many keys have to be done before a store counts as working.
 const PROGRESS: usize = 5;
 /// How far clocks are stepped, in seconds.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
 
-/// Brings `fault` about in `rig` while racers work, and shows that they see what is promised: `seen`.
+/// Causes `fault` in `rig` while racers work, and shows that they see what is promised: `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
     if matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded) {
         return leases::play(rig, fault).await;
@@ -47,11 +47,11 @@ struct Scene<R> {
     others: [u32; 2],
 }
 
-/// The lines of the table, by what they say of calls.
+/// The lines that the racers wrote, and what they say of calls.
 struct Seens<'a>(&'a [race::Line]);
 
 impl Seens<'_> {
-    /// What calls were told that had asked after `since`, with who they were.
+    /// The answers to calls that began after `since`, with their workers.
     fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
         let asked: HashMap<_, _> = self
             .0
@@ -70,7 +70,7 @@ impl Seens<'_> {
         self.0.iter().rev().find(|line| line.worker == worker)
     }
 
-    /// How often `worker` was refused by the store in calls that it began after `since`.
+    /// How often the store refused `worker` in calls that it began after `since`.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
         self.told_since(since).filter(refused).count()
@@ -85,7 +85,7 @@ impl<R: Rig> Scene<R> {
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
         crew.set_env(right);
         if fault == Fault::connections_delayed {
-            // To connect takes several exchanges.
+            // Connecting takes several exchanges.
             crew.orders().lease = 30 * DELAY;
         }
         let holder = crew.start(0, Keys::Open, Work::Held);
@@ -108,14 +108,14 @@ impl<R: Rig> Scene<R> {
         self.crew.until(what, |lines| condition(&Seens(lines))).await;
     }
 
-    /// Waits until keys get done that are begun from now on.
+    /// Waits until keys that are begun from now on are done.
     async fn progress(&self, what: &str) {
         let now = race::now();
         self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
     }
 
-    /// Waits until everybody was told that the store can't be used, in calls that are made from now on. Who is recording a
-    /// result is told nothing for as long as its lease can be renewed.
+    /// Waits until every worker was told that the store can't be used, in calls made from now on. A worker that is
+    /// recording a result is told nothing for as long as its lease can be renewed.
     async fn told(&self) {
         let now = race::now();
         self.until("everybody is refused", |seen| {
@@ -162,7 +162,7 @@ impl<R: Rig> Scene<R> {
         })
         .await;
         self.progress("the others go on").await;
-        // Their bodies overlap now; and who wakes has nothing left to do but to record its result.
+        // Their bodies overlap now; a worker that wakes has nothing left to do but to record its result.
         self.crew.open_gate(self.holder);
         self.crew.signal(self.holder, "-CONT");
         self.crew.signal(self.others[0], "-CONT");
@@ -191,7 +191,7 @@ impl<R: Rig> Scene<R> {
 
     async fn is_refused(&mut self, fault: Fault) -> Rules {
         if fault == Fault::connections_cut {
-            // Before an answer, and in the middle of one: nobody knows then what was done.
+            // Before an answer, and in the middle of one: in both cases it is unknown what was done.
             for line in [Line::ResetOnReply, Line::LoseReplies, Line::LoseRequests] {
                 set_all(self.rig.lines(), line);
                 self.told().await;
@@ -282,7 +282,7 @@ impl<R: Rig> Scene<R> {
         let stepped = self.others[1];
         for step in [STEP, -STEP] {
             clock.step(step);
-            // Who meets an attempt that is running waits for it.
+            // A call that meets a running attempt waits for it.
             let duplicate = self.crew.start(0, Keys::Open, Work::Some);
             let (now, wanted) = (race::now(), step * 1000);
             self.until("a body runs at another time", |seen| {

@@ -1,4 +1,4 @@
-//! Each store, and how every fault is brought about in it.
+//! Each store, and how every fault is caused in it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,12 +17,12 @@ use tokio_postgres::error::SqlState;
 use crate::Fault;
 use crate::tools::{Disk, FULL, READ_ONLY};
 
-/// A store, its servers, and what can be done to them.
+/// A store, its servers, and the faults that they can have.
 pub trait Rig {
-    /// What racers open.
+    /// The store that racers open.
     fn spec(&self) -> String;
 
-    /// What racers find in their environment.
+    /// The environment of the racers.
     fn env(&self) -> Env {
         Env::new()
     }
@@ -37,17 +37,17 @@ pub trait Rig {
         false
     }
 
-    /// Whether a full disk leaves it room in the files that it has.
+    /// Whether a full disk leaves it room in its existing files.
     fn fills_up_slowly(&self) -> bool {
         false
     }
 
-    /// Whether a process that stands still keeps everybody else from the store.
+    /// Whether a stopped process keeps all others from the store.
     async fn is_held_up(&self) -> bool {
         false
     }
 
-    /// Stops `worker`, where it keeps nobody else from working.
+    /// Stops `worker` at a moment when it keeps no other process from working.
     async fn stop(&self, crew: &Crew, worker: u32) {
         loop {
             crew.signal(worker, "-STOP");
@@ -58,17 +58,17 @@ pub trait Rig {
         }
     }
 
-    /// How large the results are that are exchanged over slow lines, and how many bytes those carry per second.
+    /// The size of the results exchanged over slow lines, and how many bytes a second these carry.
     fn slow_line(&self) -> (usize, u32) {
         (1024 * 1024, 2_000_000)
     }
 
-    /// How long leases are while records are locked.
+    /// The length of leases while records are locked.
     fn lease_of_locked(&self) -> Duration {
         race::LEASE
     }
 
-    /// How often, and how long, the record of the key 0 is locked.
+    /// How often the record of the key 0 is locked, and for how long.
     fn locked_for(&self, lease: Duration) -> (usize, Duration) {
         (1, 3 * lease)
     }
@@ -78,18 +78,18 @@ pub trait Rig {
         true
     }
 
-    /// Whether a node serves this key that is not stopped.
+    /// Whether the node that serves this key is running.
     fn is_of_a_healthy_node(&self, _key: usize) -> bool {
         true
     }
 
-    /// How it can be full, or refuse writes.
+    /// The ways in which it can be full, or refuse writes.
     fn moments(&self) -> &'static [Fault];
 
-    /// Brings the fault about.
+    /// Causes the fault.
     async fn break_down(&mut self, fault: Fault);
 
-    /// Ends it.
+    /// Ends the fault.
     async fn heal(&mut self, fault: Fault);
 }
 
@@ -103,7 +103,7 @@ fn is_of_lines(fault: Fault) -> bool {
     )
 }
 
-/// Every line does this from now on.
+/// Sets the behaviour of all lines.
 pub fn set_all(lines: &[Proxy], line: Line) {
     for proxy in lines {
         proxy.set(line);
@@ -116,7 +116,7 @@ pub fn set_all(lines: &[Proxy], line: Line) {
 pub struct Sqlite {
     folder: Folder,
     disk: Disk,
-    /// A transaction of the user's.
+    /// A transaction of the user.
     lock: Option<rusqlite::Connection>,
 }
 
@@ -127,7 +127,7 @@ impl Sqlite {
         Self { disk: Disk::of(folder.path()), folder, lock: None }
     }
 
-    /// The files that belong to it, here and elsewhere.
+    /// The files of the database, here and in the folder to which they can be moved.
     fn files(&self) -> impl Iterator<Item = (PathBuf, PathBuf)> {
         let away = self.folder.path().join("away");
         std::fs::create_dir_all(&away).expect("a folder");
@@ -167,7 +167,7 @@ impl Rig for Sqlite {
 
     async fn is_held_up(&self) -> bool {
         let path = self.folder.file();
-        // Waits for a lock for half a minute.
+        // Waits half a minute for a lock.
         let locked = move || sqlite::raw(&path).execute_batch("BEGIN IMMEDIATE; ROLLBACK").is_err();
         tokio::task::spawn_blocking(locked).await.expect("asked")
     }
@@ -205,7 +205,7 @@ impl Rig for Sqlite {
 
 // Redis: one server, a cluster, or a primary with sentinels.
 
-/// Servers of one topology.
+/// The servers of one topology.
 pub struct Redis {
     servers: Servers,
     lines: Vec<Proxy>,
@@ -222,7 +222,7 @@ enum Servers {
 /// The primary that is stopped alone.
 const STOPPED: usize = 1;
 
-/// What a server is given on its way.
+/// The settings with which a server starts.
 fn settings(fault: Fault) -> Vec<String> {
     let settings: &[&str] = match fault {
         Fault::server_killed_and_restarted => &["--appendonly", "yes", "--appendfsync", "always"],
@@ -232,7 +232,7 @@ fn settings(fault: Fault) -> Vec<String> {
     settings.iter().map(ToString::to_string).collect()
 }
 
-/// Proxies in front of `ports` where the fault is one of lines, and the ports to go to.
+/// Proxies in front of `ports` if the fault is one of lines, and the ports to connect to.
 async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     let mut lines = Vec::new();
     if is_of_lines(fault) {
@@ -244,7 +244,7 @@ async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     (lines, through)
 }
 
-/// The environment of a server whose disk may fail; the others need none.
+/// The environment of a server whose disk may fail; the other faults need none.
 fn disk_env(fault: Fault, disk: &Disk) -> Env {
     if matches!(fault, Fault::disk_full | Fault::full_for_a_moment) { disk.env() } else { Env::new() }
 }
@@ -274,7 +274,7 @@ impl Redis {
         let ports = [free_port(), free_port()];
         let (lines, through) = proxied(fault, &ports).await;
         let args = |n: usize| {
-            // Where clients are sent to.
+            // The port that is announced to clients.
             let announced = ["--cluster-announce-port".to_owned(), through[n].to_string()];
             [settings(fault), announced.to_vec()].concat()
         };
@@ -290,7 +290,7 @@ impl Redis {
         Self { servers: Servers::Watched(watched), lines, disk, replicated }
     }
 
-    /// Those that clients write to.
+    /// The servers that clients write to.
     fn primaries(&mut self) -> &mut [RedisServer] {
         match &mut self.servers {
             Servers::One(server) => std::slice::from_mut(server),
@@ -305,7 +305,7 @@ impl Redis {
         }
     }
 
-    /// Kills a primary, and lets it come back once its replica has its place.
+    /// Kills a primary, and restarts it once its replica has replaced it.
     async fn fail_over(&mut self) {
         match &mut self.servers {
             Servers::Cluster(cluster) => {
@@ -318,7 +318,7 @@ impl Redis {
                 let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
                 watched.servers[0].kill();
                 until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-                // Nothing counts there until it has a replica. The old primary is told what the sentinels would tell it.
+                // No write counts there until it has a replica. The old primary is told what the sentinels would tell it.
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }
@@ -375,7 +375,7 @@ impl Rig for Redis {
             Fault::disk_full => self.disk.fail(FULL),
             Fault::read_only => match self.servers {
                 Servers::One(_) => self.say("REPLICAOF 127.0.0.1 1"),
-                // Nobody else can make a replica of these.
+                // The cluster, or the sentinels, decide which of these are replicas.
                 Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 9"),
             },
             Fault::records_deleted => self.say("FLUSHALL"),
@@ -407,14 +407,14 @@ pub struct Postgres {
     server: PostgresServer,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// Who holds what there is of something.
+    /// The connection that holds all of a resource.
     hoarder: Option<tokio_postgres::Client>,
 }
 
 impl Postgres {
     pub async fn start(fault: Fault) -> Self {
         let disk = Disk::of(&std::env::temp_dir());
-        // So that there is an end to them.
+        // Few locks, so that they can be exhausted.
         let settings = ["max_locks_per_transaction=10"];
         let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
         let (lines, _) = proxied(fault, &[server.port()]).await;
@@ -438,7 +438,7 @@ impl Postgres {
     async fn hoard(&mut self) {
         let raw = self.server.raw().await;
         let (mut next, mut refused) = (0_u32, 0);
-        // Others may still be giving some back.
+        // Other connections may still be releasing some.
         while refused < 50 {
             let more = if refused == 0 { 1000 } else { 1 };
             let sql = format!("SELECT count(pg_advisory_lock(n)) FROM generate_series({next}, {}) n", next + more - 1);
@@ -491,7 +491,7 @@ impl Rig for Postgres {
                 self.hoarder = Some(raw);
             }
             Fault::disk_full => {
-                // There is log ahead: without that a server ends itself, and that is another fault.
+                // There is log ahead: without it a server that can't write ends itself, which is another fault.
                 self.say("SELECT pg_switch_wal();CHECKPOINT").await;
                 self.disk.fail(FULL);
             }
@@ -527,7 +527,7 @@ pub struct Dynamo {
     emulator: Emulator,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// What the clocks of its users may differ by, in seconds, where that is not next to nothing.
+    /// By how many seconds the clocks of its users may differ, if that is more than almost nothing.
     skew: Option<u64>,
 }
 
@@ -566,7 +566,7 @@ impl Rig for Dynamo {
     }
 
     fn slow_line(&self) -> (usize, u32) {
-        // An item has at most 400 KB, and a call takes at most as long as it is told to.
+        // An item has at most 400 KB, and a call has a time limit.
         (40 * 1024, 2_000_000)
     }
 

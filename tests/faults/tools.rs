@@ -1,4 +1,4 @@
-//! A disk that fails and a clock that is set, for processes that are none the wiser.
+//! A failing disk and a clock that can be set, without the knowledge of the processes that use them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_tests::server::Env;
 
-/// A file whose content tells processes what to believe; gone when dropped.
+/// A file whose content sets the behaviour of processes; deleted when dropped.
 #[derive(Debug)]
 struct Switch(PathBuf);
 
@@ -19,7 +19,7 @@ impl Switch {
     }
 
     fn set(&self, text: &str) {
-        // Whole or not at all.
+        // Written as a whole or not at all.
         let draft = self.0.with_extension("draft");
         std::fs::write(&draft, text).expect("can be written");
         std::fs::rename(draft, &self.0).expect("can be written");
@@ -36,25 +36,25 @@ impl Drop for Switch {
     }
 }
 
-/// A folder of some processes' that refuses to be written to.
+/// A folder that can refuse writes, for some processes.
 #[derive(Debug)]
 pub struct Disk {
     folder: PathBuf,
     switch: Switch,
 }
 
-/// No room (`ENOSPC`).
+/// No space left (`ENOSPC`).
 pub const FULL: u32 = 28;
-/// A file system that was mounted anew for reading only (`EROFS`).
+/// A file system that was remounted read-only (`EROFS`).
 pub const READ_ONLY: u32 = 30;
 
 impl Disk {
-    /// The disk under `folder`, which works.
+    /// A disk that works, under `folder`.
     pub fn of(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), switch: Switch::new() }
     }
 
-    /// The environment of those who are to meet it.
+    /// The environment of the processes that use it.
     pub fn env(&self) -> Env {
         vec![
             ("LD_PRELOAD".to_owned(), library().into()),
@@ -63,7 +63,7 @@ impl Disk {
         ]
     }
 
-    /// From now on it refuses with this error.
+    /// Refuses writes with this error from now on.
     pub fn fail(&self, error: u32) {
         self.switch.set(&error.to_string());
     }
@@ -95,32 +95,32 @@ fn library() -> &'static Path {
 pub struct WallClock(Switch);
 
 impl WallClock {
-    /// One that is right.
+    /// A clock that shows the right time.
     pub fn new() -> Self {
         let clock = Self(Switch::new());
         clock.step(0);
         clock
     }
 
-    /// The environment of those who are to believe it.
+    /// The environment of the processes that use it.
     pub fn env(&self) -> Env {
         let set = |name: &str, value: &str| (name.to_owned(), value.into());
         vec![
             ("LD_PRELOAD".to_owned(), libfaketime().into()),
             ("FAKETIME_TIMESTAMP_FILE".to_owned(), self.0.0.clone().into()),
             set("FAKETIME_NO_CACHE", "1"),
-            // Steps of a wall clock don't touch the monotonic one.
+            // Steps of a wall clock leave the monotonic clock alone.
             set("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
         ]
     }
 
-    /// Sets it this many seconds ahead of the right time.
+    /// Sets the clock this many seconds ahead of the right time.
     pub fn step(&self, seconds: i64) {
         self.0.set(&format!("{seconds:+}\n"));
     }
 }
 
-/// `IDEM_TEST_FAKETIME`, or where Debian has it.
+/// The library at `IDEM_TEST_FAKETIME`, or where Debian installs it.
 fn libfaketime() -> PathBuf {
     if let Some(library) = std::env::var_os("IDEM_TEST_FAKETIME") {
         return library.into();

@@ -1,12 +1,12 @@
-//! What a store should answer, written as plainly as can be and without a look at the library's own decisions.
+//! The correct answers of a store, written as simply as possible and without the library's own decisions.
 //!
-//! Time is a number of milliseconds. Owners are small numbers, one for each reservation that was ever asked for.
+//! Time is a number of milliseconds. Owners are small numbers, one for each requested reservation.
 
 use std::collections::HashMap;
 
 use idem_runtime::{Finish, OnCrash, Release, Write};
 
-/// What an attempt asks for.
+/// The request for an attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) key: usize,
@@ -84,7 +84,7 @@ impl Reference {
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
-            // Its owner has given the key up, and this request is late.
+            // The owner has released the key, and this request is late.
             Phase::Released if owner == ask.owner => return Answer::Released { attempt },
             Phase::Released => {}
             Phase::Pending { .. } if owner == ask.owner => {

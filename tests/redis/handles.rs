@@ -1,4 +1,4 @@
-//! Handles on several runtimes, for upkeep, and in processes that were forked.
+//! Handles on several runtimes, for upkeep, and in forked processes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -10,12 +10,12 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// A runtime that does nothing but for whoever blocks on it.
+/// A runtime that makes progress only while a thread blocks on it.
 fn lone_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Everything that a handle is for.
+/// Checks everything that a handle can do.
 async fn works(store: &RedisStore, name: &str) {
     let runs = AtomicU32::new(0);
     let names: Vec<_> = (0..50).map(|n| format!("{name} {n}")).collect();
@@ -32,7 +32,7 @@ async fn works(store: &RedisStore, name: &str) {
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{name}");
 }
 
-/// How many clients the server has, but for the one that asks.
+/// How many clients the server has, besides the one that asks.
 fn clients(server: &RedisServer) -> usize {
     lone_runtime().block_on(async {
         let mut raw = server.raw().await;
@@ -51,7 +51,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
         store
     };
     lone_runtime().block_on(works(&store, "second"));
-    // Each takes its connections with it.
+    // Each runtime takes its connections with it.
     wait_until("they are closed", || clients(&server) == 0);
 }
 
@@ -64,7 +64,7 @@ fn a_runtime_that_stands_still_holds_up_nobody_else() {
         works(&store, "first").await;
         reserved(&store, "held").await
     });
-    // Nobody drives it from here on.
+    // The first runtime is not driven from here on.
     let elsewhere = lone_runtime();
     elsewhere.block_on(works(&store, "second"));
     assert_eq!(elsewhere.block_on(store.finish(&lease, &done())).unwrap(), Write::Done);
@@ -118,7 +118,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
             scope.spawn(move || {
                 runtime.block_on(async {
                     let lease = reserved(store, &name).await;
-                    // Requests that are under way, for what they are worth.
+                    // Requests under way on the blocked connection.
                     let _ = futures::poll!(Box::pin(store.inspect(&lease.key)));
                     blocked.send(lease.clone()).unwrap();
                     is_renewed.recv().unwrap();
@@ -132,7 +132,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
                     let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
                     assert_eq!(answers, [Write::Done]);
                 }
-                // A late write of another attempt, and what cleans up after it.
+                // A late write of another attempt, and its clean-up.
                 let other = reserved(&upkeep, &format!("late {own_client}")).await;
                 assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Write::Done);
             });
@@ -194,7 +194,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
         })
         .collect();
     until("they run", async || store.heartbeats().live() == 10).await;
-    // Each is asked for again as soon as it is there, so that the line is never idle, for more than two leases.
+    // Each result is requested again as soon as it has arrived, so that the line is never idle, for more than two leases.
     let since = std::time::Instant::now();
     while since.elapsed() < 7 * Duration::from_secs(1) {
         let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
@@ -244,7 +244,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
                     works(&store, "child").await;
                     assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
                 });
-                // Nor does it close them.
+                // The child doesn't close them either.
                 drop((upkeep, store));
             }));
             std::process::exit(i32::from(worked.is_err()));
@@ -265,7 +265,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
 }
 
-/// There is only the one, and it is the parent's.
+/// There is only one connection, and it belongs to the parent.
 #[test]
 fn a_connection_of_ones_own_is_not_used_by_a_forked_process() {
     if std::env::var_os(ALONE).is_none() {

@@ -1,4 +1,5 @@
-//! What a server can't take: it is told from what may pass, and costs nobody else a connection again and again.
+//! Values that a server can't take: the error is told apart from a passing one, and no other caller keeps losing
+//! connections.
 
 use super::*;
 
@@ -13,7 +14,7 @@ async fn set(server: &RedisServer, setting: &str, value: &str) {
     let _: () = redis::cmd("CONFIG").arg("SET").arg(setting).arg(value).query_async(&mut raw).await.unwrap();
 }
 
-/// How many connections the server has accepted, but for the one that asks.
+/// How many connections the server has accepted, besides the one that asks.
 async fn connections(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -21,7 +22,7 @@ async fn connections(server: &RedisServer) -> u64 {
     accepted.unwrap().trim().parse::<u64>().unwrap() - 1
 }
 
-/// A store whose login may not ask for settings.
+/// A store whose login may not read settings.
 async fn unknowing(server: &RedisServer) -> RedisStore {
     let mut raw = server.raw().await;
     let rules = ["reset", "on", ">secret", "~*", "&*", "+@all", "-config"];
@@ -29,7 +30,7 @@ async fn unknowing(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&format!("redis://worker:secret@127.0.0.1:{}", server.port())).await.unwrap()
 }
 
-/// Repeats a finish while that may help, and says how often.
+/// Repeats a finish while that may help, and returns how many tries it took.
 async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Write, StoreError>, usize) {
     let mut tries = 0;
     loop {
@@ -56,7 +57,7 @@ async fn a_full_server_writes_nothing_and_says_so() {
     let reserving = async || store.reserve(&request(&store, "new")).await.map(|_| ());
     let finishing = async |lease: &Lease| store.finish(lease, &finish).await.map(|_| ());
     let mut answers = vec![reserving().await, finishing(&leases[0]).await];
-    // In company, too, where completions share a script.
+    // Together, too, when completions share a script.
     let (a, b, c, d) = futures::join!(reserving(), finishing(&leases[0]), finishing(&leases[1]), finishing(&leases[2]));
     answers.extend([a, b, c, d]);
     for answer in answers {
@@ -81,14 +82,14 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
             for _ in 0..3 {
                 too_large(store.finish(&lease, &result_of(2 * MIB)).await);
             }
-            // What is below it is.
+            // A result below the limit is stored.
             assert_eq!(store.finish(&lease, &result_of(MIB / 2)).await.unwrap(), Write::Done, "{kind:?} {setting}");
             assert_eq!(connections(&server).await - before, 1, "{kind:?} {setting}: none was closed");
         }
     }
 }
 
-/// The server refuses it, and closes the connection, which need not get to hear why: a few times at most.
+/// The server refuses the value and closes the connection, which may never get the reason: a few times at most.
 #[tokio::test]
 async fn a_limit_that_may_not_be_asked_for_is_learned() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -106,7 +107,7 @@ async fn a_limit_that_may_not_be_asked_for_is_learned() {
     }
 }
 
-/// It has a connection to itself.
+/// Such a value gets a connection to itself.
 #[tokio::test]
 async fn a_value_over_the_limit_takes_nobody_with_it() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
@@ -127,13 +128,13 @@ async fn a_value_over_the_limit_takes_nobody_with_it() {
     }
 }
 
-/// Where nothing is said but that the connection is closed.
+/// The server says nothing, and closes the connection.
 #[tokio::test]
 async fn a_value_under_which_connections_break_is_too_large_after_some() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let lease = reserved(&store, "k").await;
-    // Lowered after it was asked for.
+    // Lowered after the store has read the limit.
     set(&server, "client-query-buffer-limit", "1mb").await;
     let (answer, tries) = finally(&store, &lease, &result_of(4 * MIB)).await;
     too_large(answer);
@@ -142,7 +143,7 @@ async fn a_value_under_which_connections_break_is_too_large_after_some() {
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
 }
 
-/// The engine records the completion without it, and tells whoever comes.
+/// The engine records the completion without its result, and tells later callers.
 #[tokio::test]
 async fn a_result_that_the_server_can_not_take_runs_once() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);

@@ -7,9 +7,9 @@ use super::*;
 const MIB: usize = 1024 * 1024;
 /// How many large results there are.
 const RESULTS: usize = 24;
-/// How much a slow line carries in a second.
+/// How many bytes a slow line carries in a second.
 const SLOW: u32 = 6 * 1024 * 1024;
-/// The time limit of a store on such a line: much less than all results take, and longer than one does.
+/// The time limit of a store on such a line: much shorter than all results take, and longer than one takes.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Records results of 1 MiB, and opens a store behind a proxy.
@@ -36,7 +36,7 @@ async fn replays(store: &RedisStore) {
     }
 }
 
-/// The time limit is one for silence. All of it comes, over the connection that is there.
+/// The time limit applies to silence. All answers arrive on the existing connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_connection_that_delivers_is_not_given_up() {
     let server = RedisServer::start(Kind::Redis);
@@ -46,7 +46,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     let since = std::time::Instant::now();
     replays(&store).await;
     assert!(since.elapsed() > 3 * LIMIT, "the line was not slow");
-    // A single one for which the limit is too short as well.
+    // A single result that takes longer than the limit as well.
     proxy.set(Line::Pass);
     let direct = connect(&server).await;
     let lease = reserved(&direct, "huge").await;
@@ -58,7 +58,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     assert_eq!(proxy.sent().len(), before, "no connection was given up");
 }
 
-/// It has to have an end, too.
+/// A slow answer has a limit, too.
 #[tokio::test]
 async fn a_connection_that_dribbles_is_given_up() {
     let server = RedisServer::start(Kind::Redis);
@@ -73,19 +73,19 @@ async fn a_connection_that_dribbles_is_given_up() {
     assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished(_))));
 }
 
-/// Of what is asked for at once, a few records are under way at a time.
+/// Of many requests at once, only a few answers are under way at a time.
 #[tokio::test]
 async fn exchanges_are_bounded_by_what_comes_back() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
-    // Learns how large they are.
+    // The store learns how large the records are.
     replays(&store).await;
     proxy.set(Line::LoseReplies);
     let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let failed = answers.into_iter().map(Result::unwrap_err);
     let sent = failed.filter(StoreError::may_have_landed).count();
-    // One by itself, and one in each lane.
+    // One alone, and one in each lane.
     assert!((1..=4).contains(&sent), "{sent} of {RESULTS} were sent at once");
 }
 
@@ -96,7 +96,7 @@ async fn sets(server: &RedisServer) -> u64 {
     calls("set") + calls("mget") + calls("evalsha")
 }
 
-/// Calls of the store that are dropped after their first poll: they gather, and no lane has run yet.
+/// Drops store calls after their first poll: they gather, and no lane has run yet.
 fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
     let calls: Vec<_> = calls
         .map(|call| {
@@ -121,7 +121,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
     drop_at_once(leases.iter().map(|lease| store.inspect(&lease.key)));
     drop_at_once(leases.iter().map(|lease| store.reopen(&lease.key, 1)));
     drop_at_once(leases.iter().map(|lease| renew_all(&store, std::slice::from_ref(lease))));
-    // Whatever was there is through when that is answered.
+    // Once this is answered, all earlier requests have been handled.
     assert!(store.inspect(&finished.key).await.unwrap().is_some());
     let sent = sets(&server).await - before;
     assert!(sent <= 1 + 4, "{sent} of what was dropped were sent");
@@ -133,7 +133,7 @@ async fn what_ends_an_attempt_was_handed_over() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     for count in [1, 300] {
-        // Also by a server that has forgotten the scripts in the meantime.
+        // Also with a server that has lost the scripts in the meantime.
         for forgetful in [false, true] {
             let names =
                 |what: &str| -> Vec<_> { (0..count).map(|n| format!("{what} {count} {forgetful} {n}")).collect() };
@@ -157,7 +157,7 @@ async fn what_ends_an_attempt_was_handed_over() {
     }
 }
 
-/// Reservations that are looked up first are dropped while the look-up is under way.
+/// Reservations that look first are dropped while the look is under way.
 #[tokio::test]
 async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
     let server = RedisServer::start(Kind::Redis);
@@ -166,7 +166,7 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
     let runs = AtomicU32::new(0);
     futures::future::join_all(finished.iter().map(|name| call(&store, name, &runs))).await;
     let slow = RedisStore::connect(&proxy.url()).await.unwrap();
-    // It expects replays from now on, and looks before it reserves.
+    // The store expects replays from now on, and looks before it reserves.
     futures::future::join_all(finished.iter().map(|name| call(&slow, name, &runs))).await;
     proxy.set(Line::Delay(Duration::from_millis(100)));
     let requests: Vec<_> = (0..200).map(|n| request(&slow, &format!("new{n}"))).collect();
@@ -177,7 +177,7 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
         answers = reserving => panic!("too early: {answers:?}"),
         () = looked => {}
     }
-    // The answers to the look-ups are still under way, and nobody waits for them.
+    // The answers to the looks are still under way, and no call waits for them.
     slow.inspect(&requests[0].key).await.unwrap();
     proxy.set(Line::Pass);
     slow.inspect(&requests[0].key).await.unwrap();
@@ -188,8 +188,8 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
     assert!(reserved <= 1, "{reserved} keys were reserved for nobody; one had gone by itself");
 }
 
-/// Calls that are dropped at any moment, alone, in company, and among replays; then no key is held, and none is interrupted
-/// for which no body ran.
+/// Calls are dropped at any moment, alone, together, and among replays. Afterwards no key is held, and none is interrupted
+/// unless a body ran for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_calls_leave_their_keys_as_promised() {
     const CALLS: usize = 1500;
@@ -211,7 +211,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
             let calls: Vec<_> = (0..CALLS)
                 .map(|n| {
                     let (store, name, started) = (store.clone(), name(n), Arc::clone(&started));
-                    // From not at all to longer than a reservation takes.
+                    // From zero to longer than a reservation takes.
                     let patience = Duration::from_micros(n as u64 % 100 * 100);
                     tokio::spawn(async move {
                         let body = async {

@@ -1,16 +1,16 @@
-//! What a login may not do is an error that says so: never "no record", never "somebody else's".
+//! A missing right of the login is an error that says so: never "no record", never "somebody else's".
 
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
 
 use super::*;
 
-/// Every right that the store makes use of once it is connected.
+/// Every right that a connected store uses.
 const RIGHTS: [&str; 10] =
     ["set", "get", "mget", "pttl", "pexpire", "evalsha", "getrange", "setrange", "publish", "eval"];
-/// Enough to share scripts and lanes.
+/// Enough requests to share scripts and lanes.
 const MANY: usize = 20;
 
-/// A user of its own on `server`, with every right.
+/// Makes a user on `server` with every right, and returns the URL of its login.
 async fn worker(server: &RedisServer) -> String {
     allow(server, &["reset", "on", ">secret", "~*", "&*", "+@all"]).await;
     format!("redis://worker:secret@127.0.0.1:{}", server.port())
@@ -21,7 +21,7 @@ async fn allow(server: &RedisServer, rules: &[&str]) {
     let _: () = redis::cmd("ACL").arg("SETUSER").arg("worker").arg(rules).query_async(&mut raw).await.unwrap();
 }
 
-/// What was asked for, in a word.
+/// The answer to a request, in one word.
 type Said = Result<&'static str, StoreError>;
 
 fn reservation(answer: Result<Reservation, StoreError>) -> Said {
@@ -39,7 +39,7 @@ fn write(answer: Result<Write, StoreError>) -> Said {
     answer.map(|answer| if answer == Write::Done { "done" } else { "refused" })
 }
 
-/// One of each operation, on keys of its own that are prepared by `others`.
+/// One of each operation, on keys that are prepared by `others`.
 struct Scene {
     others: RedisStore,
     store: RedisStore,
@@ -78,7 +78,7 @@ impl Scene {
         Reserve { key: of.key.clone(), ..request(&self.store, "any") }
     }
 
-    /// Asks for everything, and tells what was said of what should have been.
+    /// Runs every operation, and returns its name, the expected answer and the answer.
     async fn play(&self) -> Vec<(&'static str, &'static str, Said)> {
         let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
         let new = request(store, &format!("{} new", self.prefix));
@@ -102,7 +102,7 @@ impl Scene {
         ]
     }
 
-    /// What was done is there, and whatever was not done is as it was.
+    /// Checks that every confirmed write is there, and that no other has changed its record.
     async fn audit(&self, played: &[(&str, &str, Said)]) {
         for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
             let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
@@ -155,7 +155,7 @@ async fn what_a_login_may_not_do_is_never_an_answer() {
     }
 }
 
-/// How many commands the server has done.
+/// How many commands the server has executed.
 async fn commands(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -173,7 +173,7 @@ async fn a_missing_right_costs_a_handful_of_commands() {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
         let request = Reserve { key: held.key.clone(), ..request(&store, "any") };
-        // Answered or not.
+        // With or without an answer.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
         assert!(sent < 20, "without {right} a reservation took {sent} commands");
@@ -181,8 +181,8 @@ async fn a_missing_right_costs_a_handful_of_commands() {
     }
 }
 
-/// A server on which the record of every key is another one at each look. The answer is its address, and how many commands
-/// were about records.
+/// A server that shows another record of every key at each look. Returns its address, and a count of the commands about
+/// records.
 async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
@@ -193,7 +193,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
             let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
             tokio::spawn(async move {
                 while let Some(words) = command(&mut stream).await {
-                    // The number of the attempt.
+                    // The byte that holds the number of the attempt.
                     record[27] = record[27] % 200 + 1;
                     let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
                     let answer = match words[0].as_slice() {
@@ -214,7 +214,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     (url, asked)
 }
 
-/// The words of the next command that a client sends.
+/// The words of the client's next command.
 async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Vec<u8>>> {
     let number = async |stream: &mut BufStream<tokio::net::TcpStream>| {
         let mut line = String::new();
@@ -243,7 +243,7 @@ async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
     assert!((3..=40).contains(&asked), "{asked} commands");
 }
 
-/// The body has run, and its result is recorded as soon as that is allowed again.
+/// The body has run, and its result is recorded as soon as the right is granted again.
 #[tokio::test]
 async fn no_result_is_lost_to_a_missing_right() {
     let server = RedisServer::start(Kind::Redis);
@@ -275,7 +275,7 @@ async fn no_result_is_lost_to_a_missing_right() {
     }
 }
 
-// What a record has lost.
+// Records without an expiry.
 
 async fn persist(server: &RedisServer, lease: &Lease) {
     let mut raw = server.raw().await;
@@ -288,7 +288,7 @@ fn corrupt<T: std::fmt::Debug>(answer: Result<T, StoreError>, what: &str) {
     assert_eq!(error.0, StoreErrorKind::Corrupt, "{what}: {error:?}");
 }
 
-/// Its lease is what is left of its retention, so nobody can tell any more whether it holds.
+/// The lease is derived from the remaining retention, so it is unknown whether it still holds.
 #[tokio::test]
 async fn a_pending_record_without_an_expiry_is_damaged() {
     let server = RedisServer::start(Kind::Redis);
@@ -319,20 +319,20 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         }
         let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
         assert_eq!((after, left), (before, -1), "it is as it was");
-        // Others in the same call are renewed all the same.
+        // Other leases in the same call are renewed all the same.
         let sound = reserved(&owner, &format!("beside {restored}")).await;
         let answers = Mutex::new(Vec::new());
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
         assert_eq!(answers.into_inner().unwrap(), [(1, Write::Done)]);
-        // Mended, it goes on.
+        // With an expiry set, the record works again.
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
         assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
         assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done);
     }
 }
 
-/// Its effect has happened, and nobody else can have begun meanwhile: refusing it would protect nobody.
+/// The effect has happened, and no other attempt can have begun meanwhile: refusing the result would protect nobody.
 #[tokio::test]
 async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
     let server = RedisServer::start(Kind::Redis);
@@ -386,7 +386,7 @@ async fn nobody_takes_over_from_a_handler_whose_record_lost_its_expiry() {
     assert_eq!(runs.into_inner(), 0);
 }
 
-/// It is kept for longer than asked, which harms nobody.
+/// The record is kept for longer than requested, which is harmless.
 #[tokio::test]
 async fn other_records_without_an_expiry_are_what_they_are() {
     let server = RedisServer::start(Kind::Redis);

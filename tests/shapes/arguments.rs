@@ -43,7 +43,7 @@ async fn unused(app: &App, id: u32, _unused: String) -> Result<u32, Error> {
     Ok(app.run())
 }
 
-// The body takes what the key, the fingerprint and the store were borrowed from.
+// The body consumes the arguments that the key, the fingerprint and the store were borrowed from.
 #[idempotent(key = "{event.id}:{event.lines[0]}", ttl = "1h", store = app.store, fingerprint = (event.id, event.lines))]
 async fn moved(app: Arc<App>, event: Event) -> Result<(u32, Vec<String>), Error> {
     let Event { lines, .. } = event;
@@ -59,7 +59,7 @@ async fn moved_store(store: MemoryStore, tenant: String, event: Event) -> Result
     Ok(tenant)
 }
 
-// Neither the key nor the store is kept across an await, so they needn't be `Send`.
+// Neither the key nor the store is held across an await, so they needn't be `Send`.
 #[idempotent(key = "{Rc::new(id)}:{std::cell::RefCell::new(id).borrow()}", ttl = "1h", store = *Rc::new(&app.store))]
 async fn not_send_while_evaluated(app: &App, id: u32) -> Result<u32, Error> {
     tokio::task::yield_now().await;

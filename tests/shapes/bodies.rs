@@ -1,4 +1,4 @@
-//! What stands between the braces.
+//! Bodies: every form of code between the braces.
 
 use std::io;
 use std::num::ParseIntError;
@@ -97,7 +97,7 @@ enum Kind {
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Shipment(Kind);
 
-// The body gives another meaning to the names in the signature.
+// The body gives the names in the signature another meaning.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
 async fn names_of_variants(app: &App, id: u32) -> Result<Shipment, Failure> {
     #[allow(clippy::enum_glob_use)]

@@ -119,23 +119,23 @@ fn a_generic_function_has_one_result_type_unless_its_scope_is_shared() {
         let app = &App::default();
         let call = |value: &str| one_result::<_, Error>(app, 7, value.to_owned());
         assert_eq!(twice(call("a"), call("b")).await, "a");
-        // Both have the key `7`.
+        // Both calls have the key `7`.
         let refused = one_result::<_, Error>(app, 7, 7_u32).await.unwrap_err();
         assert!(refused.is_misconfigured(), "no message is to blame: {refused}");
         let Error::InvalidKey { reason: KeyProblem::SharedByResults { other, this, .. }, .. } = &refused else {
             panic!("{refused:?}")
         };
         assert_eq!((*other, *this), (std::any::type_name::<String>(), "u32"));
-        // Its errors are not recorded, so their type doesn't matter...
+        // The errors of this handler are not recorded, so their type doesn't matter...
         assert_eq!(one_result::<_, Failure<1>>(app, 7, String::new()).await.unwrap(), "a");
         assert_eq!(app.runs(), 1);
 
-        // ...and here they are.
+        // ...but here they are.
         assert_eq!(twice(one_error::<Failure<1>>(app, 7), one_error::<Failure<1>>(app, 7)).await, 9);
         let refused = one_error::<Failure<2>>(app, 7).await.unwrap_err();
         assert!(refused.0.contains("under the same scope"), "{refused:?}");
 
-        // What the attribute can't see: the parameters of the type that the method belongs to.
+        // The attribute can't see the parameters of the type that the method belongs to.
         let (text, number) = (Queue { app, name: "q".to_owned() }, Queue { app, name: 7 });
         assert_eq!(twice(text.last(7), text.last(7)).await, "q");
         assert!(matches!(number.last(7).await, Err(Error::InvalidKey { .. })));
@@ -149,7 +149,7 @@ fn associated_types() {
         let app = &App::default();
         let queue = Queue { app, name: "q".to_owned() };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 8);
-        // One function, one scope, whatever its parameters.
+        // One function has one scope, whatever its parameters.
         let queue = Queue { app, name: 'r' };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 9);
     });

@@ -1,4 +1,4 @@
-//! What a key is made of, and what is stored for it.
+//! The parts of a key, and its stored form.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,7 +10,7 @@ use idem_runtime::{Error, KeyBuilder, KeyPart, current, idempotent};
 
 use crate::{App, spawned};
 
-/// A type of the user's that can only be displayed.
+/// A user's type that has only a `Display`.
 struct OrderId(u32);
 
 impl fmt::Display for OrderId {
@@ -19,7 +19,7 @@ impl fmt::Display for OrderId {
     }
 }
 
-/// A type of the user's that says itself what its part of a key is; its `Display` is for people.
+/// A user's type that defines its own key part; its `Display` is for people.
 struct Tenant(&'static str);
 
 impl fmt::Display for Tenant {
@@ -98,7 +98,7 @@ fn double(n: u32) -> u32 {
     2 * n
 }
 
-// Some of them have arguments that can't be sent.
+// Some of the arguments are not `Send`.
 #[tokio::test]
 async fn keys_are_what_they_look_like() {
     let app = &App::default();

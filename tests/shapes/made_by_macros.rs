@@ -1,10 +1,10 @@
-//! Functions that a `macro_rules!` writes, and other paths to the runtime.
+//! Functions written by a `macro_rules!`, and other paths to the runtime.
 
 use idem_runtime::{Error, KeyProblem, idempotent};
 
 use crate::{App, spawned, twice};
 
-/// What a company's own crate may do: `pub use idem_runtime`.
+/// A company's own crate, which re-exports the runtime.
 pub(super) mod company {
     pub(crate) mod reexports {
         pub(crate) use idem_runtime as idempotency;
@@ -164,12 +164,12 @@ fn one_scope_is_one_handler_s() {
         let app = &App::default();
         let (orders, refunds) = (Orders(app), Refunds(app));
         assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
-        // Two methods of one name in one module; even their line is the same, that of the invocation.
+        // Two methods of one name in one module; even their line is the same, that of the macro call.
         assert!(
             matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })),
             "a refund is not the replay of an order"
         );
-        // Nor of functions in two others.
+        // The same for functions in two other modules.
         assert_eq!(twice(first(app), first(app)).await, 9);
         let refused = second(app).await.unwrap_err();
         assert!(matches!(&refused, Error::InvalidKey { reason: KeyProblem::SharedScope { .. }, .. }), "{refused:?}");

@@ -1,4 +1,4 @@
-//! Names that generated code could trip over.
+//! Names that could clash with generated code.
 
 #![allow(dead_code, unused_macros, unused_imports, unreachable_pub, nonstandard_style, clippy::upper_case_acronyms)]
 
@@ -57,7 +57,7 @@ mod shadowed {
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-// The locals of generated code, as arguments and locals of the user's.
+// The locals of the generated code, used as arguments and locals of the user.
 #[idempotent(key = "{key}:{part}:{operation}", ttl = ttl, store = store, policy = policy, fingerprint = fingerprint)]
 async fn locals(
     app: &App,
@@ -73,7 +73,7 @@ async fn locals(
     Ok(app.run() + result + scope)
 }
 
-// Constants are patterns: one named like a generated local would turn it into a comparison.
+// Constants are patterns: a constant named like a generated local would turn its binding into a comparison.
 mod constants {
     use idem_runtime::{Error, idempotent};
 
@@ -91,7 +91,7 @@ mod constants {
     }
 }
 
-// Traits of the user's with methods called like those of the runtime.
+// A user's traits with methods named like those of the runtime.
 trait Nosy {
     fn text(&self, _: &str) {}
     fn build(&self) {}
@@ -109,7 +109,7 @@ async fn methods(app: &App, id: u32) -> Result<u32, Error> {
     Ok(App::run(app) + id)
 }
 
-// What a function's own name may mean in its body.
+// The name of a function, used inside its own body.
 #[idempotent(key = "{named}", ttl = "1h", store = app.store)]
 async fn named(app: &App, named: u32) -> Result<u32, Error> {
     Ok(app.run() + named)
@@ -132,7 +132,7 @@ struct Outside<'a>(&'a App);
 
 impl Outside<'_> {
     async fn named(&self, id: u32) -> Result<u32, Error> {
-        // In a method, but not one.
+        // Inside a method, but not a method itself.
         #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
         async fn inside(app: &App, id: u32) -> Result<u32, Error> {
             Ok(app.run() + id)

@@ -1,4 +1,4 @@
-//! Every option, in every form it has.
+//! Every option, in each of its forms.
 
 use std::ops::Deref;
 use std::sync::{Arc, LazyLock};
@@ -151,7 +151,7 @@ async fn unkeyed(app: &App, id: Option<u32>) -> Result<Option<u32>, Failure> {
     Ok(id)
 }
 
-/// JSON with a name of its own.
+/// JSON under another name.
 struct Tagged;
 
 impl Codec for Tagged {
@@ -176,7 +176,7 @@ async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
 
-/// What the handlers below returned in an earlier release.
+/// The handlers below as they were in an earlier release.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"))]
 async fn earlier(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)

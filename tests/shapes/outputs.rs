@@ -1,4 +1,4 @@
-//! What a handler may return.
+//! The output types that a handler may have.
 
 use std::error::Error as StdError;
 use std::io;

@@ -10,7 +10,7 @@ use tokio::task::yield_now;
 
 use crate::{App, spawned, twice};
 
-/// An error type of the user's.
+/// A user's error type.
 #[derive(Debug)]
 enum ShipError {
     Idempotency(#[expect(dead_code)] String),
@@ -22,7 +22,7 @@ impl From<Error> for ShipError {
     }
 }
 
-/// One that has a trait object inside.
+/// An error with a trait object inside.
 #[derive(Debug)]
 struct Caused(#[expect(dead_code)] Box<dyn StdError + Send + Sync>);
 

@@ -1,5 +1,5 @@
-//! A user's module under the strictest lints: nothing may be reported that is not the user's own. `forbid` where it can
-//! be, as an `allow` in generated code would be an error then.
+//! A user's module under the strictest lints: the attribute must cause no reports of its own. `forbid` where possible, as
+//! an `allow` in generated code would then be an error.
 
 #![deny(warnings, clippy::all, clippy::pedantic, clippy::nursery)]
 #![deny(missing_docs, unreachable_pub, single_use_lifetimes, let_underscore_drop)]

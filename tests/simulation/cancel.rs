@@ -1,6 +1,6 @@
-//! A call is dropped at each of its awaits, whichever there are: a first run counts its polls, and then each poll is the
-//! last one of a run of its own. Dropped with its caller, it leaves its key free, interrupted or recorded, at once; with
-//! its whole process, within a lease.
+//! A call is dropped at each of its awaits, however many there are: a first run counts its polls, then each poll is the
+//! last one of a run of its own. A call dropped by its caller leaves its key free, interrupted or recorded at once; one
+//! that dies with its process does so within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -31,7 +31,7 @@ enum Failure {
     Idempotency(Told),
 }
 
-/// What a caller was told, as far as it matters here.
+/// The answers to a caller that matter here.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
     Interrupted,
@@ -44,7 +44,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// What a call goes through.
+/// The path that a call takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scenario {
     First,
@@ -90,16 +90,16 @@ const ALL: [Scenario; 18] = [
     S::Unprotected,
 ];
 
-/// How a call ends before its time.
+/// How a call is ended early.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
-    /// Its caller drops it.
+    /// The caller drops it.
     Cancelled,
-    /// Its process dies: nothing is written late.
+    /// The process dies: no late write follows.
     Crashed,
 }
 
-/// What is known of the body under test.
+/// The facts about the body under test.
 #[derive(Default)]
 struct Facts {
     started: Cell<bool>,
@@ -112,10 +112,10 @@ struct Stage {
     simulation: Simulation,
     scenario: Scenario,
     policy: Policy,
-    /// What the call under test sees: a process of its own, with faults as the scenario says.
+    /// The store of the call under test: a process of its own, with the faults of the scenario.
     line: Line,
     store: FaultyStore,
-    /// Another process.
+    /// The store of another process.
     other: MemoryStore,
     facts: Facts,
 }
@@ -210,7 +210,7 @@ impl Stage {
         observe(run(operation, record_values::<Json>(), body)).await.1
     }
 
-    /// What is there before the call under test, and what happens beside it.
+    /// Sets up the record before the call under test, and the calls beside it.
     async fn prepare(self: &Rc<Self>) -> Option<idem_runtime::testing::Task<Outcome>> {
         let clock = self.simulation.clock();
         let stage = Rc::clone(self);
@@ -227,7 +227,7 @@ impl Stage {
                 return Some(other);
             }
             S::Takeover => {
-                // A process that died in its body: the record stays pending, and nobody renews it.
+                // A process that died in its body: the record stays pending, and its lease is not renewed.
                 let dead = Reserve {
                     key: key(),
                     owner: self.other.heartbeats().new_owner(),
@@ -242,7 +242,8 @@ impl Stage {
             }
             S::AnsweredTooLate => {
                 self.simulation.spawn(async move {
-                    // As soon as it has landed; not for ever, because time stands still meanwhile.
+                    // As soon as the reservation has landed. The number of looks is limited, because time stands still
+                    // meanwhile.
                     for _ in 0..200 {
                         if stage.state().is_some() {
                             stage.simulation.clock().advance(LEASE);
@@ -256,7 +257,7 @@ impl Stage {
                 return Some(self.simulation.spawn(async move {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
-                    // The line is well again, and says what happened.
+                    // The line works again, and reports what happened.
                     stage.store.always(Call::Renew, Fault::None);
                     outcome
                 }));
@@ -272,7 +273,7 @@ impl Stage {
         found.map(|found| found.record.state)
     }
 
-    /// Everything is as promised, whatever was dropped where.
+    /// Checks that the key is as promised, wherever the call was dropped.
     async fn check(self: &Rc<Self>, at: u64, end: End, beside: Option<idem_runtime::testing::Task<Outcome>>) {
         let Facts { started, returned, effects, inner_effects } = &self.facts;
         let (started, returned, before) = (started.get(), returned.borrow().clone(), effects.get());
@@ -293,7 +294,7 @@ impl Stage {
         let took = clock.now().saturating_since(began);
         let context = format!("{context}, then {record:?}, then {again:?}, {outcome:?} after {took:?}");
         let ran = outcome.executed();
-        // At once, but for what the body itself takes.
+        // At once, except for the time of the body itself.
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
@@ -308,12 +309,12 @@ impl Stage {
                 assert!(!ran && again == Ok(2) && before <= 1, "{context}");
                 return;
             }
-            // The other one came first.
+            // The other call came first.
             S::LeaseLost if !started => {
                 assert!(!ran && (again == Ok(2) || (end == End::Crashed && interrupted)), "{context}");
                 return;
             }
-            // Nobody may follow the attempt that died before.
+            // No attempt may follow the one that died before.
             S::Takeover if fail => {
                 assert!(!started && interrupted, "{context}");
                 return;
@@ -323,12 +324,12 @@ impl Stage {
         match (returned, started) {
             (Some(_), _) if !protected => assert!(ran, "{context}"),
             (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {
-                // The store refuses it once: a late write may be the second to bring it.
+                // The store refuses the result once, so a late write may be the second one to bring it.
                 let kept = self.scenario != S::ResultTooLarge || again == result;
                 let expected = if kept { result } else { Err(Failure::Idempotency(Told::Other)) };
                 assert!(!ran && again == expected && outcome.replayed() == kept && effects.get() == 1, "{context}");
             }
-            // Whether that was recorded or released before the process died, nobody knows.
+            // It is unknown whether it was recorded or released before the process died.
             (Some(result), _) if end == End::Crashed => {
                 let kept = again == result || self.scenario == S::ResultTooLarge;
                 assert!(if ran { !fail || result.is_err() } else { kept || (fail && interrupted) }, "{context}");
@@ -337,7 +338,7 @@ impl Stage {
             (None, true) if fail && protected => {
                 assert!(interrupted && !ran && effects.get() == before, "{context}");
             }
-            // Of a reservation that died with its process nobody knows that its body never started.
+            // A reservation that died with its process doesn't show that its body never started.
             (None, false) if end == End::Crashed && fail => assert!(ran || interrupted, "{context}"),
             (None, _) => assert!(ran, "{context}"),
         }
@@ -348,7 +349,7 @@ impl Stage {
                 assert_eq!(before.starts, 0, "an attempt that never started is refunded: {context}");
             }
         }
-        // The inner operation has a key of its own, and keeps its result whatever becomes of the outer one.
+        // The inner operation has a key of its own, and keeps its result whatever happens to the outer one.
         if self.scenario == S::Nested && end == End::Cancelled {
             assert!(
                 inner_effects.get() <= 2 && (returned_once(self) || inner_effects.get() >= u32::from(ran)),
@@ -362,7 +363,7 @@ fn returned_once(stage: &Stage) -> bool {
     stage.facts.returned.borrow().is_some()
 }
 
-/// Plays `scenario` and ends the call at its poll `at`; says how often it was polled.
+/// Plays `scenario`, ends the call at its poll `at`, and returns how often it was polled.
 fn play(scenario: Scenario, on_crash: OnCrash, slow: u32, at: u64, end: End) -> u64 {
     let stage = Stage::new(scenario, on_crash, slow);
     let polls = Cell::new(0);

@@ -1,4 +1,4 @@
-//! What the processes of a world asked of the store, and what they heard.
+//! The requests of a world's processes to the store, and the answers that they heard.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -11,13 +11,13 @@ use idem_runtime::{
 
 use crate::reference::{Answer, Ask, Entry, Phase};
 
-/// One operation on one key. A renewal of several leases is one for each.
+/// One operation on one key. A renewal of several leases is one operation for each.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Reserve(Ask),
     /// With the number of the attempt.
     Renew(Ask, u32),
-    /// As above.
+    /// With the number of the attempt.
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
     Reopen {
@@ -26,7 +26,7 @@ pub(crate) enum Asked {
     Inspect,
 }
 
-/// What an operation was answered.
+/// The answer to an operation.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Said {
     Reservation(Answer),
@@ -34,14 +34,14 @@ pub(crate) enum Said {
     Inspection(Option<Entry>),
 }
 
-/// How an operation ended for whoever asked.
+/// How an operation ended for its caller.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum End {
-    /// It was never answered, or its answer got lost: it may take effect at any time from its invocation on, or never.
+    /// The caller got no answer: it may take effect at any time after its invocation, or never.
     Unanswered,
     /// The store said that nothing was written.
     NothingDone,
-    /// The answer, and what the store's clock showed when it was made.
+    /// The answer, and the reading of the store's clock when it was made.
     Answered { said: Said, at: u64 },
 }
 
@@ -50,17 +50,17 @@ pub(crate) struct Op {
     pub(crate) process: usize,
     pub(crate) key: usize,
     pub(crate) asked: Asked,
-    /// When it was invoked and when its answer was heard, in the one order of all such events.
+    /// When it was invoked and when its answer was heard, as places in the order of all events.
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
-    /// When the store did it, if it did: as an event, and by its clock.
+    /// When the store executed it, if it did: as an event, and by the store's clock.
     pub(crate) landed: Option<(u64, u64)>,
     pub(crate) end: End,
 }
 
-/// Everything that happened at the store. Keys, owners and fingerprints are numbered as they are first seen, so that two
-/// runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
+/// All operations at the store. Keys, owners and fingerprints are numbered in the order in which they first appear, so that
+/// two runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
 #[derive(Debug)]
 pub(crate) struct History {
     clock: SimulatedClock,
@@ -69,9 +69,9 @@ pub(crate) struct History {
     fingerprints: Vec<Fingerprint>,
     pub(crate) ops: Vec<Op>,
     events: u64,
-    /// Every time at which the store did something.
+    /// Every time at which the store executed an operation.
     pub(crate) ticks: BTreeSet<u64>,
-    /// What else is worth reading beside the operations, and after which of them it happened.
+    /// Other events worth reading, each with the operation that it follows.
     notes: Vec<(usize, u64, String)>,
 }
 
@@ -104,7 +104,7 @@ impl History {
         nanos(self.clock.now().since_origin())
     }
 
-    /// The place of what happens now in the order of all events.
+    /// Takes the next place in the order of all events.
     pub(crate) fn event(&mut self) -> u64 {
         self.events += 1;
         self.events
@@ -151,7 +151,7 @@ impl History {
         }
     }
 
-    /// Notes that `process` asks for something, and names the operation.
+    /// Notes that `process` requests an operation, and returns the operation's number.
     pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: Asked) -> usize {
         let key = self.key(key);
         let (invoked, invoked_at) = (self.event(), self.now());
@@ -175,14 +175,14 @@ impl History {
         op.end = end;
     }
 
-    /// Notes that something takes effect at the store now.
+    /// Notes that an operation takes effect at the store now.
     pub(crate) fn tick(&mut self) -> u64 {
         let now = self.now();
         self.ticks.insert(now);
         now
     }
 
-    /// Notes that the store does these operations now.
+    /// Notes that the store executes these operations now.
     pub(crate) fn land(&mut self, ops: &[usize]) -> u64 {
         let (event, at) = (self.event(), self.tick());
         for op in ops {
@@ -245,7 +245,7 @@ impl History {
         }
     }
 
-    /// Whether somebody asked and heard, between these events, that attempt `attempt` of `key` has lost its lease.
+    /// Whether a caller asked and heard, between these events, that attempt `attempt` of `key` has lost its lease.
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let ops = || self.ops.iter().filter(|op| op.key == key);
         let owner = ops().find_map(|op| match (&op.asked, &op.end) {
@@ -262,7 +262,7 @@ impl History {
         })
     }
 
-    /// The operations on `key`, and what was noted beside them; all of them without a key.
+    /// The operations on `key`, and the notes between them; all operations without a key.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         let mut notes = self.notes.iter().peekable();

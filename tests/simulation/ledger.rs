@@ -1,4 +1,4 @@
-//! The books of a world: every call, every run of a body, every effect; and what must be true of them.
+//! The books of a world: every call, every run of a body and every effect; and the rules that they must follow.
 
 use std::fmt::{self, Write as _};
 
@@ -9,17 +9,17 @@ use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outco
 use crate::store::{Met, Net};
 use crate::world::Failure;
 
-/// What a finding contradicts.
+/// The rule that a finding breaks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Check {
-    /// The answers of the store could have been given by one that does one thing after the other.
+    /// A store that executes one operation after the other could have given the same answers.
     Linearizable,
     /// The search for such an order ends.
     Undecided,
-    /// Bodies start under a lease, and whoever believes to hold one holds it, for at least as long: no two bodies run under
-    /// live leases.
+    /// A body starts under a lease, and every body that believes to hold a lease does hold it, for at least as long: no two
+    /// bodies run under live leases.
     Belief,
-    /// Fencing tokens never repeat and grow; the last one is told to the body.
+    /// Fencing tokens grow and never repeat; the body is told the latest one.
     Fencing,
     /// A body runs again only if the guarantees allow it.
     DoubleEffect,
@@ -35,11 +35,11 @@ pub(crate) enum Check {
     Recorded,
     /// Every message ends, and for a reason.
     MissingEffect,
-    /// When all is over, nothing is held.
+    /// At the end of the world, no key is held.
     Leak,
-    /// A waiting duplicate is woken by the end of what it waits for.
+    /// A waiting duplicate is woken when the attempt that it waits for ends.
     Woken,
-    /// Everybody gets an answer.
+    /// Every call gets an answer.
     Stuck,
 }
 
@@ -65,7 +65,7 @@ pub(crate) enum BodyEnd {
         lasting: bool,
     },
     Panicked,
-    /// With its call, or because the lease was lost.
+    /// Dropped with its call, or because the lease was lost.
     Dropped,
 }
 
@@ -75,29 +75,29 @@ pub(crate) struct Run {
     pub(crate) call: usize,
     /// The fencing token; 0 without a reservation.
     pub(crate) attempt: u32,
-    /// In the order of all events.
+    /// The start, in the order of all events.
     pub(crate) started: u64,
     pub(crate) started_at: u64,
     pub(crate) effect: Option<u64>,
-    /// Whether it asked for its lease itself.
+    /// Whether it renewed its lease itself.
     pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
 }
 
-/// How a call ended for whoever made it.
+/// How a call ended for its caller.
 #[derive(Debug)]
 pub(crate) enum CallEnd {
     Returned(Result<String, Failure>, Outcome),
     Panicked,
     Cancelled,
-    /// With its process.
+    /// Ended with its process.
     Killed,
 }
 
-/// What a handler asks of the library.
+/// The policy of a handler.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
-    /// How long results are remembered.
+    /// How long results are retained.
     pub(crate) ttl: Duration,
     pub(crate) lease: Duration,
     pub(crate) on_crash: OnCrash,
@@ -111,8 +111,8 @@ pub(crate) struct Terms {
 pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
-    /// Whether nothing is forgotten; otherwise bodies run again and fencing tokens start anew, and what is left to check
-    /// is that the store forgets when it should.
+    /// Whether no record is forgotten. Otherwise bodies run again and fencing tokens start over, and the only check left is
+    /// that the store forgets in time.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }
@@ -142,7 +142,7 @@ pub(crate) struct Call {
 pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
-    /// When which process was killed.
+    /// The killed processes, and when they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
     pub(crate) findings: Vec<Finding>,
 }
@@ -157,7 +157,7 @@ impl Ledger {
         self.calls.len() - 1
     }
 
-    /// A body starts.
+    /// Enters the start of a body.
     pub(crate) fn start(&mut self, net: &Net, call: usize, attempt: &Attempt) -> usize {
         let key = self.calls[call].key;
         let event = net.history().event();
@@ -185,7 +185,7 @@ impl Ledger {
         self.runs.len() - 1
     }
 
-    /// A body looks at its lease.
+    /// Checks the lease that a body believes to have.
     pub(crate) fn believe(&mut self, net: &Net, call: usize, attempt: &Attempt) {
         let believed = attempt.lease_remaining();
         if believed.is_zero() {
@@ -208,13 +208,13 @@ impl Ledger {
         }
     }
 
-    /// A body ends, in a poll that began at `polled`.
+    /// Enters the end of a body, in a poll that began at `polled`.
     pub(crate) fn end_run(&mut self, net: &Net, run: usize, polled: u64, end: BodyEnd) {
         let event = net.history().event();
         if self.runs[run].ended.is_none() {
             let Run { call, attempt, started, confirms, .. } = self.runs[run];
             let key = self.calls[call].key;
-            // Where records are forgotten, a number names several attempts.
+            // If records are forgotten, a number stands for several attempts.
             let known = self.calls[call].terms.remembers() && !confirms;
             // A poll that has begun can't be ended.
             if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, &(started..polled))
@@ -226,7 +226,7 @@ impl Ledger {
         }
     }
 
-    /// A call ends; whatever it says must be true by now.
+    /// Enters the end of a call; its answer must be true by now.
     pub(crate) fn end_call(&mut self, net: &Net, call: usize, key: &Key, end: CallEnd) {
         let event = net.history().event();
         if self.calls[call].end.is_some() {
@@ -256,7 +256,7 @@ impl Ledger {
         self.runs.iter().filter(|run| self.calls[run.call].key == key).collect()
     }
 
-    /// Checks what can be known only in the end.
+    /// Runs the checks that need the whole history.
     pub(crate) fn close(&mut self, net: &Net) {
         let met = net.met();
         let mut findings = Vec::new();
@@ -291,7 +291,7 @@ impl Ledger {
         }
     }
 
-    /// Whether something kept `process` from its work in this time.
+    /// Whether a fault disturbed `process` in this time.
     fn disturbed(&self, net: &Net, met: &[Met], process: usize, from: u64, to: u64) -> bool {
         net.jumped(from, to)
             || met.iter().any(|it| it.process == process && it.from <= to && it.to >= from)
@@ -314,11 +314,11 @@ impl Ledger {
                 }
                 let pair =
                     || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
-                // In the order of time; whoever starts late under an old token is not followed by the newer one.
+                // In the order of time: a body that starts late under an old token is not followed by the newer one.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
                 let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
                 let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
-                // Whoever comes may have promised it, too, and does not take over.
+                // A caller that has promised it, too, does not take over.
                 let follows = &self.calls[later.call];
                 let took_over = later.attempt == run.attempt + 1
                     && matches!(&follows.end, Some((_, CallEnd::Returned(_, outcome))) if outcome.took_over());
@@ -376,7 +376,7 @@ impl Ledger {
             let disturbed = met_here || met.iter().any(|it| it.process == call.process);
             let unjustified = match result {
                 Err(Failure::Idempotency(refused)) => match &**refused {
-                    // Somebody was at work and did not return, or could not say so.
+                    // Another attempt was at work and did not return, or could not record that it had.
                     Error::Interrupted { .. } => {
                         !disturbed
                             && !runs
@@ -393,7 +393,7 @@ impl Ledger {
                             && !runs.iter().any(|run| {
                                 match &run.ended {
                                     Some((_, BodyEnd::Value(value))) => value.len() + 2 > call.terms.max_result_bytes,
-                                    // Told to a handler that does not read errors.
+                                    // The answer to a handler that does not read recorded errors.
                                     Some((_, BodyEnd::Error { lasting, .. })) => *lasting,
                                     _ => false,
                                 }
@@ -410,7 +410,7 @@ impl Ledger {
         }
     }
 
-    /// What the books say, one line for each call and run.
+    /// The books as text, one line for each call and run.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| key.is_none_or(|key| call.key == key)) {

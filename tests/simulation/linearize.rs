@@ -1,19 +1,19 @@
-//! Whether a history could have happened to a store that does one thing after the other.
+//! Whether a store that executes one operation after the other could have had a given history.
 //!
-//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
-//! configurations that Lowe added ("Testing for linearizability", 2017): pick an operation that no other one had ended
-//! before, let the sequential specification (`model/reference.rs`) do it, compare the answer, go on, and take it back if
+//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of configurations
+//! that Lowe added ("Testing for linearizability", 2017): pick an operation before which no other one had to end, execute
+//! it on the sequential specification (`model/reference.rs`), compare the answer, go on, and take the operation back if
 //! that leads nowhere. Keys are independent of each other, and linearizability is local, so each key is searched alone.
 //!
-//! Time is part of the specification. An answer carries what the store's clock showed when it was made, so an answered
-//! operation has one time at which it can have happened; that is stricter than any time between invocation and answer,
-//! and holds because the clock of a simulation stands still while the store works. An operation without an answer can
-//! have happened at any time from its invocation on, or never. It is enough to try the times at which the store did
-//! anything for anybody: at all others nothing happened, so if the history is linearizable, it is so with these.
-//! Operations of which the store said that nothing was done are none.
+//! Time is part of the specification. An answer carries the reading of the store's clock when it was made, so an answered
+//! operation can have happened at one time only. That is stricter than any time between invocation and answer, and holds
+//! because the clock of a simulation stands still while the store works. An operation without an answer can have happened
+//! at any time after its invocation, or never. It is enough to try the times at which the store executed some operation: no
+//! state changed at any other time, so a history that is linearizable at all is so with these. An operation of which the
+//! store said that nothing was done is left out.
 //!
-//! Operations are tried in the order in which the store did them, as far as that is known. Of a history that is right this is
-//! the first order that is tried, and the search turns back nowhere; of any other it is only a beginning.
+//! Operations are tried in the order in which the store executed them, as far as that is known. For a correct history this
+//! is the first order that is tried, and the search never turns back; for any other it is only a beginning.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -23,14 +23,14 @@ use idem_runtime::{Finish, OnCrash, Payload};
 use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
-/// How many configurations are looked at before the search gives up. Of a right history that says when what was done, there
-/// are as many as operations; without that, there were 47 578 at most in some three million worlds.
+/// How many configurations are searched before the search gives up. For a correct history with known times there are as
+/// many as operations; without the times, some three million worlds needed 47 578 at most.
 const LIMIT: usize = 1_000_000;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Linearizable,
-    /// How many operations the longest attempt explained, and which one it could not.
+    /// How many operations the longest order explained, and the operation that it could not.
     NotLinearizable {
         explained: usize,
         stuck_at: String,
@@ -44,7 +44,7 @@ pub(crate) fn check(history: &History, key: usize) -> Verdict {
     search(history, key, true)
 }
 
-/// The same for somebody who does not know when the store did what.
+/// The same without the knowledge when the store executed each operation.
 pub(crate) fn check_from_outside(history: &History, key: usize) -> Verdict {
     search(history, key, false)
 }
@@ -62,10 +62,10 @@ fn search(history: &History, key: usize, hints: bool) -> Verdict {
 }
 
 struct Search<'a> {
-    /// In the order of their invocation.
+    /// The operations in the order of their invocation.
     ops: Vec<&'a Op>,
     ticks: Vec<u64>,
-    /// Whether to begin with the order in which the store did it.
+    /// Whether to begin with the order in which the store executed them.
     hints: bool,
     seen: HashSet<u64>,
     best: usize,
@@ -73,10 +73,11 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Whether what is not `done` can follow on the state of `reference`; `None` if that is too much work.
+    /// Whether the operations that are not `done` can follow on the state of `reference`; `None` if that takes too much
+    /// work.
     fn explain(&mut self, done: &mut [bool], depth: usize, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
-        // Nothing may happen before an operation that had ended when it began.
+        // An operation can't happen before another one that had ended when it began.
         let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
         let Some(first_end) = first_end else { return Some(true) };
         if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
@@ -89,7 +90,7 @@ impl Search<'_> {
             End::Answered { at, .. } => Some(*at),
             _ => None,
         };
-        // Time goes on, so the next answered operation is one of the earliest.
+        // Time goes on, so the next answered operation is one with the earliest time.
         let next_at = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| answer(self.ops[n])).min();
         let next_at = next_at.expect("what has ended was answered");
         if next_at < reference.now {
@@ -111,7 +112,7 @@ impl Search<'_> {
                 _ => {
                     let mut unchanged = reference.clone();
                     unchanged.now = at;
-                    // Having changed nothing is the same as never having happened.
+                    // An operation that changed nothing is the same as one that never happened.
                     if after.look(op.key) == unchanged.look(op.key) {
                         continue;
                     }
@@ -127,8 +128,8 @@ impl Search<'_> {
         Some(false)
     }
 
-    /// What may happen next and when, the likeliest first: what the store did first, then the answered ones at `next_at`, and
-    /// last those of which nobody knows: mostly they never happened, or can wait.
+    /// The operations that may happen next and their times, the likeliest first: those that the store executed first, then
+    /// those answered at `next_at`, and last those without an answer, which mostly never happened or can wait.
     fn candidates(&self, done: &[bool], first_end: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();
@@ -149,18 +150,18 @@ impl Search<'_> {
                 found.push(((if is_hint { unlikely } else { u64::MAX }, true), n, *at));
             }
         }
-        // Stable: where nothing is known, the order of invocation and of time.
+        // Stable: where times are unknown, the order of invocation and of time stays.
         found.sort_by_key(|(order, ..)| *order);
         found.into_iter().map(|(_, n, at)| (n, at)).collect()
     }
 }
 
-/// Does `asked` at time `at`, and says what has to be answered.
+/// Executes `asked` at time `at`, and returns the expected answer.
 fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said {
     reference.now = at;
     match asked {
         Asked::Reserve(ask) => Said::Reservation(match reference.reserve(ask) {
-            // A replay says nothing of retention.
+            // A replay says nothing about retention.
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
@@ -170,7 +171,7 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
         Asked::Reopen { attempt } => Said::Write(reference.reopen(key, *attempt)),
         Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
-                // Of a lease that has lapsed, nobody is told when.
+                // The time at which a lapsed lease has lapsed is told to no caller.
                 *lapses_at = at.max(*lapses_at);
             }
             entry
@@ -226,7 +227,7 @@ mod by_hand {
         seconds * 1_000_000_000
     }
 
-    /// One key, whose operations are entered one after the other, or overlap.
+    /// One key, whose operations are entered one after the other or overlap.
     struct Script {
         clock: SimulatedClock,
         history: History,
@@ -311,7 +312,7 @@ mod by_hand {
             it.answer(first, pending(1, 30));
             it.answer(second, reserved(1, false));
         })));
-        // One after the other they have no choice.
+        // One after the other, they have only one order.
         assert!(!holds(&script(|it| {
             it.done(reserve(1), pending(1, 30));
             it.done(reserve(2), reserved(1, false));
@@ -328,7 +329,7 @@ mod by_hand {
                 it.done(reserve(2), if landed { pending(1, 20) } else { reserved(1, false) });
             })));
         }
-        // Not before it was asked for.
+        // Not before it was requested.
         assert!(!holds(&script(|it| {
             it.done(reserve(2), pending(1, 30));
             it.ask(reserve(1));

@@ -1,6 +1,6 @@
-//! A store that keeps the contract and is otherwise as bad as it may be: one handle for each simulated process, with a
-//! line in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land after
-//! whoever asked has given up. What is asked and answered goes into the [`History`].
+//! A store that keeps the contract and is otherwise as bad as it may be: one handle for each simulated process, with a line
+//! in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land after their
+//! caller has given up. Requests and answers are entered in the [`History`].
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,17 +22,17 @@ use crate::history::{Asked, End, History, Said, nanos};
 /// How bad the lines of a world are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weather {
-    /// How many of a thousand calls meet a fault.
+    /// How many calls in a thousand meet a fault.
     pub(crate) faults: u64,
-    /// Whether calls that nobody waits for any more may still land.
+    /// Whether abandoned calls may still land.
     pub(crate) late: bool,
-    /// The longest delay on each way of a call that meets no fault.
+    /// The longest delay in each direction of a call that meets no fault.
     pub(crate) calm: Duration,
-    /// The longest lease of the world: what hangs, hangs for about as long.
+    /// The longest lease of the world: a call that hangs does so for about as long.
     pub(crate) lease: Duration,
 }
 
-/// What is broken on purpose between the engine and the store, to see that it is found.
+/// A deliberate break between the engine and the store, which has to be found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Prank {
     None,
@@ -42,17 +42,17 @@ pub(crate) enum Prank {
     ReleasesNothing,
     /// The same for renewals: an engine whose heart does not beat.
     RenewsNothing,
-    /// Now and then a reservation is answered with what was true some time ago.
+    /// Now and then a reservation gets an answer that was true some time ago.
     StaleReads,
-    /// What is said not to have been done is done.
+    /// A write that is said not to have been done is done.
     FailsAfterAll,
-    /// Lapsed leases are thought to be held: the engine's clock is slow.
+    /// Lapsed leases are believed to be held: the engine's clock is slow.
     SlowClock,
     /// Two processes draw the same owner tokens.
     OwnersRepeat,
 }
 
-/// A fault that was met: by whom, on which keys, from when to when.
+/// A fault that occurred: its process, its keys, its beginning and end.
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
     pub(crate) process: usize,
@@ -65,20 +65,20 @@ pub(crate) struct Met {
 pub(crate) struct Net {
     pub(crate) clock: SimulatedClock,
     pub(crate) dice: Dice,
-    /// A handle of nobody's, to see what is really there.
+    /// A handle outside of all processes, to look at the real records.
     truth: Arc<dyn Store>,
     weather: Weather,
     stormy: AtomicBool,
     prank: Prank,
     history: Mutex<History>,
     met: Mutex<Vec<Met>>,
-    /// For [`Prank::StaleReads`].
+    /// Earlier answers, for [`Prank::StaleReads`].
     stale: Mutex<HashMap<Key, Reservation>>,
-    /// When which attempt ended, or lost its record.
+    /// When each attempt ended, or lost its record.
     ended: Mutex<HashMap<(Key, u32), u64>>,
-    /// When time jumped, and how far.
+    /// The jumps of time: when, and how far.
     jumps: Mutex<Vec<(u64, u64)>>,
-    /// Waits that went on after what they waited for had ended.
+    /// Waits that went on after the attempt that they waited for had ended.
     overslept: Mutex<Vec<(Key, String)>>,
 }
 
@@ -106,7 +106,7 @@ impl Net {
         }
     }
 
-    /// Everything stands still for `duration` but the clock of the store: all timers are late.
+    /// Everything stands still for `duration` except the clock of the store: all timers are late.
     pub(crate) fn jump(&self, duration: Duration) {
         let from = self.now();
         self.clock.advance(duration);
@@ -129,7 +129,7 @@ impl Net {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
-    /// The longest lease of the world. What is on its way takes at most two of them.
+    /// The longest lease of the world. A call under way takes at most two of them.
     pub(crate) fn longest_lease(&self) -> Duration {
         self.weather.lease
     }
@@ -142,7 +142,7 @@ impl Net {
         nanos(self.clock.now().since_origin())
     }
 
-    /// No call meets a fault from now on.
+    /// Ends the faults: no call meets one from now on.
     pub(crate) fn clear_up(&self) {
         self.stormy.store(false, Ordering::SeqCst);
     }
@@ -156,17 +156,17 @@ impl Net {
         self.met.lock().unwrap().clone()
     }
 
-    /// What the store really holds for `key`, past everything that is between.
+    /// The real record of `key`, past the line.
     pub(crate) fn truth(&self, key: &Key) -> Option<Inspection> {
         let mut asked = self.truth.inspect(key);
         match std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(found) => found.expect("nothing is between"),
-            // A store that is torn on purpose; nobody knows.
+            // A store that is torn on purpose: its record is unknown.
             Poll::Pending => None,
         }
     }
 
-    /// Lets others go first, for a moment or for up to `longest`.
+    /// Lets other tasks run, for a moment or for up to `longest`.
     pub(crate) async fn delay(&self, longest: Duration) {
         for _ in 0..self.dice.between(0, 3) {
             yield_now().await;
@@ -177,7 +177,7 @@ impl Net {
     }
 }
 
-/// Lets others go first, as `tokio::task::yield_now` does; also while one of them blocks, when the runtime stands still.
+/// Lets other tasks run, as `tokio::task::yield_now` does, but also while one of them blocks and the runtime stands still.
 pub(crate) async fn yield_now() {
     let mut yielded = false;
     poll_fn(|cx| match std::mem::replace(&mut yielded, true) {
@@ -229,7 +229,7 @@ impl Request {
         }
     }
 
-    /// The operations it consists of.
+    /// Enters the operations that it consists of.
     fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
         let entered: Vec<(&Key, Asked)> = match self {
             Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
@@ -247,13 +247,13 @@ impl Request {
     }
 }
 
-/// How one call fares.
+/// What happens to one call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fate {
     Fine,
-    /// Does what it should, and takes about a lease for it.
+    /// Is executed, and takes about a lease.
     Slow,
-    /// Fails; nothing is done.
+    /// Fails with an error; nothing is done.
     Refused(StoreErrorKind),
     /// Fails without an answer; nothing is done.
     Lost,
@@ -261,7 +261,7 @@ enum Fate {
     AnswerLost,
     /// Fails without an answer, and is done some time later.
     Late,
-    /// Is not answered until about a lease is over; is done or not.
+    /// Gets no answer until about a lease is over; is done or not.
     Hangs,
 }
 
@@ -283,7 +283,7 @@ impl fmt::Debug for Line {
     }
 }
 
-/// A clock that goes half as fast.
+/// A clock that runs at half speed.
 #[derive(Debug)]
 struct SlowClock(SimulatedClock);
 
@@ -305,7 +305,7 @@ impl Clock for SlowClock {
     }
 }
 
-/// A clock that gives everybody the same chance.
+/// A clock that gives every process the same random numbers.
 #[derive(Debug)]
 struct SameChance(SimulatedClock);
 
@@ -328,7 +328,7 @@ impl Clock for SameChance {
 }
 
 impl Line {
-    /// The line of process `number` to `inner`, a handle of its own.
+    /// The line of process `number` to `inner`, its own handle.
     pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
             Prank::SlowClock => Arc::new(SlowClock(net.clock.clone())),
@@ -343,7 +343,8 @@ impl Line {
         self.0.number
     }
 
-    /// Nothing leaves the process any more, whoever in it may still be dropped. What has left may land.
+    /// Kills the process: nothing leaves it any more, whatever in it is still to be dropped. Requests that have left may
+    /// land.
     pub(crate) fn die(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
     }
@@ -388,7 +389,7 @@ impl Line {
             Fate::Late | Fate::Hangs => None,
         };
         net.delay(after).await;
-        // What is lost, lands late or not at all.
+        // A lost request lands late or not at all.
         drop(flight);
         if self.is_dead() {
             return std::future::pending().await;
@@ -448,7 +449,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
     }
 }
 
-/// A request on its way. Dropped before it has landed, it may do so later.
+/// A request under way. If it is dropped before it has landed, it may land later.
 struct Flight<'a> {
     line: &'a Line,
     request: Option<Request>,
@@ -456,7 +457,7 @@ struct Flight<'a> {
 }
 
 impl Flight<'_> {
-    /// Has its effect at the store now; and says what it was answered, and when.
+    /// Takes effect at the store now. Returns the answer, and the time of the effect.
     async fn land(&mut self) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
         let request = self.request.take().expect("lands once");
         land(&self.line.0.net, &*self.line.0.inner, &request, self.ops).await
@@ -490,7 +491,7 @@ async fn land(
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
-    // Of a record that was forgotten, the numbers start anew.
+    // A forgotten record starts its numbers anew.
     if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
         net.ended.lock().unwrap().remove(&(key.clone(), attempt));
     }
@@ -522,7 +523,7 @@ impl Drop for Flight<'_> {
         let clock = net.clock.clone();
         clock.spawn(Box::pin(async move {
             net.delay(longest).await;
-            // Whoever asked is told nothing.
+            // The caller is told nothing.
             let _ = land(&net, &*store, &request, &ops).await;
         }));
     }
@@ -580,14 +581,14 @@ impl Store for Line {
             net.delay(Duration::ZERO).await;
             if net.is_stormy() && net.dice.chance(net.weather.faults) {
                 net.delay(net.weather.lease * 2).await;
-                // Early, or not at all.
+                // Returns early, or fails.
                 return match net.dice.chance(500) {
                     true => Ok(()),
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
                 };
             }
             let began = net.now();
-            // A body whose lease has lapsed is not polled, and neither is what it waits for.
+            // A body whose lease has lapsed is not polled, nor is a wait inside it.
             let nested = current().is_some();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();

@@ -1,7 +1,7 @@
-//! A world: processes whose workers handle the messages of one broker, all of it from one seed.
+//! A world: processes whose workers handle the messages of one broker, all decided by one seed.
 //!
-//! While the weather is bad, calls of the store fail, processes die, callers give up, bodies panic and operators decide;
-//! then it clears up, and everything has to come to an end.
+//! In the first phase, the *storm*, store calls fail, processes die, callers give up, bodies panic and operators decide.
+//! Then the faults stop, and everything has to end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -30,10 +30,10 @@ use crate::linearize::{self, Verdict};
 use crate::plain::{Mistake, Plain};
 use crate::store::{Line, Net, Prank, Weather, yield_now};
 
-/// What handlers fail with.
+/// The errors of handlers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Failure {
-    /// Recorded by handlers that record.
+    /// Recorded by handlers that record errors.
     Lasting(String),
     Passing(String),
     #[serde(skip)]
@@ -55,7 +55,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// What is broken on purpose.
+/// A deliberate break.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Broken {
     Nothing,
@@ -63,24 +63,24 @@ pub(crate) enum Broken {
     Between(Prank),
 }
 
-/// What happened in a world.
+/// The run of a world.
 #[derive(Debug)]
 pub(crate) struct Report {
     pub(crate) seed: u64,
     pub(crate) findings: Vec<Finding>,
-    /// How often what happened.
+    /// How often each event occurred.
     pub(crate) counts: BTreeMap<&'static str, u64>,
     world: World,
 }
 
 impl Report {
-    /// Everything, or what concerns one key.
+    /// The transcript of everything, or of one key.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let history = self.world.net.history().transcript(key);
         format!("{history}{}", self.world.ledger.borrow().transcript(key))
     }
 
-    /// Whether each key's history is linearizable, for the checker and for one who does not know when the store did what.
+    /// Whether each key's history is linearizable: for the checker, and for one without the store's own times.
     pub(crate) fn verdicts(&self) -> Vec<[Verdict; 2]> {
         let history = self.world.net.history();
         let both = |key| [linearize::check(&history, key), linearize::check_from_outside(&history, key)];
@@ -88,14 +88,14 @@ impl Report {
     }
 }
 
-/// The payload of a message that has no fingerprint.
+/// The payload of a message without a fingerprint.
 const UNMARKED: u8 = 2;
 
-/// The operation behind one key.
+/// The operation of one key.
 #[derive(Debug)]
 struct Operation {
     key: Key,
-    /// A key that is never that of a message: bodies call it.
+    /// The key of calls made by bodies; no message has it.
     inner: Option<usize>,
     terms: Terms,
     /// Whether deliveries differ in `on_crash`, as in the middle of a deployment.
@@ -112,17 +112,17 @@ struct Message {
     settled: bool,
 }
 
-/// How bad it gets beyond the lines to the store; all out of a thousand.
+/// How often other things than store calls go wrong, in thousandths.
 #[derive(Clone, Copy, Debug)]
 struct Mishaps {
-    /// Of deliveries: the caller gives up.
+    /// Deliveries whose caller gives up.
     cancelled: u64,
-    /// Of steps of a body: it panics, or returns an error.
+    /// Steps of a body that panic, or return an error.
     panics: u64,
     errors: u64,
-    /// Of bodies: they take longer than their lease.
+    /// Bodies that take longer than their lease.
     slow: u64,
-    /// Of their waits: they block the thread.
+    /// Waits of bodies that block the thread.
     blocked: u64,
     kills: u64,
     operators: u64,
@@ -200,7 +200,7 @@ impl Delivery {
     }
 }
 
-/// Whoever drops a delivery that has not ended has killed its process.
+/// A delivery that is dropped before it has ended was killed with its process.
 impl Drop for Delivery {
     fn drop(&mut self) {
         self.ended(CallEnd::Killed);
@@ -223,7 +223,7 @@ async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
     body(delivery).await
 }
 
-/// As before the handler was given a fingerprint.
+/// The handler as it was before it got a fingerprint.
 #[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
 async fn unmarked(delivery: &Delivery) -> Result<String, Failure> {
     body(delivery).await
@@ -236,7 +236,7 @@ fn decide(failure: &Failure) -> OnError {
     }
 }
 
-/// The books' view of a running body.
+/// A running body, as the books see it.
 struct Running<'a> {
     delivery: &'a Delivery,
     run: usize,
@@ -272,7 +272,7 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
     .await
 }
 
-/// What a body does; `polled` says when its latest poll began.
+/// The steps of a body; `polled` holds the start of its latest poll.
 async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failure> {
     let Delivery { world, line, payload, call, .. } = delivery;
     let World(shared) = world;
@@ -321,7 +321,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
         running.believe();
         if stormy && dice.chance(mishaps.panics) {
             running.end(BodyEnd::Panicked);
-            // Not by `panic!`: nobody needs to read of it.
+            // Not by `panic!`, which would print a message.
             std::panic::resume_unwind(Box::new("a body panics"));
         }
         if step == effect_at {
@@ -333,7 +333,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             return fail(dice.chance(500));
         }
     }
-    // Sometimes more than is kept.
+    // Sometimes more than the store keeps.
     let value = match dice.chance(60) {
         true => format!("{name:-<99}"),
         false => name.clone(),
@@ -342,7 +342,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     Ok(value)
 }
 
-/// Calls the handler of `delivery`, and enters how that ended.
+/// Calls the handler of `delivery`, and enters how the call ended.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {
         (UNMARKED, _) => observe(unmarked(delivery)).await,
@@ -386,7 +386,7 @@ impl World {
         }
     }
 
-    /// A message that can be delivered now, or when to look again.
+    /// A message that can be delivered now, or the time of the next look.
     fn take(&self) -> Result<(usize, usize, u8), Option<u64>> {
         let mut messages = self.messages.borrow_mut();
         let now = self.net.now();
@@ -397,7 +397,7 @@ impl World {
         }
         let n = self.dice.pick(&visible);
         let lease = self.operations[messages[n].operation].terms.lease;
-        // Who does not acknowledge by then is thought to be dead. Often wrongly.
+        // A worker that has not acknowledged by then counts as dead, often wrongly.
         messages[n].visible_at = now + nanos(lease / 4 + self.dice.up_to(lease * 2));
         Ok((n, messages[n].operation, messages[n].payload))
     }
@@ -452,7 +452,7 @@ impl World {
                 Either::Left((ended, _)) => Some(ended),
                 Either::Right(_) => None,
             }
-            // Here the call is dropped.
+            // The call is dropped here.
         };
         match ended {
             None => {
@@ -473,7 +473,7 @@ impl World {
                 match disposition {
                     Disposition::Ack | Disposition::DeadLetter => self.settle(message),
                     Disposition::Retry { after } => {
-                        // A broker keeps to the time, or not.
+                        // A broker may deliver earlier than it was asked to.
                         self.retry(message, after.min(self.dice.up_to(lease)));
                     }
                 }
@@ -490,7 +490,7 @@ impl World {
         self.processes.borrow_mut().push(Process { line, workers });
     }
 
-    /// Kills processes and starts others, until the weather clears up.
+    /// Kills processes and starts others, until the storm ends.
     async fn kill_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
             self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 6)).await;
@@ -516,7 +516,7 @@ impl World {
         }
     }
 
-    /// Somebody who looks at a key, and decides that it is to run again.
+    /// An operator who looks at a key, and lets it run again.
     async fn decide_now_and_then(self, storm: Duration) {
         let line = Line::new(99, (self.open)(), Arc::clone(&self.net));
         while self.net.is_stormy() {
@@ -535,7 +535,7 @@ impl World {
         }
     }
 
-    /// Time jumps, as for processes that are stopped and go on.
+    /// Time jumps, as for processes that are stopped and continued.
     async fn jump_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
             self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 3)).await;
@@ -546,7 +546,7 @@ impl World {
         }
     }
 
-    /// Everything, from the first message to the last.
+    /// Runs the world from the first message to the last.
     async fn live(self, storm: Duration) {
         for _ in 0..self.dice.between(1, 3) {
             self.start_process();
@@ -558,12 +558,12 @@ impl World {
         self.net.clear_up();
         self.net.history().note("the weather clears up".to_owned());
         loop {
-            // Whoever was killed is replaced meanwhile.
+            // Killed processes are replaced meanwhile.
             let worker = self.processes.borrow_mut().iter_mut().find_map(|process| process.workers.pop());
             let Some(worker) = worker else { break };
             let _ = worker.await;
         }
-        // Somebody may have been started after the last look.
+        // A process may have been started after the last look.
         while !self.is_over() {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
@@ -573,7 +573,7 @@ impl World {
         for line in lines.iter().filter(|line| !line.is_dead()) {
             line.heartbeats().flush().await;
         }
-        // What still held a lease has lost it; what was still on its way has landed.
+        // By now, every lease still held is lost, and every request under way has landed.
         self.net.clock.sleep(self.net.longest_lease() * 4).await;
         for line in lines.iter().filter(|line| !line.is_dead()) {
             if line.heartbeats().live() > 0 {
@@ -582,14 +582,14 @@ impl World {
             }
             line.heartbeats().flush().await;
         }
-        // The last words of every key.
+        // One last look at every key.
         let witness = Line::new(100, (self.open)(), Arc::clone(&self.net));
         for operation in &self.operations {
             let _ = witness.inspect(&operation.key).await;
         }
     }
 
-    /// What may be left when all is over.
+    /// Checks the records that are left at the end.
     fn check_leftovers(&self) {
         let met = self.net.met();
         for (n, operation) in self.operations.iter().enumerate() {
@@ -605,7 +605,7 @@ impl World {
     }
 }
 
-/// Lives through the world of `seed`.
+/// Runs the world of `seed`.
 pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let simulation = Simulation::new(seed);
     simulation.limit_time(Duration::from_secs(6 * 3600));
@@ -626,7 +626,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let weather = Weather {
         faults: dice.pick(&[0, 50, 150, 300]),
         late: dice.chance(500),
-        // Three of them are less than a third of the shortest lease: a beat is not late for no reason.
+        // Three such delays are less than a third of the shortest lease: a beat is not late without a reason.
         calm: lease / 20,
         lease,
     };
@@ -636,7 +636,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         panics: often * dice.pick(&[0, 20]),
         errors: often * dice.pick(&[0, 30]),
         slow: dice.pick(&[0, 200, 500]),
-        // By dice of their own: worlds without them are as they were before there were such.
+        // From dice of their own, so that worlds without blocked bodies stay as they were before these existed.
         blocked: Dice::new(!seed).pick(&[0, 0, 0, 300]),
         kills: often * dice.pick(&[0, 150, 300]),
         operators: often * dice.pick(&[0, 0, 150]),
@@ -704,7 +704,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
 }
 
 fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
-    // A world that does not end may have gone round in circles very often.
+    // A world that does not end may have an endless history.
     let ends = stuck.is_none();
     if let Some(stuck) = stuck {
         world.ledger.borrow_mut().find(Check::Stuck, 0, stuck);

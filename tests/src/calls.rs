@@ -1,4 +1,4 @@
-//! What the tests of every store ask for: reservations, results, and calls of a handler that counts its runs.
+//! Helpers for the tests of every store: reservations, results, and calls of a handler that counts its runs.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,9 +11,9 @@ use idem_runtime::{
 
 /// Longer than any test takes.
 pub const LEASE: Duration = Duration::from_secs(60);
-/// For how long records are kept.
+/// The retention of records.
 pub const TTL: Duration = Duration::from_secs(3600);
-/// Both of them.
+/// A policy with this lease and retention.
 pub const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 
 /// A key in the scope of tests.
@@ -21,7 +21,7 @@ pub fn key(name: &str) -> Key {
     Key::new("test", name).expect("a valid key")
 }
 
-/// A new attempt's reservation of `name`.
+/// A reservation of `name` for a new attempt.
 pub fn request(store: &impl Store, name: &str) -> Reserve {
     Reserve {
         key: key(name),
@@ -34,7 +34,7 @@ pub fn request(store: &impl Store, name: &str) -> Reserve {
     }
 }
 
-/// The lease of who was answered that the key is reserved.
+/// The lease in an answer that the key is reserved.
 pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     match answer {
         Ok(Reservation::Reserved { lease, .. }) => lease,
@@ -42,12 +42,12 @@ pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     }
 }
 
-/// Reserves what `request` asks for.
+/// Makes the reservation `request`, which must succeed.
 pub async fn wins(store: &impl Store, request: &Reserve) -> Lease {
     lease_of(store.reserve(request).await)
 }
 
-/// Reserves `name`.
+/// Reserves `name`, which must succeed.
 pub async fn reserved(store: &impl Store, name: &str) -> Lease {
     wins(store, &request(store, name)).await
 }
@@ -57,17 +57,17 @@ pub fn stored(bytes: impl Into<Bytes>) -> Payload {
     Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() }
 }
 
-/// A result.
+/// A completion with some result.
 pub fn done() -> Finish {
     Finish::Completed(stored("42"))
 }
 
-/// One call of a handler that counts its runs, and returns how many there were.
+/// One call of a handler that counts its runs, and returns the count.
 pub async fn call(store: &impl Store, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
     call_with(store, name, POLICY, runs).await
 }
 
-/// The same with a policy of its own.
+/// The same with another policy.
 pub async fn call_with(
     store: &impl Store,
     name: &str,

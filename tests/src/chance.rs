@@ -1,4 +1,4 @@
-//! Chance that a seed decides.
+//! Random numbers from a seed.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ impl Chance {
         Self(seed)
     }
 
-    /// Other numbers, for the `n`th of those who share a seed.
+    /// Other numbers, for the `n`th user of the same seed.
     #[must_use]
     pub fn of(&self, n: usize) -> Self {
         let mut other = Self(self.0 ^ (n as u64).wrapping_mul(0xd6e8_feb8_6659_fd93));
@@ -33,7 +33,7 @@ impl Chance {
         usize::try_from(self.next() % n as u64).expect("below a `usize`")
     }
 
-    /// Whether something happens that does so this many times out of a hundred.
+    /// Whether an event of this probability, in percent, happens.
     pub fn percent(&mut self, times: usize) -> bool {
         self.below(100) < times
     }

@@ -1,4 +1,4 @@
-//! Clusters, and primaries with sentinels, of the tests' own.
+//! Redis clusters, and primaries with sentinels, for tests.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -20,10 +20,10 @@ pub fn dial(port: u16) -> Option<Connection> {
     Some(connection)
 }
 
-/// What the server on `port` answers to the words of `command`; `''` is a word without characters.
+/// The answer of the server on `port` to the words of `command`; `''` is an empty word.
 ///
 /// # Errors
-/// If it is away, refuses, or answers something else.
+/// If the server is away, refuses, or answers with another type.
 pub fn ask<T: FromRedisValue>(port: u16, command: &str) -> Result<T, String> {
     let mut words = command.split_ascii_whitespace();
     let mut asked = redis::cmd(words.next().expect("a command"));
@@ -39,13 +39,13 @@ pub fn field(port: u16, command: &str, name: &str) -> Option<String> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(|value| value.trim().to_owned())
 }
 
-/// How many replicas follow the server on `port`, and are up to date.
+/// How many replicas of the server on `port` are connected and up to date.
 pub fn replicas_online(port: u16) -> usize {
     let text: String = ask(port, "INFO replication").unwrap_or_default();
     text.lines().filter(|line| line.starts_with("slave") && line.contains("state=online")).count()
 }
 
-/// A cluster: as many primaries as it was asked for, then their replicas in the same order.
+/// A cluster: the primaries, then their replicas in the same order.
 #[derive(Debug)]
 pub struct Cluster {
     /// Every node.
@@ -54,7 +54,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Three primaries, three replicas; a node that does not answer for `node_timeout` milliseconds is replaced.
+    /// Three primaries and three replicas. A node that does not answer for `node_timeout` milliseconds is replaced.
     pub fn start(node_timeout: u32) -> Self {
         Self::start_with(3, 3, node_timeout)
     }
@@ -71,7 +71,7 @@ impl Cluster {
         )
     }
 
-    /// A cluster of nodes on these ports, primaries first, each with these arguments and this in its environment.
+    /// A cluster on these ports, primaries first, each node with these arguments and this environment.
     pub fn start_at(
         ports: &[u16],
         primaries: usize,
@@ -147,16 +147,16 @@ impl Cluster {
         self.nodes.iter().map(RedisServer::port).collect()
     }
 
-    /// All primaries as seeds.
+    /// A URL with all primaries as seeds.
     pub fn url(&self) -> String {
         url(&self.ports()[..self.primaries])
     }
 
-    /// The node that serves `key` as a primary now, as the living nodes say.
+    /// The node that serves `key` as a primary now, according to the living nodes.
     pub fn serves(&self, key: &str) -> Option<usize> {
         let ports = self.ports();
         let slot: i64 = ports.iter().find_map(|port| ask(*port, &format!("CLUSTER KEYSLOT {key}")).ok())?;
-        // Only who serves it answers for itself.
+        // Only the node that serves it names itself.
         (0..ports.len()).find(|n| {
             let ranges = slots(ports[*n]).unwrap_or_default();
             field(ports[*n], "INFO replication", "role").as_deref() == Some("master")
@@ -164,7 +164,7 @@ impl Cluster {
         })
     }
 
-    /// Waits until all living nodes say that the cluster is complete, and agree who serves what.
+    /// Waits until all living nodes say that the cluster is complete, and agree on the slots of each node.
     pub fn wait_agreed(&self) {
         wait_until("the nodes agree", || {
             let views: Vec<_> = self
@@ -177,7 +177,7 @@ impl Cluster {
         });
     }
 
-    /// Sets `key` to something, wherever it is.
+    /// Sets `key` to `value`, on whichever node it is.
     pub fn set(&self, key: &str, value: &str) {
         set(&self.ports(), key, value);
     }
@@ -195,7 +195,7 @@ fn set(ports: &[u16], key: &str, value: &str) {
     assert!(done, "no node takes it");
 }
 
-/// Who serves what, as the node on `port` says: first slot, last slot, port.
+/// The owners of slots according to the node on `port`: first slot, last slot, port.
 fn slots(port: u16) -> Option<Vec<(i64, i64, u16)>> {
     let ranges: Vec<Vec<Value>> = ask(port, "CLUSTER SLOTS").ok()?;
     let mut ranges = ranges
@@ -220,7 +220,7 @@ pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
     (primary, replica)
 }
 
-/// A replica of the server on the port `of`, which it reaches by the port `through`; once it is up to date.
+/// A replica of the server on port `of`, which it reaches by port `through`. Returns once it is up to date.
 fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let replica =
@@ -229,10 +229,10 @@ fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
     replica
 }
 
-/// A primary, its replica, and three sentinels that watch over them.
+/// A primary, its replica, and three sentinels that watch them.
 #[derive(Debug)]
 pub struct Watched {
-    /// The primary as it was set up, then the replica.
+    /// The original primary, then the replica.
     pub servers: Vec<RedisServer>,
     /// The sentinels.
     pub sentinels: Vec<Sentinel>,
@@ -249,7 +249,7 @@ impl Watched {
         Self::start_at(primary, through, down_after)
     }
 
-    /// The same around a primary that runs already, and that everybody reaches by the port `through`.
+    /// The same around a running primary, which all others reach by port `through`.
     pub fn start_at(primary: RedisServer, through: u16, down_after: u32) -> Self {
         let replica = replica(Kind::Redis, primary.port(), through);
         let sentinels = (0..3).map(|_| Sentinel::start(through, down_after)).collect();
@@ -258,7 +258,7 @@ impl Watched {
         watched
     }
 
-    /// Waits until the sentinels know each other and the replica: only then they can replace the primary.
+    /// Waits until the sentinels know each other and the replica; only then can they replace the primary.
     pub fn wait_ready(&self) {
         wait_until("the sentinels are ready", || {
             self.sentinels.iter().all(|sentinel| {
@@ -271,7 +271,7 @@ impl Watched {
         });
     }
 
-    /// The sentinels' hosts and the name of the primary.
+    /// The sentinels' hosts and the name of the primary, as a URL.
     pub fn url(&self) -> String {
         let hosts: Vec<_> = self.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
         format!("redis-sentinel://{}/{NAME}", hosts.join(","))
@@ -319,7 +319,7 @@ impl Sentinel {
         Self { port, folder, child }
     }
 
-    /// One field of what it says about the primary.
+    /// One field of what the sentinel says about the primary.
     pub fn says(&self, field: &str) -> Option<String> {
         let fields: std::collections::HashMap<String, String> =
             ask(self.port, &format!("SENTINEL MASTER {NAME}")).ok()?;
@@ -351,7 +351,7 @@ impl Drop for Sentinel {
 /// A store on the cluster that the whole test process shares, and a second handle as another process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
-    // Patient: nothing dies here, and a busy machine is no failure.
+    // A long time-out: no node dies here, and a busy machine is no failure.
     let ports = SHARED.get_or_init(|| forever(|| keep(Cluster::start(20_000), Cluster::ports))).clone();
     let url = url(&ports);
     let spoil = move |key: Key| {

@@ -1,4 +1,4 @@
-//! DynamoDB in tests: two emulators, and an HTTP client that counts requests and answers in the emulator's place.
+//! DynamoDB in tests: two emulators, and an HTTP client that counts requests and can answer in the emulator's place.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -29,7 +29,7 @@ use crate::server::{Env, forever, free_port, keep, signal};
 
 /// The table that tests use.
 pub const TABLE: &str = "idempotency";
-/// How far the clocks of one machine are apart, with some room.
+/// How far apart the clocks of one machine are, with some room.
 pub const SKEW: Duration = Duration::from_millis(5);
 
 /// A kind of emulator, and the environment variable that names its program; `scripts/test` sets them.
@@ -51,7 +51,7 @@ impl Kind {
         program.unwrap_or_else(|| panic!("`{variable}` names no emulator; run ./scripts/test")).into()
     }
 
-    /// One emulator for the whole test process, with the table in it: its endpoint.
+    /// The endpoint of one emulator for the whole test process, with the table in it.
     pub fn shared(self) -> String {
         static EMULATORS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
         let mut emulators = EMULATORS.get_or_init(Mutex::default).lock().unwrap();
@@ -86,13 +86,13 @@ impl Kind {
             .unreachable(DynamoStore::new(nobody, TABLE))
             .spoil(spoil)
             .largest_result(400_000)
-            // Programs without optimisation, which serve one request at a time.
+            // The emulators are compiled without optimisation, and serve one request at a time.
             .patience(Duration::from_secs(200))
     }
 }
 
-/// A store for processes of one machine, whose lapsed leases are taken over a moment after their time; and for emulators of
-/// any speed.
+/// A store for processes of one machine, so that a lapsed lease is taken over a moment after its time; for emulators of any
+/// speed.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
     options().open(client(&Wire::to(endpoint)), table)
 }
@@ -124,7 +124,7 @@ impl Emulator {
         Self::durable_in(&Vec::new()).await
     }
 
-    /// The same with this in its environment.
+    /// The same with this environment.
     pub async fn durable_in(env: &Env) -> Self {
         let emulator = Self::start_with(Kind::Dynoxide, true, env);
         emulator.create_table().await;
@@ -152,12 +152,12 @@ impl Emulator {
         self.port
     }
 
-    /// Where it listens.
+    /// The URL at which it listens.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Makes the table, unless it is there.
+    /// Creates the table, unless it exists.
     pub async fn create_table(&self) {
         open(&self.endpoint(), TABLE).create_table().await.expect("creates the table");
     }
@@ -183,7 +183,7 @@ impl Emulator {
             child.unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..3000 {
-            // Whoever answers in place of an emulator that has ended is somebody else.
+            // An answer in place of an emulator that has ended comes from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if std::net::TcpStream::connect(("127.0.0.1", self.port)).is_ok() {
@@ -215,7 +215,7 @@ impl Drop for Emulator {
     }
 }
 
-/// A client that sends its requests over `wire`, each of them once.
+/// A client that sends each request over `wire` once.
 pub fn client(wire: &Wire) -> Client {
     client_with(wire, RetryConfig::disabled())
 }
@@ -228,26 +228,26 @@ pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
         .region(Region::new("eu-central-1"))
         .endpoint_url(wire.0.endpoint.clone())
         .retry_config(retries)
-        // So that the store's own limit is the only one.
+        // The store's own limit is then the only one.
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
         .http_client(wire.clone());
     Client::from_conf(config.build())
 }
 
-/// What becomes of a request.
+/// The fate of a request.
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// The emulator's answer.
     Pass,
     /// This status and body, and the emulator never sees the request.
     Instead(u16, String),
-    /// The emulator does it, but this status and body come back.
+    /// The emulator executes the request, but this status and body come back.
     After(u16, String),
-    /// The emulator does it, and the connection breaks before the answer is there.
+    /// The emulator executes the request, and the connection breaks before the answer arrives.
     Lost,
-    /// The emulator does it, and no answer ever comes.
+    /// The emulator executes the request, and no answer ever comes.
     Silence,
-    /// The emulator does it once it may.
+    /// The emulator executes the request once it gets a permit.
     Once(Arc<Semaphore>),
 }
 
@@ -259,7 +259,7 @@ impl Reply {
     }
 }
 
-/// Connections that nobody uses at the moment, and the process that made them.
+/// Idle connections, and the process that made them.
 #[derive(Default)]
 struct Idle {
     process: u32,
@@ -267,7 +267,7 @@ struct Idle {
 }
 
 impl Idle {
-    /// Those of this process. What was inherited from a parent is left alone: even to close it would touch the parent's.
+    /// The connections of this process. Inherited ones are left alone: even closing them would affect the parent's.
     fn of_this_process(&mut self) -> &mut Vec<BufReader<TcpStream>> {
         let this = std::process::id();
         if self.process != this {
@@ -278,7 +278,7 @@ impl Idle {
     }
 }
 
-/// Plain HTTP to one endpoint. It counts the requests, and does with them what a script says.
+/// Plain HTTP to one endpoint. It counts the requests, and handles them as a script says.
 #[derive(Clone)]
 pub struct Wire(Arc<Shared>);
 
@@ -296,17 +296,17 @@ impl Wire {
         Self(Arc::new(Shared { endpoint, idle: Mutex::default(), script: Mutex::default(), seen: Mutex::default() }))
     }
 
-    /// What becomes of the next requests; those after them pass.
+    /// Sets the fate of the next requests; those after them pass.
     pub fn script(&self, replies: impl IntoIterator<Item = Reply>) {
         *self.0.script.lock().unwrap() = replies.into_iter().collect();
     }
 
-    /// How much of the script has not been played.
+    /// How many entries of the script are left.
     pub fn left(&self) -> usize {
         self.0.script.lock().unwrap().len()
     }
 
-    /// Which operations were asked for since the last time, in order.
+    /// The operations requested since the last call, in order.
     pub fn seen(&self) -> Vec<String> {
         std::mem::take(&mut self.0.seen.lock().unwrap())
     }
@@ -364,7 +364,7 @@ impl Shared {
         }
     }
 
-    /// One exchange with the emulator, on a connection of its own while it lasts.
+    /// One exchange with the emulator, on a connection that it has to itself meanwhile.
     async fn exchange(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
         let address = self.endpoint.strip_prefix("http://").expect("plain HTTP");
         let idle = self.idle.lock().unwrap().of_this_process().pop();

@@ -1,4 +1,4 @@
-//! What the test binaries share: a store that fails on command, and a clock they drive.
+//! Shared by the test binaries: a store that fails on command, and a clock that they drive.
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
@@ -28,18 +28,18 @@ use idem_runtime::{
     StoreErrorKind, StoreFuture, Write, renew_all,
 };
 
-/// What a [`FaultyStore`] does with one call.
+/// The fault of one call of a [`FaultyStore`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
-    /// Hands it on.
+    /// None: the call is passed on.
     None,
-    /// Fails before anything is written.
+    /// Fails; nothing is written.
     Before(StoreErrorKind),
-    /// Fails before anything is written if there is a result to write, and hands on what has none.
+    /// Fails a call that has a result to write, and writes nothing; passes all others on.
     BeforeResult(StoreErrorKind),
-    /// Does it, and loses the answer.
+    /// Takes effect, and its answer is lost.
     After,
-    /// Does it after this many polls, and answers after as many more.
+    /// Takes effect after this many polls, and is answered after as many more.
     Slow(u32),
     /// Never answers; nothing is written.
     Hang,
@@ -58,7 +58,7 @@ pub enum Call {
     Reopen,
 }
 
-/// A store that hands its calls on to another one, and fails when a test tells it to.
+/// A store that passes its calls on to another one, and fails when a test tells it to.
 #[derive(Clone, Debug)]
 pub struct FaultyStore {
     inner: Arc<dyn Store>,
@@ -75,12 +75,12 @@ struct Plan {
 }
 
 impl FaultyStore {
-    /// Hands everything on until told otherwise.
+    /// Passes everything on until told otherwise.
     pub fn new(inner: &(impl Store + ?Sized)) -> Self {
         Self { inner: inner.handle(), response_timeout: inner.response_timeout(), plan: Arc::default() }
     }
 
-    /// Says that a call may take so long.
+    /// Sets the response time-out that the store claims.
     #[must_use]
     pub fn answers_within(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
@@ -103,7 +103,7 @@ impl FaultyStore {
         self.plan.lock().unwrap().calls.iter().filter(|it| **it == call).count()
     }
 
-    /// What reservations asked for, so that a test can let one land late.
+    /// The reservations that were requested, so that a test can let one land late.
     pub fn reserves(&self) -> Vec<Reserve> {
         self.plan.lock().unwrap().reserves.clone()
     }
@@ -197,7 +197,7 @@ impl Store for FaultyStore {
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        // An answer that gets lost is lost for every lease.
+        // A lost answer is lost for every lease.
         let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
         StoreFuture::renewed(answer, self.through(Call::Renew, inner))
     }

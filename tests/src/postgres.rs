@@ -1,6 +1,6 @@
-//! PostgreSQL servers of the tests' own, and poolers in front of them.
+//! PostgreSQL servers for tests, and poolers in front of them.
 //!
-//! The programs are those of Debian's `postgresql` 15 and `pgbouncer`; `IDEM_TEST_POSTGRES` names another folder of
+//! The programs are those of Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
 //! programs, `IDEM_TEST_PGBOUNCER` another program. Neither runs as root, so root starts them as the user `postgres`.
 
 use std::os::unix::process::CommandExt;
@@ -53,7 +53,7 @@ fn give(path: &Path) {
     }
 }
 
-/// A command of a server: not as root, and ended by `signal` if this process dies first.
+/// A server's command: not run as root, and ended by `signal` if this process dies first.
 fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
     let mut command = Command::new("setpriv");
     if let Some(signal) = signal {
@@ -67,7 +67,7 @@ fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
 }
 
 impl PostgresServer {
-    /// A server that loses nothing, with its defaults.
+    /// A server with its defaults, which lose nothing.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
@@ -77,7 +77,7 @@ impl PostgresServer {
         Self::start_in(settings, &Vec::new())
     }
 
-    /// A server with these settings, and this in its environment.
+    /// A server with these settings and this environment.
     pub fn start_in(settings: &[&str], env: &Env) -> Self {
         let port = free_port();
         let folder = folder("postgres", port);
@@ -99,17 +99,17 @@ impl PostgresServer {
         self.port
     }
 
-    /// Where its files are; `data` holds its own.
+    /// The folder of its files; the server's own are in `data`.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Where it listens.
+    /// The URL at which it listens.
     pub fn url(&self) -> String {
         url(self.port)
     }
 
-    /// A new database, and where it is.
+    /// Creates a database, and returns its URL.
     pub async fn database(&self, name: &str) -> String {
         self.raw().await.batch_execute(&format!("CREATE DATABASE {name}")).await.expect("a new database");
         self.url().rsplit_once('/').map(|(server, _)| format!("{server}/{name}")).expect("a URL")
@@ -125,7 +125,7 @@ impl PostgresServer {
         path
     }
 
-    /// More settings for the next start.
+    /// Adds settings for the next start.
     pub fn set(&mut self, settings: &[&str]) {
         self.args.extend(settings.iter().flat_map(|setting| ["-c".to_owned(), (*setting).to_owned()]));
     }
@@ -147,7 +147,7 @@ impl PostgresServer {
             .unwrap_or_else(|error| panic!("postgres can't be started: {error}; run ./scripts/test"));
         self.child = Some(child);
         for _ in 0..3000 {
-            // Whoever answers in place of a server that has ended is somebody else.
+            // An answer in place of a server that has ended comes from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "postgres ended at once on port {}: {ended:?}\n{}", self.port, self.log());
             if program_succeeds(&mut self.ready()) {
@@ -164,7 +164,7 @@ impl PostgresServer {
         command
     }
 
-    /// What it has logged.
+    /// The server's log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
@@ -174,15 +174,15 @@ impl PostgresServer {
         self.end("-KILL");
     }
 
-    /// Stops the whole server.
+    /// Stops all processes of the server.
     pub fn stop(&self) {
         let postmaster = self.child.as_ref().expect("running").id();
-        // First, so that it starts no process meanwhile.
+        // The parent first, so that it starts no process meanwhile.
         assert!(signal(postmaster, "-STOP"), "it has ended");
         signal_children(postmaster, "-STOP");
     }
 
-    /// Lets it go on.
+    /// Continues all processes of the server.
     pub fn go_on(&self) {
         if let Some(child) = &self.child {
             signal_children(child.id(), "-CONT");
@@ -191,7 +191,7 @@ impl PostgresServer {
     }
 
     fn end(&mut self, how: &str) {
-        // Who stands still hears nothing.
+        // A stopped process receives no signal but `SIGKILL`.
         self.go_on();
         if let Some(mut child) = self.child.take() {
             signal(child.id(), how);
@@ -204,7 +204,7 @@ impl PostgresServer {
         raw(&self.url()).await
     }
 
-    /// What `pg_dump` or another program of the server says.
+    /// The output of `pg_dump` or another program of the server.
     pub fn ask(&self, name: &str, args: &[&str]) -> String {
         let said = Command::new(program(name))
             .args(["-h", "127.0.0.1", "-U", "postgres", "-p", &self.port.to_string()])
@@ -217,7 +217,7 @@ impl PostgresServer {
 }
 
 fn signal_children(postmaster: u32, how: &str) {
-    // One that is gone has none, and one of them may end at any time.
+    // A process that has ended has no children, and any child may end at any time.
     let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
     for child in children.unwrap_or_default().split_ascii_whitespace() {
         signal(child.parse().expect("a process"), how);
@@ -230,7 +230,7 @@ fn program_succeeds(command: &mut Command) -> bool {
 
 impl Drop for PostgresServer {
     fn drop(&mut self) {
-        // At once, but with its shared memory tidied up, which `kill -9` leaves behind.
+        // At once, but the shared memory is tidied up, which `kill -9` would leave behind.
         self.end("-QUIT");
         std::fs::remove_dir_all(&self.folder).ok();
     }
@@ -310,7 +310,7 @@ impl PgBouncer {
         self.port
     }
 
-    /// Where it listens.
+    /// The URL at which it listens.
     pub fn url(&self) -> String {
         url(self.port)
     }
@@ -323,7 +323,7 @@ impl Drop for PgBouncer {
     }
 }
 
-/// One server for the whole test process, and a pooler in front of it: their ports.
+/// The ports of one server for the whole test process, and of a pooler in front of it.
 pub fn shared() -> (u16, u16) {
     static SHARED: OnceLock<(u16, u16)> = OnceLock::new();
     *SHARED.get_or_init(|| {
@@ -377,7 +377,7 @@ pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     raw(url).await.execute(&text, &[&key]).await.expect("writes");
 }
 
-/// A name as an identifier.
+/// `name` as an SQL identifier.
 pub fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }

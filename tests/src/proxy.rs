@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use crate::chance::Chance;
 
-/// How much is carried at once.
+/// How many bytes are carried at once.
 const PIECE: usize = 16 * 1024;
 
 /// What the proxy does with bytes.
@@ -22,25 +22,25 @@ pub enum Line {
     Pass,
     /// Carries them after this time, in both directions.
     Delay(Duration),
-    /// Carries each piece after some time of its own, up to this one: what goes by another connection may overtake it.
+    /// Carries each piece after a time of its own, at most this one: bytes on another connection may overtake it.
     Uneven(Duration),
-    /// Carries this many bytes per second, of all connections together, in each direction.
+    /// Carries this many bytes a second in each direction, for all connections together.
     Slow(u32),
-    /// Swallows what the client sends: the server does nothing.
+    /// Swallows the client's bytes: the server executes nothing.
     LoseRequests,
-    /// Swallows what the server answers: it was done.
+    /// Swallows the server's answers: the request was executed.
     LoseReplies,
-    /// Resets the connection instead of carrying an answer: it was done.
+    /// Resets the connection instead of carrying an answer: the request was executed.
     ResetOnReply,
     /// Resets every connection at once, old and new.
     Refuse,
-    /// Swallows everything on the connections that are there, and carries new ones: a route that changed.
+    /// Swallows everything on existing connections, and carries new ones: a route that changed.
     Stale,
-    /// Ends the stream to the client on the connections that are there, and goes on carrying what the client sends; carries
-    /// new ones.
+    /// Ends the stream to the client on existing connections, and still carries the client's bytes; carries new
+    /// connections.
     EndToClient,
-    /// Ends the stream to the server on the connections that are there, and leaves the client without an answer; carries new
-    /// ones.
+    /// Ends the stream to the server on existing connections, and leaves the client without an answer; carries new
+    /// connections.
     EndToServer,
 }
 
@@ -50,7 +50,7 @@ impl Line {
         matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
     }
 
-    /// Whether a connection on which this was so can go on. In TCP nothing is lost from the middle.
+    /// Whether a connection can go on after this. TCP never loses bytes from the middle of a stream.
     fn loses_nothing(self) -> bool {
         matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }
@@ -65,18 +65,18 @@ pub struct Proxy {
     sent: Sent,
 }
 
-/// How many bytes came from the client on each connection, in the order in which they were made.
+/// How many bytes the client sent on each connection, in the order in which the connections were made.
 type Sent = Arc<Mutex<Vec<Arc<AtomicUsize>>>>;
 
 /// One direction of all connections.
 #[derive(Debug, Default)]
 struct Direction {
-    /// When a slow line will have carried what it was given.
+    /// When a slow line will have carried all bytes that it was given.
     free_at: Mutex<Option<Instant>>,
 }
 
 impl Direction {
-    /// Waits as long as `line` takes to carry `bytes`.
+    /// Waits for as long as `line` takes to carry `bytes`.
     async fn takes(&self, line: Line, bytes: usize, chance: &mut Chance) {
         match line {
             Line::Delay(delay) => tokio::time::sleep(delay).await,
@@ -124,12 +124,12 @@ impl Proxy {
         Self { address, line, halved, sent }
     }
 
-    /// Where it listens.
+    /// The URL at which it listens.
     pub fn url(&self) -> String {
         format!("redis://{}", self.address)
     }
 
-    /// The port it listens on.
+    /// The port on which it listens.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
@@ -139,12 +139,12 @@ impl Proxy {
         self.halved.load(Ordering::Relaxed)
     }
 
-    /// How many bytes came from the client on each connection, in the order in which they were made.
+    /// How many bytes the client sent on each connection, in the order in which the connections were made.
     pub fn sent(&self) -> Vec<usize> {
         self.sent.lock().unwrap().iter().map(|sent| sent.load(Ordering::SeqCst)).collect()
     }
 
-    /// What it does from now on.
+    /// Sets what it does from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }
@@ -163,7 +163,7 @@ async fn carry(
     let spared = line.borrow().spares_new_ones();
     client.set_nodelay(true).ok();
     server.set_nodelay(true).ok();
-    // So that a drop is a reset and not an orderly end.
+    // A drop is then a reset, and not an orderly end.
     client.set_zero_linger().ok();
     let (mut from_client, to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
@@ -192,7 +192,7 @@ fn done_to(spared: bool, line: &mut watch::Receiver<Line>) -> Line {
     if spared && line.spares_new_ones() { Line::Pass } else { line }
 }
 
-/// What comes next from `from`: some bytes, `None` at the end; or the line has changed.
+/// The next event on `from`: some bytes, `None` at the end, or zero bytes if the line has changed.
 async fn next(from: &mut OwnedReadHalf, buffer: &mut [u8], line: &mut watch::Receiver<Line>) -> Option<usize> {
     tokio::select! {
         read = from.read(buffer) => read.ok().filter(|read| *read > 0),
@@ -241,7 +241,7 @@ async fn downstream(
         }
         let read = next(from, &mut buffer, &mut line).await;
         match (read, done_to(spared, &mut line)) {
-            // Only the client learns nothing of it.
+            // The client must not notice.
             (None, Line::EndToServer) => std::future::pending().await,
             (None, _) | (Some(1..), Line::ResetOnReply) => break,
             (Some(0), _) | (Some(_), Line::LoseReplies | Line::Stale | Line::EndToClient | Line::EndToServer) => {
@@ -253,6 +253,6 @@ async fn downstream(
             break;
         }
     }
-    // Dropping the half would end the stream in order; forgotten, the whole is reset.
+    // Dropping the half would end the stream in order; forgotten, the whole connection is reset.
     to.forget();
 }

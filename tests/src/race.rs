@@ -1,5 +1,5 @@
-//! Processes that work on the same keys of one store, write every effect into one table, and are killed, stopped and cut
-//! off; and the audit of that table.
+//! Processes that work on the same keys of one store, and write every effect into one table, while they are killed, stopped
+//! and cut off; and the audit of that table.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,11 +15,11 @@ use idem_runtime::{Key, Payload, State, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
-/// How long the leases of racers are, unless they are told otherwise. Longer than their stores may take to answer.
+/// The lease of racers (default): longer than their stores may take to answer.
 pub const LEASE: Duration = Duration::from_secs(1);
-/// The store that is audited may take its time.
+/// How long the audited store may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What two readings of the clock of the table may be off by, together.
+/// By how much two readings of the table's clock may be off together, in milliseconds.
 const CLOCK_SLACK: u64 = 20;
 
 // The table of effects.
@@ -27,13 +27,13 @@ const CLOCK_SLACK: u64 = 20;
 /// A line of the table.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Line {
-    /// Milliseconds since the machine started: one clock for all processes, and one that nobody sets.
+    /// Milliseconds since the machine started: one clock for all processes, which can't be set.
     pub at: u64,
-    /// Milliseconds since 1970, as the process believes.
+    /// Milliseconds since 1970, by the clock of the process.
     pub wall: u64,
     /// The process.
     pub worker: u32,
-    /// Which of its calls this is about, from 1.
+    /// The number of the call in its process, from 1.
     pub call: u32,
     /// The key.
     pub key: usize,
@@ -41,22 +41,22 @@ pub struct Line {
     pub event: Event,
 }
 
-/// What a line says.
+/// The event in a line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
     /// The call begins.
     Asked,
     /// The body begins, as this attempt. This is the effect: it is not idempotent, every run leaves its trace.
     Began(u32),
-    /// The lease was confirmed; the time is that of the question.
+    /// The lease was confirmed; the line's time is that of the request.
     Held,
     /// The body was polled.
     Polled,
     /// The body has done its work.
     Ended,
-    /// The call has ended: it ran the body, and this is the result.
+    /// The call has ended: it ran the body, with this result.
     Ran(String),
-    /// The call has ended: it was given this result.
+    /// The call has ended: it replayed this result.
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
@@ -69,7 +69,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// Whether the caller was told something.
+    /// Whether the call has ended with it.
     pub fn ends_a_call(&self) -> bool {
         !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
     }
@@ -120,7 +120,7 @@ impl Line {
     }
 }
 
-/// Milliseconds since the machine started, by a clock that is nobody's to set and the same in every process.
+/// Milliseconds since the machine started, by a clock that can't be set and is the same in every process.
 pub fn now() -> u64 {
     let text = std::fs::read_to_string("/proc/uptime").expect("Linux");
     let (seconds, rest) = text.split_once('.').expect("a decimal fraction");
@@ -128,17 +128,17 @@ pub fn now() -> u64 {
     seconds.parse::<u64>().expect("seconds") * 1000 + hundredths.parse::<u64>().expect("hundredths") * 10
 }
 
-/// The result that a run records: which attempt it was, and whose.
+/// The result that a run records: its attempt, process and call.
 pub fn result(attempt: u32, worker: u32, call: u32) -> String {
     format!("{attempt}/{worker}/{call}")
 }
 
-/// The same, made larger.
+/// The same, padded to a size.
 pub fn padded(result: &str, bytes: usize) -> String {
     result.to_owned() + &".".repeat(bytes.saturating_sub(result.len()))
 }
 
-/// The result that was made larger.
+/// The result without its padding.
 pub fn told(padded: &str) -> &str {
     padded.trim_end_matches('.')
 }
@@ -147,12 +147,12 @@ fn attempt_of(result: &str) -> u32 {
     result.split('/').next().and_then(|attempt| attempt.parse().ok()).expect("a result of a racer")
 }
 
-/// The table, as one of the processes writes it.
+/// The table, as a racer writes it.
 #[derive(Debug)]
 pub struct Table(File);
 
 impl Table {
-    /// Opens the table that somebody has made.
+    /// Opens an existing table.
     pub fn open(path: &Path) -> Self {
         Self(File::options().append(true).open(path).expect("the table of effects is there"))
     }
@@ -167,7 +167,7 @@ impl Table {
         let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let wall = u64::try_from(wall.as_millis()).expect("in this age");
         let line = Line { at, wall, worker: std::process::id(), call, key, event };
-        // One write is one line, whoever else appends.
+        // One write is one line, whichever others append.
         (&self.0).write_all(format!("{line}\n").as_bytes()).expect("the table can be written");
     }
 }
@@ -180,24 +180,24 @@ pub fn key(n: usize) -> Key {
     Key::new("race", n).expect("a valid key")
 }
 
-// Those who write it.
+// The processes that write the table.
 
-/// Which keys a racer serves.
+/// The keys that a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
     /// One after the other, this many.
     Fixed(usize),
-    /// One after the other, as many as [`Crew::finish`] tells in the end; until then there is always one more.
+    /// One after the other, without an end until [`Crew::finish`] tells how many there are.
     Open,
-    /// Side by side, this many from the first one on. The body of each does the [`Work`], which belongs to the first body for
-    /// all other racers.
+    /// This many side by side, from the first one on. The body of each does the [`Work`]; with other keys, only a racer's
+    /// first body does it.
     Together(usize),
-    /// As before the first number of keys, while the second number after those is served again and again, with [`Work::Some`],
-    /// until [`Crew::open_gate`].
+    /// The first number of keys as above. Meanwhile the second number of keys after those is served again and again, with
+    /// [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 
-/// What the body of a racer does.
+/// The work of a racer's body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Work {
     /// Is ready at once.
@@ -206,56 +206,56 @@ pub enum Work {
     Some,
     /// Takes two leases.
     Long,
-    /// Takes some milliseconds, but the first body goes on, confirming its lease, until [`Crew::open_gate`].
+    /// Takes some milliseconds, but the first body goes on, renewing its lease, until [`Crew::open_gate`].
     Held,
-    /// The same, and nobody but the heartbeat confirms the lease.
+    /// As `Held`, but only the heartbeat renews the lease.
     Quiet,
-    /// The same, and each poll is entered. The runtime has many other things to do after a pause.
+    /// As `Quiet`, and each poll is entered in the table. The runtime has many other tasks after a pause.
     Polled,
-    /// As quiet, and the body blocks its thread, which is the only one of its runtime.
+    /// As `Quiet`, but the body blocks its thread, which is the only one of its runtime.
     Blocks,
-    /// As quiet, and the body blocks its thread by `block_in_place`.
+    /// As `Quiet`, but the body blocks its thread by `block_in_place`.
     BlocksInPlace,
 }
 
-/// On which runtimes a racer works.
+/// The runtimes of a racer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// On one, of one thread.
+    /// One runtime with one thread.
     One,
-    /// On one, and the store was opened on another one, of one thread, that stands still.
+    /// One runtime; the store was opened on another one, whose only thread stands still.
     OpenedElsewhere,
-    /// On one, and the first body, a [long](Work::Long) one for a key of its own, ran on another one, of one thread, that stands
-    /// still.
+    /// One runtime; the first body, a [long](Work::Long) one for a key of its own, ran on another one, whose only thread
+    /// stands still.
     BegunElsewhere,
-    /// The process opens the store, runs a [long](Work::Long) body for a key of its own, and forks off two children. All three
+    /// The process opens the store, runs a [long](Work::Long) body for a key of its own, and forks two children. All three
     /// serve the next keys, and then as many of their own each.
     Forked,
 }
 
-/// What a racer is told.
+/// The orders of a racer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Orders {
-    /// What [`stores::open`] opens.
+    /// The store, for [`stores::open`].
     pub spec: String,
-    /// Where the table of effects is.
+    /// The path of the table of effects.
     pub path: PathBuf,
     /// The first key.
     pub begin: usize,
-    /// Which keys.
+    /// The keys to serve.
     pub keys: Keys,
-    /// What bodies do.
+    /// The work of the bodies.
     pub work: Work,
-    /// On which runtimes.
+    /// The runtimes.
     pub place: Place,
-    /// How long leases are.
+    /// The lease.
     pub lease: Duration,
-    /// How many bytes results have at least.
+    /// The least size of results, in bytes.
     pub bytes: usize,
 }
 
 impl Orders {
-    /// To run a body for each of so many keys.
+    /// Orders to run a body for each of so many keys.
     #[must_use]
     pub fn plain(spec: impl Into<String>, path: impl Into<PathBuf>, keys: usize) -> Self {
         Self {
@@ -270,7 +270,7 @@ impl Orders {
         }
     }
 
-    /// The arguments that say so.
+    /// The orders as arguments.
     #[must_use]
     pub fn words(&self) -> [String; 8] {
         let Self { spec, path, begin, keys, work, place, lease, bytes } = self;
@@ -286,10 +286,10 @@ impl Orders {
         [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string()]
     }
 
-    /// What the arguments of this process say.
+    /// The orders in the arguments of this process.
     ///
     /// # Panics
-    /// If nobody has given these orders.
+    /// If the arguments are no orders.
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
         let [spec, path, begin, keys, work, place, lease, bytes] = &words[..] else { panic!("no orders: {words:?}") };
@@ -334,14 +334,14 @@ pub struct Crew {
     env: Env,
     orders: Orders,
     racers: Vec<Child>,
-    /// Who may be held in a body, or was.
+    /// The racers that are or were held in a body.
     gates: Vec<u32>,
-    /// The table as far as it was read, and how many bytes that are.
+    /// How many bytes of the table were read, and their lines.
     read: Mutex<(usize, Vec<Line>)>,
 }
 
 impl Crew {
-    /// Nobody yet. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` what [`stores::open`] opens.
+    /// A crew without racers. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` the store for [`stores::open`].
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
@@ -366,17 +366,17 @@ impl Crew {
         }
     }
 
-    /// The orders of racers to come, but for what [`start`](Self::start) names.
+    /// The orders of future racers, except for the arguments of [`start`](Self::start).
     pub fn orders(&mut self) -> &mut Orders {
         &mut self.orders
     }
 
-    /// Racers to come find this in their environment.
+    /// Sets the environment of future racers.
     pub fn set_env(&mut self, env: Env) {
         self.env = env;
     }
 
-    /// Starts a racer at the key `begin`, and says who it is.
+    /// Starts a racer at the key `begin`, and returns its process id.
     pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
         let orders = Orders { begin, keys, work, ..self.orders.clone() };
         let mut command = Command::new("setpriv");
@@ -402,22 +402,22 @@ impl Crew {
         assert!(crate::server::signal(worker, signal), "it has ended");
     }
 
-    /// Lets the body end that `worker` is held in.
+    /// Lets the body end in which `worker` is held.
     pub fn open_gate(&self, worker: u32) {
         File::create(gate(&self.orders.path, worker)).expect("can be written");
     }
 
-    /// Tells how many keys there are in the end: all that were begun, and some more.
+    /// Tells the racers how many keys there are in the end: all that were begun, and some more.
     pub fn finish(&self) -> usize {
         let keys = self.lines().iter().map(|line| line.key).max().unwrap_or_default() + 10;
-        // Whole or not at all.
+        // Written as a whole or not at all.
         let draft = beside(&self.orders.path, "draft");
         std::fs::write(&draft, keys.to_string()).expect("can be written");
         std::fs::rename(draft, beside(&self.orders.path, "keys")).expect("can be written");
         keys
     }
 
-    /// What is in the table.
+    /// The lines of the table.
     pub fn lines(&self) -> Vec<Line> {
         self.read(<[Line]>::to_vec)
     }
@@ -429,7 +429,7 @@ impl Crew {
         file.seek(SeekFrom::Start(*bytes as u64)).expect("it only grows");
         let mut text = String::new();
         file.read_to_string(&mut text).expect("the table can be read");
-        // The last line may be being written.
+        // The last line may be incomplete.
         if let Some((whole, _)) = text.rsplit_once('\n') {
             lines.extend(whole.lines().map(Line::read));
             *bytes += whole.len() + 1;
@@ -437,7 +437,7 @@ impl Crew {
         look(lines)
     }
 
-    /// Waits until `condition` holds for what is in the table.
+    /// Waits until `condition` holds for the lines of the table.
     ///
     /// # Panics
     /// If it never does.
@@ -460,7 +460,7 @@ impl Crew {
     pub async fn ended(&mut self) {
         let mut got_on = 0;
         while !self.racers.is_empty() {
-            // However long they take, they get on.
+            // However long they take, they make progress.
             let before = got_on;
             until(&format!("the racers get on ({})", self.orders.spec), async || {
                 self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
@@ -479,7 +479,7 @@ impl Crew {
         }
     }
 
-    /// Audits what is in the table and in the store; see [`Rules`].
+    /// Audits the table and the store; see [`Rules`].
     pub async fn audit(&self, keys: usize, rules: &Rules) -> Effects {
         let store = stores::open(&self.orders.spec, PATIENCE).await;
         rules.audit(&self.lines(), keys, &*store, self.orders.lease).await
@@ -501,34 +501,34 @@ impl Drop for Crew {
     }
 }
 
-/// The file that lets the body end that `worker` is held in.
+/// The file that lets the body end in which `worker` is held.
 pub fn gate(path: &Path, worker: u32) -> PathBuf {
     beside(path, &format!("gate-{worker}"))
 }
 
-/// A file that belongs to the table at `path`.
+/// A file beside the table at `path`.
 pub fn beside(path: &Path, name: &str) -> PathBuf {
     path.with_extension(name)
 }
 
-// What has to be true of it.
+// The rules for the table.
 
-/// What the guarantees say of a table and its store:
+/// The guarantees for a table and its store:
 ///
-/// - every key has one recorded outcome, which is a run that came to its end, and every caller was given that one;
-/// - no attempt has a number twice, and nothing ran after the attempt that is recorded;
+/// - every key has one recorded outcome, which is that of a run that ended, and every caller got that outcome;
+/// - no attempt number occurs twice, and no body ran after the recorded attempt;
 /// - no attempt begins within a lease of the latest confirmation of the one before it, so that bodies overlap only where a
 ///   lease was not renewed;
-/// - who is told `LeaseLost` is not who is recorded.
+/// - a call that ended with `LeaseLost` is not the recorded one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// Whether leases last as long as they say; they don't where the clock that measures them is set.
+    /// Whether leases last for their time; they don't if the clock that measures them is set.
     pub leases: bool,
-    /// When records were forgotten: from, to. What was so before is not so afterwards.
+    /// When records were forgotten: from, to. The rules hold separately before and after.
     pub forgotten: Option<(u64, u64)>,
 }
 
-/// Which attempts took effect, for each key in the order of their numbers.
+/// The attempts that took effect, for each key in the order of their numbers.
 #[derive(Debug)]
 pub struct Effects(pub Vec<Vec<u32>>);
 
@@ -546,7 +546,7 @@ struct Call {
     number: u32,
     key: usize,
     asked: u64,
-    /// When the lease was last known to be held, and the attempt began.
+    /// The attempt's number and beginning; below, the time at which the lease was last known to be held.
     began: Option<(u32, u64)>,
     held: u64,
     ended: bool,
@@ -585,7 +585,7 @@ fn calls(lines: &[Line]) -> Vec<Call> {
 }
 
 impl Rules {
-    /// Of a store that kept its records, and whose clock nobody set.
+    /// For a store that kept its records, and whose clock was not set.
     pub const STRICT: Self = Self { leases: true, forgotten: None };
 
     async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, lease: Duration) -> Effects {
@@ -607,7 +607,7 @@ impl Rules {
         Effects(effects)
     }
 
-    /// The attempts that took effect, or what is wrong.
+    /// The attempts that took effect, or the rule that is broken.
     fn audit_key(&self, calls: &[Call], recorded: &str, lease: Duration) -> Result<Vec<u32>, String> {
         let ran = |call: &&Call| call.result().is_some_and(|result| result == recorded);
         let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
@@ -619,7 +619,7 @@ impl Rules {
         }
         let (before, after): (Vec<_>, Vec<_>) = match self.forgotten {
             None => (Vec::new(), calls.iter().collect()),
-            // What was going on at that moment may belong to either side.
+            // Calls under way at that moment may belong to either side.
             Some((from, to)) => (
                 calls.iter().filter(|call| call.told.as_ref().is_some_and(|(at, _)| *at < from)).collect(),
                 calls.iter().filter(|call| call.asked > to).collect(),
@@ -636,7 +636,7 @@ impl Rules {
         Ok(attempts)
     }
 
-    /// What was so as long as nothing was forgotten.
+    /// Checks the rules that hold while no record is forgotten.
     fn audit_memory(&self, calls: &[&Call], recorded: Option<&str>, lease: Duration) -> Result<(), String> {
         let mut outcome = recorded;
         for call in calls {
@@ -662,25 +662,25 @@ impl Rules {
     }
 }
 
-// The race that every store is in.
+// The race that every store runs.
 
-/// A race: `racers` processes work on all keys, one more is killed `kills` times, wherever it happens to be.
+/// A race: `racers` processes work on all keys; one more is killed `kills` times, wherever it happens to be.
 #[derive(Clone, Copy, Debug)]
 pub struct Race<'a> {
     /// The program of a racer: `env!("CARGO_BIN_EXE_racer")`.
     pub program: &'a str,
-    /// What [`stores::open`] opens.
+    /// The store, for [`stores::open`].
     pub spec: &'a str,
     /// How many keys there are.
     pub keys: usize,
     /// How many processes reach the end.
     pub racers: usize,
-    /// How many don't.
+    /// How many are killed.
     pub kills: usize,
 }
 
 impl<'a> Race<'a> {
-    /// The race that every store is in: 8 processes, 1 000 keys.
+    /// The race that every store runs: 8 processes, 1 000 keys.
     pub fn new(program: &'a str, spec: &'a str) -> Self {
         Self { program, spec, keys: 1000, racers: 7, kills: 12 }
     }

@@ -1,4 +1,4 @@
-//! Servers of the tests' own: on free ports, in folders of their own, gone with the process that started them.
+//! Servers for tests: on free ports, in folders of their own, ended with the process that started them.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -37,7 +37,7 @@ impl Kind {
         program.unwrap_or_else(|| panic!("`{variable}` names no server program; run ./scripts/test")).into()
     }
 
-    /// One server for the whole test process.
+    /// The URL of one server for the whole test process.
     pub fn shared(self) -> String {
         static SERVERS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
         let mut servers = SERVERS.get_or_init(Mutex::default).lock().unwrap();
@@ -69,7 +69,7 @@ impl Kind {
     }
 }
 
-/// What a process finds in its environment.
+/// Additions to the environment of a process.
 pub type Env = Vec<(String, OsString)>;
 
 /// A server process; killed when dropped.
@@ -94,7 +94,7 @@ impl RedisServer {
         Self::start_at(kind, free_port(), args, &[])
     }
 
-    /// A server on this port, with these arguments and this in its environment.
+    /// A server on this port, with these arguments and this environment.
     pub fn start_at(kind: Kind, port: u16, args: &[&str], env: &[(String, OsString)]) -> Self {
         let folder = std::env::temp_dir().join(format!("idem-test-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder for the server");
@@ -104,7 +104,7 @@ impl RedisServer {
         server
     }
 
-    /// Where it listens.
+    /// The URL at which it listens.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
     }
@@ -114,12 +114,12 @@ impl RedisServer {
         self.port
     }
 
-    /// Where its files are.
+    /// The folder of its files.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What it was given for this argument.
+    /// The value that it was given for this argument.
     #[cfg(feature = "cluster")]
     pub(crate) fn argument(&self, name: &str) -> &str {
         let at = self.args.iter().position(|it| it == name).expect("given");
@@ -143,7 +143,7 @@ impl RedisServer {
             .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..1000 {
-            // Whoever answers in place of a server that has ended is somebody else.
+            // An answer in place of a server that has ended comes from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if self.ping() {
@@ -158,7 +158,7 @@ impl RedisServer {
         use std::io::{Read, Write};
         let Ok(mut stream) = std::net::TcpStream::connect(("127.0.0.1", self.port)) else { return false };
         let mut answer = [0; 5];
-        // An unauthenticated client is answered with an error, and that is an answer.
+        // An unauthenticated client gets an error, which is an answer too.
         stream.write_all(b"PING\r\n").is_ok()
             && stream.read_exact(&mut answer).is_ok()
             && (answer == *b"+PONG" || answer == *b"-NOAU")
@@ -195,10 +195,10 @@ pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
     redis::Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap()
 }
 
-/// A port that nobody listens on now.
+/// A port that no process listens on now.
 ///
-/// No port is given out twice: tests run side by side, and each lets go of its port before its server takes it. Nor does the
-/// system give one of these to a client or to whoever asks for any port.
+/// No port is given out twice: tests run side by side, and each releases its port before its server binds it. Nor does the
+/// system assign one of these to a client, or to a process that asks for any port.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap();
@@ -212,7 +212,7 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// Sends `signal`, such as `-STOP`, to a process, and says whether it was there.
+/// Sends `signal`, such as `-STOP`, to a process, and returns whether the process existed.
 pub fn signal(pid: u32, signal: &str) -> bool {
     let sent = Command::new("kill").args([signal, &pid.to_string()]).stderr(Stdio::null()).status();
     sent.expect("kill runs").success()
@@ -230,14 +230,14 @@ pub fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) ->
     receiver.recv().expect("started")
 }
 
-/// Lets `it` live for ever.
+/// Never drops `it`.
 pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
     let read = read(&it);
     std::mem::forget(it);
     read
 }
 
-/// How long a condition may take before it counts as failed: minutes, which only what hangs will take.
+/// How long a condition may take before it counts as failed: minutes, which only a hang will take.
 const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 

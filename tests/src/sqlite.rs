@@ -1,4 +1,4 @@
-//! SQLite files of the tests' own.
+//! SQLite files for tests.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -9,7 +9,7 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, SqliteStore};
 use rusqlite::Connection;
 
-/// A folder that goes when this is dropped.
+/// A folder that is deleted when dropped.
 #[derive(Debug)]
 pub struct Folder(PathBuf);
 
@@ -24,7 +24,7 @@ impl Folder {
         Self(path)
     }
 
-    /// Where it is.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -48,7 +48,8 @@ pub fn raw(path: &Path) -> Connection {
     connection
 }
 
-/// A store on a file that all clauses share, a second handle as another process would open it, and one whose file is gone.
+/// A store on a file that all clauses share, a second handle as another process would open it, and a store whose file is
+/// gone.
 pub async fn subject() -> Subject {
     static SHARED: OnceLock<Folder> = OnceLock::new();
     let path = SHARED.get_or_init(Folder::new).file();

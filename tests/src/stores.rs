@@ -1,11 +1,11 @@
-//! Opens stores by a line of text, so that processes that race can be told theirs.
+//! Opens stores by a line of text, which can be an argument of a racing process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use idem_runtime::{RedisStore, Store, StoreError};
 
-/// The store that `spec` names, which waits for answers as long as its users are told to: for a little less than a beat.
+/// Opens the store that `spec` names. Its time limit for answers follows from `lease`: a little less than a beat.
 ///
 /// - `sqlite PATH`
 /// - `postgres URL SCHEMA`
@@ -26,7 +26,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         ["replicated", url, prefix] => {
-            // Together as long as any other answer.
+            // Both limits together are as long as that of any other answer.
             let options = redis.prefix(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
@@ -59,7 +59,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     }
 }
 
-/// Whoever starts while its store can't be reached, or others keep that busy, has a minute.
+/// A process that starts while its store can't be reached, or is kept busy by others, has a minute.
 async fn patiently<S, F: Future<Output = Result<S, StoreError>>>(open: impl Fn() -> F) -> S {
     let started = Instant::now();
     loop {

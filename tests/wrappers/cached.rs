@@ -1,4 +1,4 @@
-//! `Cached`: what is kept, for how long, and what ends it.
+//! `Cached`: which records are cached, for how long, and what removes them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -48,7 +48,7 @@ async fn a_replay_of_what_ran_here_costs_no_call() {
     }
     assert_eq!((calls(&world), world.runs()), (2, 1));
 
-    // Errors that are recorded too, and results that could not be.
+    // Recorded errors too, and results that could not be stored.
     for (name, finish) in [
         ("failed", Finish::Failed(stored(b"1"))),
         ("too large", Finish::Completed(Payload::TooLarge { bytes: 9 })),
@@ -71,7 +71,7 @@ async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
     assert_eq!((world.store.count(Call::Reserve), world.store.count(Call::Inspect)), (1, 1));
 }
 
-/// Whatever may still change is asked for each time.
+/// A record that may still change is read each time.
 #[tokio::test]
 async fn only_finished_records_are_kept() {
     let world = World::new();
@@ -117,7 +117,7 @@ async fn a_refused_or_failed_finish_is_not_kept() {
         store.finish(&successor, &completed(b"1")).await.unwrap_err();
         assert!(store.is_empty());
     }
-    // Nothing had been written, so the retention begins with the one that succeeds.
+    // Nothing had been written, so the retention begins with the write that succeeds.
     assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Write::Done);
     assert_eq!(costs(&world, &store, "k", &Record::after(&successor, completed(b"1").state())).await, 0);
 }
@@ -140,7 +140,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
     }
     assert_eq!(calls(&world), before);
 
-    // And on the way into the cache.
+    // The same on the way into the cache.
     let elsewhere = Cached::new(world.store.clone());
     for _ in 0..3 {
         assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::Mismatch { attempt: 1 });
@@ -150,7 +150,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
 
 #[tokio::test]
 async fn an_entry_ends_with_the_retention_of_its_record() {
-    // Finished here.
+    // Finished by this handle.
     let world = World::new();
     let store = ageless(&world);
     world.clock.advance(Duration::from_secs(5));
@@ -173,7 +173,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // A retention counts from the write, not from its answer, and not from an answer that comes late.
+    // A retention counts from the write, not from its answer, however late that comes.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -198,7 +198,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 }
 
-/// A repeated finish is done, but nobody knows since when.
+/// A repeated finish is done, but it is unknown since when.
 #[tokio::test]
 async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
     for how in ["lost", "dropped", "at once"] {
@@ -229,7 +229,7 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
         assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
     }
 
-    // Repeated after it was answered: neither prolonged nor changed.
+    // Repeated after its answer: the entry is neither prolonged nor changed.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -263,7 +263,7 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     let record = world.finished(&store, "k", b"1").await;
-    // One call for each age.
+    // One call for each maximum age.
     for _ in 0..3 {
         world.clock.advance(AGE - TICK);
         assert_eq!(costs(&world, &store, "k", &record).await, 0);
@@ -278,7 +278,7 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
     assert!(store.is_empty());
 }
 
-/// What was read before a decision, and answered after it, must not be entered.
+/// A record that was read before a decision must not be cached when the answer comes after it.
 #[tokio::test]
 async fn a_decision_meanwhile_leaves_no_stale_entry() {
     #[derive(Clone, Copy, PartialEq, Debug)]
@@ -329,7 +329,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 }
                 Rerun => {
                     reopen_elsewhere().await;
-                    // Told of the new attempt because it is this process's own.
+                    // The handle gets the new attempt's lease because the attempt is its own.
                     assert_eq!(world.reserved(&peer, "k").await.attempt, 2);
                 }
                 RunsElsewhere => {
@@ -353,7 +353,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
     }
 }
 
-/// What is asked after a decision was asked for, and answered before it was made, is as old as what was asked before.
+/// A read that begins after a decision was requested, but is answered before it is made, is as stale as an earlier one.
 #[tokio::test]
 async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
     for ends in ["before", "after"] {
@@ -368,7 +368,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
             world.replay(&store, "k").await;
             assert_eq!(reopen.await.unwrap(), Write::Done);
         } else {
-            // Seen as finished again, so that the record is read.
+            // The operation is seen as finished again, so the record is read.
             world.store.next(Call::Inspect, Fault::Slow(1));
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
@@ -379,7 +379,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
     }
 }
 
-/// An answer of an earlier time must not take a newer entry away for good, nor a newer one keep an older.
+/// An older answer must not remove a newer entry for good, nor must a newer one keep an older entry.
 #[tokio::test]
 async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
     let world = World::new();
@@ -405,7 +405,7 @@ async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
     };
     let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
     assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
-    // The first reservation of each, and no second one of the duplicate.
+    // One reservation by each caller, and no second one by the duplicate.
     assert_eq!(world.store.count(Call::Reserve), 2);
 }
 
@@ -420,14 +420,14 @@ async fn hits_need_no_store() {
         }
         let (result, _) = world.call(&store, POLICY.on_store_error(OnStoreError::Run), "again").await;
         assert_eq!(result.unwrap(), "first");
-        // What is not in the cache is no different from a store without one.
+        // A key that is not cached behaves as without a cache.
         let answer = store.reserve(&world.request("another")).await;
         assert_eq!(answer.unwrap_err().kind(), kind);
     }
     assert_eq!(world.runs(), 1);
 }
 
-/// Who may not read, or can't, still reserves.
+/// A caller that can't read, for lack of a right or for a fault, still reserves.
 #[tokio::test]
 async fn a_read_that_fails_falls_back_to_the_reservation() {
     let world = World::new();
@@ -454,9 +454,9 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// Those of a store inside a transaction, of which nothing is there to stay.
+    /// The heartbeats of a store inside a transaction, whose records may be rolled back.
     none: Option<Arc<Heartbeats>>,
-    /// Whether finished records can't be read for the time being.
+    /// Whether finished records can't be read for now.
     unreadable: bool,
 }
 
@@ -543,7 +543,7 @@ async fn nothing_is_kept_of_a_transaction() {
         }
         assert!(store.is_empty());
     }
-    // Rolled back: what was seen inside never was.
+    // Rolled back: the records seen inside never existed.
     assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Write::Done);
     assert_eq!(world.reserved(&store, "1").await.attempt, 2);
 }
@@ -580,7 +580,7 @@ async fn what_was_asked_for_lately_stays() {
         assert!(store.len() <= 8);
     }
     assert_eq!(store.len(), 8);
-    // What was dropped is there, for the price of a call.
+    // A record dropped from the cache still exists, and costs one call.
     let before = calls(&world);
     world.replay(&store, "3").await;
     assert_eq!(calls(&world) - before, 1);
@@ -596,14 +596,14 @@ async fn the_bytes_are_bounded() {
         assert!(store.bytes() <= MAX, "{} bytes", store.bytes());
     }
     assert!(store.bytes() > MAX / 2, "{} bytes: the room is used", store.bytes());
-    // One that fits nowhere drives nothing out, and is replayed as without a cache.
+    // A record too large for the cache evicts nothing, and is replayed as without a cache.
     let before = store.len();
     let large = world.finished(&store, "large", &vec![b'x'; MAX]).await;
     assert_eq!(store.len(), before);
     for _ in 0..3 {
         assert_eq!(costs(&world, &store, "large", &large).await, 1);
     }
-    // A key costs as well, whatever its result.
+    // A key takes memory as well, whatever its result.
     let bytes = store.bytes();
     assert!(bytes >= store.len() * 300, "{bytes} bytes for {} entries", store.len());
 }
@@ -628,8 +628,8 @@ async fn a_cache_without_room_is_none() {
     }
 }
 
-/// Threads that finish, replay and reopen the same keys, through two handles: the bounds hold at every moment, and nobody
-/// is told a result that was given up before he asked.
+/// Threads finish, replay and reopen the same keys, through two handles: the bounds hold at every moment, and no caller
+/// gets a result that was given up before its request.
 #[test]
 fn bounds_and_answers_hold_under_concurrency() {
     const ENTRIES: usize = 40;
@@ -639,7 +639,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
     let store = options.around(memory.clone());
     let peer = store.peer(memory.peer());
-    // For each key the first attempt that is not known to be given up.
+    // For each key, the first attempt that may not have been given up.
     let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -670,7 +670,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     assert!(store.len() > ENTRIES / 2, "the room is used: {}", store.len());
 }
 
-/// How many operations this thread has reopened.
+/// Returns how many operations this thread has reopened.
 async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     let world = World::new();
     let mut reopened = 0;
@@ -702,7 +702,7 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
 
 #[tokio::test]
 async fn a_shadow_of_nothing_stays() {
-    // An error, a call that is dropped: nothing stays that was being made.
+    // After an error or a dropped call, no unfinished entry stays.
     let world = World::new();
     let store = ageless(&world);
     for n in 0..1000 {
@@ -762,7 +762,8 @@ async fn whoever_joins_is_told_of_another_payload() {
     assert_eq!(calls(&world), 1);
 }
 
-/// A reservation is one caller's own; that somebody's attempt is running is said to each one in answer to its own token.
+/// Only a finished record is shared. A reservation belongs to one caller, and "in progress" is answered to each caller's
+/// own token.
 #[tokio::test]
 async fn what_is_no_finished_record_is_not_shared() {
     let world = World::new();
@@ -776,14 +777,14 @@ async fn what_is_no_finished_record_is_not_shared() {
     assert_eq!(answers.iter().filter(|answer| pending(answer)).count(), MANY - 1);
     assert_eq!(calls(&world), MANY, "each asks at most once");
 
-    // The winner repeats itself, because its answer got lost, while another one asks.
+    // The winner repeats its reservation because the answer got lost, while another caller asks.
     let winner = answers.iter().position(reserved).unwrap();
     world.store.next(Call::Reserve, Fault::Slow(3));
     let repeated = [&world.request("k"), &requests[winner]];
     let answers = futures::future::join_all(repeated.map(|request| store.reserve(request))).await;
     assert!(pending(&answers[0]) && reserved(&answers[1]), "{answers:?}");
 
-    // Somebody else's failure is nobody's answer.
+    // The failure of one request is not the answer to another.
     world.finished(&world.memory, "other", b"1").await;
     world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let requests = [world.request("other"), world.request("other")];
@@ -814,7 +815,7 @@ async fn many_that_wait_for_a_running_attempt_ask_once_each() {
     assert_eq!(asks(&world) - before, MANY, "the result is there already");
 }
 
-/// The one that asks for all may be dropped, or not be polled again by whoever has it.
+/// The call that reads for all may be dropped, or not be polled again.
 #[tokio::test]
 async fn nobody_is_kept_by_another_ones_call() {
     let world = World::new();
@@ -837,7 +838,7 @@ async fn nobody_is_kept_by_another_ones_call() {
     assert_eq!(joined.await.unwrap(), Reservation::Finished(record), "the other one is gone");
 }
 
-/// What is asked after a `reopen` must not be answered from before it.
+/// A request made after a `reopen` must not get an answer from before it.
 #[tokio::test]
 async fn nobody_joins_what_a_reopen_has_outdated() {
     let world = World::new();

@@ -1,4 +1,4 @@
-//! `Compressed`: what is compressed, what comes back, and what does not.
+//! `Compressed`: which results are compressed, which come back, and which don't.
 
 use idem_runtime::{
     CodecName, Compressed, Error, Finish, Payload, Record, Store as _, StoreErrorKind, Unavailable, Write,
@@ -13,7 +13,7 @@ fn envelope(bytes: &[u8]) -> Finish {
     Finish::Completed(Payload::Stored { codec: CodecName::new(b"idem:zstd").unwrap(), bytes: bytes.to_vec().into() })
 }
 
-/// Puts these bytes where the wrapper expects its envelope, and reads them.
+/// Stores these bytes as an envelope of the wrapper, and reads them.
 async fn read(world: &World, name: &str, bytes: &[u8]) -> Payload {
     let lease = world.reserved(&world.store, name).await;
     assert_eq!(world.store.finish(&lease, &envelope(bytes)).await.unwrap(), Write::Done);
@@ -54,7 +54,7 @@ async fn the_envelope_is_pinned() {
     let [pinned_as_it_was, pinned_compressed] = GOLDEN.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     let [as_it_was, frame] = written.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new one a new version");
-    // Another version of zstd may find a shorter frame; what stands before it is ours.
+    // Another version of zstd may find a shorter frame; the header before it is the library's.
     let header = "compressed ".len() + 2 * (3 + 4 + 8);
     assert_eq!(frame[..header], pinned_compressed[..header], "a released envelope never changes");
 
@@ -106,7 +106,7 @@ async fn every_level_is_read() {
     assert!(sizes[6] < sizes[3], "a higher level is used: {sizes:?}");
 }
 
-/// What a record claims and what its frame holds are both kept to the bound.
+/// The bound applies both to the size that a record claims and to the size of its frame's content.
 #[tokio::test]
 async fn nothing_is_decompressed_beyond_the_bound() {
     let world = World::new();
@@ -125,7 +125,7 @@ async fn nothing_is_decompressed_beyond_the_bound() {
         let reason = read(&world, name, &sealed(1, "json", size, frame)).await;
         assert!(reason_of(&reason).contains("no more than 67108864 are decompressed here"), "{name}: {reason:?}");
     }
-    // Claims little, and holds much; the other way round; and more frames than one.
+    // A frame that claims little and holds much, the reverse, and more than one frame.
     let small = compressed(&[b'x'; 1000]).await.split_off(3 + 4 + 8);
     for (name, size, rest) in [
         ("holds more", 1000, frame.to_vec()),
@@ -157,7 +157,7 @@ async fn damage_is_noticed_wherever_it_is() {
             altered[at] ^= 1 << bit;
             match read(&world, &format!("altered at {at}.{bit}"), &altered).await {
                 Payload::Unreadable { .. } => {}
-                // The name of the codec: then the handler is told of another codec. Never a result that is another one.
+                // In the codec's name: the handler then meets another codec, but never another result.
                 Payload::Stored { codec, bytes } => {
                     assert!((3..7).contains(&at) || bytes[..] == text[..], "altered at {at}.{bit}");
                     assert!(codec.as_str() != "json" || bytes[..] == text[..], "altered at {at}.{bit}");

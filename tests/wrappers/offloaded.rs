@@ -1,4 +1,4 @@
-//! `Offloaded`: what becomes an object, and what becomes of a result whose object is gone, altered or out of reach.
+//! `Offloaded`: which results become objects, and the answers when an object is gone, altered or out of reach.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,16 +27,16 @@ use super::{
 };
 
 const GOLDEN: &str = include_str!("../golden/envelope-object-v1.txt");
-/// The default limit of a call of the object store.
+/// The default time limit of an object store call.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What an object store does with one call.
+/// The fault of one object store call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Trouble {
     Fails,
     Denies,
     Hangs,
-    /// Does it, and fails all the same.
+    /// Takes effect, and fails all the same.
     LosesAnswer,
 }
 
@@ -47,7 +47,7 @@ enum Verb {
     Delete,
 }
 
-/// Objects in memory, behind a line with troubles.
+/// Objects in memory, behind a faulty line.
 #[derive(Clone, Debug, Default)]
 struct Objects {
     inner: Arc<InMemory>,
@@ -190,7 +190,7 @@ fn offloaded(world: &World, objects: &Objects) -> Offloaded {
     Offloaded::options().above(100).around(world.store.clone(), Arc::new(objects.clone()))
 }
 
-/// Lets `work` go on, and time pass whenever it waits for nothing but that. Says how much passed.
+/// Runs `work`, and lets time pass whenever it waits. Returns how much time passed.
 async fn as_time_passes<T>(world: &World, work: impl Future<Output = T>) -> (T, Duration) {
     let mut passed = Duration::ZERO;
     let pass = async {
@@ -213,7 +213,7 @@ async fn the_envelope_is_pinned() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
-    // Everything that goes into the name.
+    // Fixes every part of the object's name.
     let request = idem_runtime::Reserve { owner: Owner::from_bytes(*b"0123456789abcdef"), ..world.request("pinned") };
     let Reservation::Reserved { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
     let finish = completed(&[b'x'; 101]);
@@ -231,7 +231,7 @@ async fn the_envelope_is_pinned() {
     );
     assert_eq!(written, GOLDEN, "a released envelope never changes: give a new one a new version");
 
-    // Read by another process, from nothing but the pinned bytes.
+    // Another process reads it from the pinned bytes alone.
     let world = World::new();
     let reader = offloaded(&world, &objects);
     let pinned: Vec<&str> = GOLDEN.lines().map(|line| line.split_once(' ').unwrap().1).collect();
@@ -282,14 +282,14 @@ async fn names_tell_neither_key_nor_token() {
     assert_eq!((&parts[..2], parts[2].len(), parts[3].len()), (&["shop", "results"][..], 64, 32), "{path}");
     assert!(!path.contains("order") && !path.contains(&hex(lease.owner.as_bytes())[..8]), "{path}");
 
-    // A consumer with another prefix, or the same one after it was changed, reads on.
+    // A consumer with another prefix, or with a changed one, can still read.
     let other = Offloaded::options().prefix("elsewhere").around(world.store.clone(), Arc::new(objects.clone()));
     assert_eq!(world.replay(&other, "order:42").await, Record::after(&lease, completed(b"1").state()));
     let shown = format!("{store:?}");
     assert!(!shown.contains("Objects {") && shown.contains("shop/results"), "{shown}");
 }
 
-/// Every way in which an object is not what the record says.
+/// Every way in which an object can differ from the record.
 #[tokio::test]
 async fn a_result_without_its_object_is_unavailable_and_never_runs_again() {
     let world = World::new();
@@ -337,7 +337,7 @@ async fn objects_of_two_keys_are_not_mixed_up() {
     for n in 0..2 {
         assert_eq!(reason_of(payload(&world.replay(&store, &n.to_string()).await)), "its object was altered");
     }
-    // The same result of two keys is two objects: each goes with its own record.
+    // Equal results of two keys are two objects: each goes with its own record.
     for name in ["a", "b"] {
         world.finished(&store, name, &[b'x'; 200]).await;
     }
@@ -372,7 +372,7 @@ async fn a_damaged_envelope_is_unavailable() {
             other => panic!("altered at {at}: {other:?}"),
         }
     }
-    // A path that leads elsewhere, and one that is none.
+    // A path that leads elsewhere, and one that is invalid.
     for path in ["../../etc/passwd", "/", "a//b", "other"] {
         let forged = put(path, &[&whole[..15 + 32], path.as_bytes()].concat()).await;
         assert!(matches!(forged, Payload::Unreadable { .. }), "{path}: {forged:?}");
@@ -401,7 +401,7 @@ async fn a_read_is_tried_again_and_ends() {
     ] {
         objects.always(Verb::Get, trouble);
         let (replayed, passed) = as_time_passes(&world, world.replay(&store, "k")).await;
-        // A finished operation without a result: an error could lead to a second run.
+        // The operation is finished without a result: an error could lead to a second run.
         assert_eq!((reason_of(payload(&replayed)), passed), (why, takes), "{trouble:?}");
         let (inspected, _) = as_time_passes(&world, store.inspect(&key("k"))).await;
         let error = inspected.unwrap_err();
@@ -453,7 +453,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     {
         let world = World::new();
         let objects = Objects::default();
-        // A timeout longer than the lease, which the upload must leave time for.
+        // A time-out longer than the lease, for which the upload must leave time.
         let store = Offloaded::options().timeout(LEASE * 10).above(100);
         let store = store.around(world.store.clone(), Arc::new(objects.clone()));
         objects.always(Verb::Put, trouble);
@@ -493,7 +493,7 @@ async fn an_upload_stays_within_the_timeout() {
     assert_eq!(passed, Duration::from_secs(2));
 }
 
-/// Who lost the lease leaves nothing behind, and touches nothing of the successor.
+/// A caller that lost the lease leaves no object behind, and doesn't touch the successor's.
 #[tokio::test]
 async fn a_refused_finish_removes_its_object() {
     let world = World::new();
@@ -505,14 +505,14 @@ async fn a_refused_finish_removes_its_object() {
     let successor = world.reserved(&store, "k").await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Write::Refused);
     assert_eq!(objects.paths().await, [], "the object of the late attempt is removed");
-    // The same result: the successor's own object.
+    // An equal result still makes an object of the successor's own.
     assert_eq!(store.finish(&successor, &finish).await.unwrap(), Write::Done);
     let path = objects.only().await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Write::Refused);
     assert_eq!(objects.only().await, path);
     assert_eq!(world.replay(&store, "k").await, Record::after(&successor, finish.state()));
 
-    // Removal is tried, and nothing depends on it.
+    // The removal is tried, but nothing depends on it.
     for trouble in [Trouble::Fails, Trouble::Denies, Trouble::Hangs] {
         objects.always(Verb::Delete, trouble);
         let (answer, _) = as_time_passes(&world, store.finish(&late, &finish)).await;
@@ -537,7 +537,7 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
         world.store.next(Call::Finish, fault);
         store.finish(&lease, &finish).await.unwrap_err();
         assert_eq!(objects.paths().await.len(), objects_left, "{fault:?}");
-        // Repeated, it is one object and one result.
+        // However often it is repeated, there is one object and one result.
         for _ in 0..2 {
             assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
             objects.only().await;
@@ -550,7 +550,7 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
     }
 }
 
-/// A finished record never changes, and neither does the object it names.
+/// A finished record never changes, and neither does the object that it names.
 #[tokio::test]
 async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
     let world = World::new();
@@ -568,7 +568,7 @@ async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, first.state()), "repeated without its object");
 }
 
-/// A process that dies between object and record: the object is an orphan, the key is taken over as ever.
+/// A process that dies between object and record leaves an orphaned object; the key is taken over as usual.
 #[tokio::test]
 async fn a_dropped_finish_happens_in_full_or_not_at_all() {
     let finish = completed(&[b'x'; 200]);
@@ -611,7 +611,7 @@ async fn objects_in_a_folder() {
     }
     std::fs::remove_file(&file).unwrap();
     assert_eq!(reason_of(payload(&world.replay(&reader, "k").await)), "its object is missing");
-    // A folder that can't be written to.
+    // A folder that is not writable.
     std::fs::remove_dir_all(&folder).unwrap();
     std::fs::write(&folder, "a file in its place").unwrap();
     let store = Offloaded::options().above(100).timeout(Duration::from_millis(50));

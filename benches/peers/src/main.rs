@@ -1,7 +1,7 @@
 //! The crate `idempotent` on Redis, as a child process of the bench `peers`. The argument is the server's port.
 //!
-//! It speaks the protocol of `sides.py`, with threads as tasks: `WORK COUNT PROCESSES TASKS FIRST`, and answers with
-//! thousands of calls a second.
+//! It speaks the protocol of `sides.py`, with threads as tasks: it reads `WORK COUNT PROCESSES TASKS FIRST`, and answers
+//! with thousands of calls a second.
 
 use std::io::BufRead;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ struct Receipt {
     express: bool,
 }
 
-/// The same result as of every other side.
+/// The same result as on every other side.
 fn receipt(order_id: u64) -> Receipt {
     Receipt {
         order_id,
@@ -42,7 +42,7 @@ fn receipt(order_id: u64) -> Receipt {
     }
 }
 
-/// As the documentation of the crate has it, in a handler.
+/// A handler as in the documentation of the crate.
 async fn ship(store: &ValkeyStore, order_id: u64) -> (bool, Receipt) {
     let key = IdempotencyKey::new(format!("bench:order:{order_id}")).expect("a valid key");
     let fingerprint = DefaultFingerprintStrategy.compute("ship", &order_id.to_le_bytes());

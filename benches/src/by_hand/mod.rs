@@ -1,4 +1,4 @@
-//! What one would write by hand, for every bench that compares with it.
+//! The hand-written code that benches compare with.
 
 pub mod postgres;
 pub mod redis;
@@ -10,14 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::task::JoinSet;
 
-/// The first of `count` orders that nobody has shipped yet, neither by hand nor otherwise. The first million is for replays.
+/// `count` orders that no side has shipped yet. The first million is reserved for replays.
 pub fn new_orders(count: u64) -> Range<u64> {
     static NEXT: AtomicU64 = AtomicU64::new(1_000_000);
     let first = NEXT.fetch_add(count, Ordering::Relaxed);
     first..first + count
 }
 
-/// Has `tasks` tasks make `count` calls in all. `task` makes what one of them does, from its number and those of its calls.
+/// Distributes `count` calls over `tasks` tasks. `task` makes the future of one task, from its number and those of its
+/// calls.
 pub async fn share<F>(tasks: u64, count: u64, mut task: impl FnMut(u64, StepBy<Range<u64>>) -> F)
 where
     F: Future<Output = ()> + Send + 'static,

@@ -25,8 +25,8 @@ const BLOG_RESERVE: &str = "INSERT INTO blog (key, status) VALUES ($1, 'pending'
 const BLOG_COMPLETE: &str = "UPDATE blog SET status = 'done', result = $2::text::jsonb WHERE key = $1";
 const BLOG_REPLAY: &str = "SELECT result::text FROM blog WHERE key = $1 AND status = 'done'";
 
-/// A connection, and what is done over it. First runs have a table like the library's to themselves; replays read what
-/// the library wrote.
+/// A connection with its statements. First runs have a table of their own, like the library's; replays read what the
+/// library wrote.
 pub struct ByHand {
     client: Client,
     reserve: Statement,
@@ -36,7 +36,7 @@ pub struct ByHand {
 }
 
 impl ByHand {
-    /// So many connections, and the tables they need. The library's has to be there.
+    /// Makes so many connections, and the tables they need. The library's table must exist.
     pub async fn connections(url: &str, count: usize) -> Vec<Arc<Self>> {
         let client = connect(url).await;
         let made = client.batch_execute(&[&PostgresStore::schema_sql("hand"), ";", BLOG_SCHEMA].concat()).await;
@@ -72,22 +72,22 @@ impl ByHand {
         result
     }
 
-    /// How many rows the reservation made: none if somebody has the order.
+    /// How many rows the reservation inserted: none if the order is taken.
     pub async fn reserve(&self, order_id: u64) -> u64 {
         let (key, owner) = (key(order_id), owner(order_id));
         let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
         made.expect("answers")
     }
 
-    /// A `SELECT` by primary key of the library's result, not decoded.
+    /// A `SELECT` of the library's result by primary key, not decoded.
     pub async fn replay(&self, order_id: u64) -> Vec<u8> {
         let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
         assert_eq!(rows.len(), 1);
         rows[0].get(0)
     }
 
-    /// The pattern of the common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and `UPDATE`, or
-    /// `SELECT`. Says whether the handler ran. No lease, no owner: a crash in between blocks the key for ever.
+    /// The pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and `UPDATE`, or
+    /// `SELECT`. Returns whether the handler ran. No lease, no owner: a crash in between blocks the key for ever.
     pub async fn as_in_blogs(&self, order_id: u64) -> (bool, Receipt) {
         let [reserve, complete, replay] = &self.blog;
         let key = order_id.to_string();

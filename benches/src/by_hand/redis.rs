@@ -12,14 +12,14 @@ use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
 use crate::Receipt;
 
 const LEASE: Duration = Policy::DEFAULT_LEASE;
-/// How long results are kept.
+/// The retention of results.
 pub const TTL: Duration = Duration::from_secs(7 * 86_400);
 const OWNER_CHECKED_SET: &str = "\
     if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
     redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
     return 1";
 
-/// A connection, and what is done over it. Keys are those of the library, so that it can read what the library wrote.
+/// A connection with its script. It uses the library's keys, so that it can read what the library wrote.
 #[derive(Clone)]
 pub struct ByHand {
     connection: MultiplexedConnection,
@@ -33,7 +33,7 @@ impl ByHand {
         let info = url.into_connection_info().expect("a valid URL");
         let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
         let client = Client::open(info).expect("a valid URL");
-        // As long as it takes: a busy machine slows a bench down, and does not end it.
+        // A long time limit: a busy machine must slow a bench down, not end it.
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)));
         let connection = client.get_multiplexed_async_connection_with_config(&config).await;
         let mut connection = connection.expect("connects");
@@ -79,10 +79,10 @@ impl ByHand {
         self.reserve(&key(order_id), "0000000000000000").await.expect("somebody has it")
     }
 
-    /// The pattern of the common blog posts: `SET NX`, then either the handler and `SET`, or `GET`. Says whether the
-    /// handler ran.
+    /// The pattern of common blog posts: `SET NX`, then either the handler and `SET`, or `GET`. Returns whether the handler
+    /// ran.
     ///
-    /// No owner is checked: whoever comes back after its lease overwrites what its successor recorded.
+    /// No owner is checked: a handler that comes back after its lease overwrites the result of its successor.
     pub async fn as_in_blogs(&mut self, order_id: u64) -> (bool, Receipt) {
         let key = format!("blog:{order_id}");
         let mut set = redis::cmd("SET");

@@ -13,10 +13,10 @@ use tokio::task::JoinSet;
 use crate::by_hand::new_orders;
 use crate::{Receipt, thousands_per_second, timed};
 
-/// A connection, and what is done over it.
+/// A connection that threads take in turn.
 pub struct ByHand(Mutex<Connection>);
 
-/// A step, and who waits for it.
+/// A step, and the channel to the task that waits for it.
 type Job = (Step, oneshot::Sender<usize>);
 
 enum Step {
@@ -68,7 +68,7 @@ impl<'c> Steps<'c> {
 }
 
 impl ByHand {
-    /// Opens the file, and makes the table.
+    /// Opens the file, and creates the table.
     pub fn open(path: &Path, synchronous: Synchronous) -> Self {
         let connection = Connection::open(path).expect("opens");
         let synchronous = if synchronous == Synchronous::Full { "FULL" } else { "NORMAL" };
@@ -100,7 +100,7 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Thousands of first runs a second that `tasks` tasks have a thread make, grouped as they come.
+    /// Thousands of first runs a second that `tasks` tasks delegate to a thread, grouped as they arrive.
     pub fn grouped(&self, runtime: &Runtime, tasks: u64, count: u64) -> f64 {
         let (jobs, waiting) = mpsc::channel::<Job>();
         let connection = &self.0;
@@ -142,7 +142,7 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Thousands of replays a second, of the first `orders` that the library has shipped into this file.
+    /// Thousands of replays a second, of the first `orders` orders that the library has shipped into this file.
     pub fn replays(&self, orders: u64, count: u64) -> f64 {
         let sql = "SELECT owner, attempt, state, expires_at, result FROM idem_records WHERE key = ?1";
         let connection = self.0.lock().expect("no panic before");

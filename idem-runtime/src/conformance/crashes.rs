@@ -52,7 +52,7 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
     case.waits_for(&case.request(&key), 1, "a live lease under `fail`, met under `retry`").await;
     case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, met under `fail`").await;
-    // An `Err` that is released is a return: the body may run again.
+    // An `Err` that is released counts as a return: the body may run again.
     assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
     case.reserved(&fail(case.request(&key)), 2, "released under `fail`").await;
 }

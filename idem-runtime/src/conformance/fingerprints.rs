@@ -1,11 +1,11 @@
-//! The same key for another payload is a misuse, in every state.
+//! Using a key for another payload is a misuse, in every state of the record.
 
 use super::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Record, Release, Reservation, Reserve, Write};
 
-/// Checks that another fingerprint is a mismatch with attempt `attempt`, and that asking changes nothing.
+/// Checks that another fingerprint gets a mismatch that names attempt `attempt`, and that asking changes nothing.
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {
     let before = case.recorded(key).await.record;
     let mismatch = Reservation::Mismatch { attempt };
@@ -82,7 +82,7 @@ pub(super) async fn mismatch_once_exhausted(case: &Case) {
 }
 
 pub(super) async fn missing_fingerprint_matches(case: &Case) {
-    // Recorded, but not presented.
+    // The record has a fingerprint, the request has none.
     let key = case.key("recorded");
     let (_, lease) = first(case, case.request(&key)).await;
     case.waits_for(&case.request(&key), 1, "no fingerprint is presented").await;
@@ -90,7 +90,7 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "no fingerprint is presented").await;
 
-    // Presented, but not recorded: the attempt that brings it leaves it in the record.
+    // The request has a fingerprint, the record has none: the next attempt writes its own into the record.
     let key = case.key("presented");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(lease.fingerprint, None);

@@ -25,8 +25,8 @@ async fn are_distinct(case: &Case, keys: &[Key]) {
 }
 
 pub(super) async fn similar_keys_are_distinct(case: &Case) {
-    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, and what some
-    // store takes for a pattern, a hash tag or a quotation mark.
+    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, and characters that
+    // some stores treat as a pattern, a hash tag or a quotation mark.
     #[rustfmt::skip]
     let texts = [
         "a", "A", "b", "aa", "a ", " a", "a  ", "a\u{a0}", "a\u{200b}", "a:", ":a", "a/", "/a", "a//", "a\\", "a%", "%",
@@ -36,7 +36,7 @@ pub(super) async fn similar_keys_are_distinct(case: &Case) {
         "\u{1f980}\u{fe0f}", "\u{65e5}\u{672c}", "\u{5e9}\u{5dc}\u{5d5}\u{5dd}",
     ];
     let mut keys: Vec<_> = texts.iter().map(|text| case.key(text)).collect();
-    // The same text under another scope, and scopes that continue each other.
+    // The same text under another scope, and scopes that are prefixes of each other.
     for scope in ["conformanc", "conformance ", "Conformance", "conformance:x", "conformance\u{e9}"] {
         keys.push(Key::new(scope, case.key("a").text()).expect("a short key"));
     }
@@ -44,7 +44,7 @@ pub(super) async fn similar_keys_are_distinct(case: &Case) {
 }
 
 pub(super) async fn long_keys_are_distinct(case: &Case) {
-    // As long as a key may be, and different at the start, at the end, or in length only.
+    // Keys of the greatest length that differ at the start, at the end, or in length only.
     let prefix = case.key("-").as_str().len();
     let room = Key::MAX_BYTES - prefix;
     let mut keys = vec![

@@ -1,7 +1,8 @@
-//! The suite that every store passes, for authors of stores (feature `conformance`).
+//! The test suite that every store passes, for authors of stores (feature `conformance`).
 //!
-//! The contract of [`Store`] as named [`Clause`]s, each a test of its own that says what a store did against it. To run
-//! them, depend on this crate with the feature `conformance` under `[dev-dependencies]` and write, in a test binary:
+//! The contract of [`Store`] as named [`Clause`]s. Each is a test of its own; a failure says what the store did against the
+//! clause. To run them, depend on this crate with the feature `conformance` under `[dev-dependencies]` and write, in a test
+//! binary:
 //!
 //! ```
 //! use idem_runtime::{MemoryStore, store_conformance};
@@ -11,8 +12,8 @@
 //! # fn main() {}
 //! ```
 //!
-//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a
-//! store, or a [`Subject`] that tells more about it, above all a second handle as another process would open it:
+//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a store,
+//! or a [`Subject`] with more than that, above all a second handle as another process would open it:
 //!
 //! ```
 //! use idem_runtime::conformance::Subject;
@@ -32,12 +33,12 @@
 //! # fn main() {}
 //! ```
 //!
-//! Clauses share a server without harm, with each other and with later runs: every run uses keys of its own, which it
-//! derives from [`Heartbeats::new_owner`](crate::Heartbeats::new_owner). They run on real time, so a store that is driven
-//! by a [`ManualClock`](crate::ManualClock) can't take part. No clause depends on the speed of the machine: leases that
-//! must hold are long, and those that must lapse are waited out.
+//! Clauses can share a server, with each other and with later runs: every run uses keys of its own, which it derives from
+//! [`Heartbeats::new_owner`](crate::Heartbeats::new_owner). They run on real time, so a store on a
+//! [`ManualClock`](crate::ManualClock) can't take part. No clause depends on the speed of the machine: leases that must
+//! hold are long, and the test waits until those that must lapse have lapsed.
 //!
-//! [`CLAUSES`] and [`Clause::check`] are there for harnesses other than `cargo test`.
+//! [`CLAUSES`] and [`Clause::check`] serve harnesses other than `cargo test`.
 
 mod crashes;
 mod fingerprints;
@@ -72,13 +73,13 @@ use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
 ///
-/// `$open` is an expression, which may `.await`, that yields a store or a [`Subject`](crate::conformance::Subject); see
+/// `$open` is an expression that yields a store or a [`Subject`](crate::conformance::Subject), and may `.await`; see
 /// [`conformance`](crate::conformance).
 #[macro_export]
 macro_rules! store_conformance {
     ($name:ident, $open:expr $(,)?) => {
         mod $name {
-            /// Apart from the tests, whose names must not hide those that the expression uses.
+            /// In a module of its own, as the names of the tests must not hide names that the expression uses.
             #[allow(dead_code)]
             mod __subject {
                 #[allow(unused_imports)]
@@ -106,7 +107,7 @@ macro_rules! __conformance_tests {
     )* };
 }
 
-/// The one list of clauses: their names and what they claim.
+/// The only list of clauses: their names and claims.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __conformance_clauses {
@@ -220,7 +221,7 @@ macro_rules! __conformance_clauses {
 
 macro_rules! list {
     ($($name:ident: $claim:literal,)*) => {
-        /// The contract, clause by clause.
+        /// The contract of a store, clause by clause.
         pub const CLAUSES: &[Clause] = &[$(Clause {
             name: stringify!($name),
             claim: $claim,
@@ -279,11 +280,11 @@ pub type Opening = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
 type Running = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Spoil = Arc<dyn Fn(Key) -> Running + Send + Sync>;
-/// What holds a record back until it is dropped.
+/// Holds a record back until it is dropped.
 type Blocked = Box<dyn Any + Send>;
 type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = Blocked> + Send>> + Send + Sync>;
 
-/// The store that is checked, and what a check needs to know of it.
+/// The store under test, and the facts about it that the clauses need.
 #[derive(Clone)]
 pub struct Subject {
     store: Arc<dyn Store>,
@@ -296,7 +297,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A subject with nothing but a store.
+    /// A subject with a store and nothing else: no peer, no faults.
     pub fn new(store: impl Store) -> Self {
         let store: Arc<dyn Store> = Arc::new(store);
         Self {
@@ -310,21 +311,22 @@ impl Subject {
         }
     }
 
-    /// A second, independent handle to the same records, as another process would open it. The clauses use both in turn.
+    /// Sets a second, independent handle to the same records, as another process would open it. The clauses use both in
+    /// turn.
     #[must_use]
     pub fn peer(mut self, peer: impl Store) -> Self {
         self.peer = Arc::new(peer);
         self
     }
 
-    /// A handle whose server can't be reached; without one, `unreachable_store` has nothing to check.
+    /// Sets a handle whose server can't be reached. Without one, `unreachable_store` has nothing to check.
     #[must_use]
     pub fn unreachable(mut self, store: impl Store) -> Self {
         self.unreachable = Some(Arc::new(store));
         self
     }
 
-    /// Writes a value that is not a record where the store keeps the key's record; without this, `foreign_value` has
+    /// Sets a function that overwrites the key's record with a value that is not a record. Without one, `foreign_value` has
     /// nothing to check.
     #[must_use]
     pub fn spoil<F: Future<Output = ()> + Send + 'static>(
@@ -335,8 +337,8 @@ impl Subject {
         self
     }
 
-    /// Keeps the record of the key from being answered for, until what this gives is dropped: another session locks its row,
-    /// its node is stopped. Without this, `blocked_record_holds_up_no_other` has nothing to check.
+    /// Sets a function after which requests for the key's record get no answer until its return value is dropped: another
+    /// session locks the row, its node is stopped. Without one, `blocked_record_holds_up_no_other` has nothing to check.
     #[must_use]
     pub fn block<F: Future<Output: Send + 'static> + Send + 'static>(
         mut self,
@@ -349,14 +351,14 @@ impl Subject {
         self
     }
 
-    /// How many bytes of result the store keeps, if that is less than 1 MiB.
+    /// The longest result, in bytes, that the store keeps (default: 1 MiB).
     #[must_use]
     pub fn largest_result(mut self, bytes: usize) -> Self {
         self.largest_result = bytes;
         self
     }
 
-    /// How long a call may take that should return at once; 20 s unless set.
+    /// How long a call may take that should return at once (default: 20 s).
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
@@ -384,12 +386,12 @@ pub struct Clause {
 }
 
 impl Clause {
-    /// Its name, which is also the name of its test.
+    /// The name of the clause, which is also the name of its test.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// What it claims, in one sentence.
+    /// The claim of the clause, in one sentence.
     pub fn claim(&self) -> &'static str {
         self.claim
     }
@@ -399,10 +401,10 @@ impl Clause {
         CLAUSES.iter().find(|clause| clause.name == name)
     }
 
-    /// Checks a store, on a tokio runtime with timers; of several threads, or the races are none.
+    /// Checks a store. Needs a tokio runtime with timers, and with several threads: on one thread the races don't happen.
     ///
     /// # Panics
-    /// If the store does not keep what the clause claims.
+    /// If the store breaks the claim.
     pub async fn check(&self, subject: Subject) {
         let token = subject.store.heartbeats().new_owner();
         let run = token.as_bytes().iter().fold(String::new(), |run, byte| format!("{run}{byte:02x}"));
@@ -416,10 +418,10 @@ impl fmt::Debug for Clause {
     }
 }
 
-/// Checks the clause called `name` on a runtime of its own; what [`store_conformance!`](crate::store_conformance) calls.
+/// Checks the clause called `name` on a runtime of its own. [`store_conformance!`](crate::store_conformance) calls this.
 ///
 /// # Panics
-/// If the store does not keep what the clause claims.
+/// If the store breaks the claim.
 pub fn run(name: &str, open: fn() -> Opening) {
     let clause = Clause::named(name).expect("a clause of this suite");
     // Shown only if the test fails.
@@ -432,18 +434,18 @@ pub fn run(name: &str, open: fn() -> Opening) {
     });
 }
 
-/// A lease or retention that doesn't end during a test, on the slowest machine.
+/// A lease or retention that doesn't end during a test, even on the slowest machine.
 const LONG: Duration = Duration::from_secs(600);
-/// A lease or retention that is waited out.
+/// A lease or retention whose end the test waits for.
 const SHORT: Duration = Duration::from_millis(50);
-/// Long enough to tell times apart that are written at its two ends.
+/// Long enough to tell a time written before the pause from one written after it.
 const PAUSE: Duration = Duration::from_millis(120);
-/// How coarse a store's clock may be, and how much the rates of two clocks may differ meanwhile.
+/// How coarse a store's clock may be, plus how far two clocks may drift apart during a test.
 const TOLERANCE: Duration = Duration::from_millis(40);
-/// How many tasks race.
+/// How many tasks race for a key.
 const RACERS: usize = 64;
 
-/// One run of one clause: the store, and how to talk to it.
+/// One run of one clause.
 struct Case {
     subject: Subject,
     clause: &'static str,
@@ -452,7 +454,7 @@ struct Case {
 }
 
 impl Case {
-    /// The store and its peer in turn: a fresh operation is never answered from what one handle remembers.
+    /// The store and its peer in turn, so that no answer comes from the memory of a single handle.
     fn store(&self) -> &Arc<dyn Store> {
         match self.turn.fetch_add(1, Ordering::Relaxed) % 2 {
             0 => &self.subject.store,
@@ -465,7 +467,7 @@ impl Case {
         Key::new("conformance", format!("{}:{}:{name}", self.clause, self.run)).expect("a short key")
     }
 
-    /// A new attempt at `key` with a lease and a retention that don't end.
+    /// A new attempt at `key`, with a lease and a retention that don't end during the test.
     fn request(&self, key: &Key) -> Reserve {
         Reserve {
             key: key.clone(),
@@ -491,7 +493,7 @@ impl Case {
         self.clock().now()
     }
 
-    /// How long ago `earlier` was, at least.
+    /// The least time that has passed since `earlier`.
     fn since(&self, earlier: Instant) -> Duration {
         self.now().saturating_since(earlier)
     }
@@ -500,18 +502,18 @@ impl Case {
         self.clock().sleep(duration).await;
     }
 
-    /// Waits until a [`SHORT`] lease has lapsed, or a `SHORT` retention ended.
+    /// Waits until a [`SHORT`] lease or retention has ended.
     async fn lapse(&self) {
         self.sleep(SHORT + TOLERANCE).await;
     }
 
-    /// What `future` gives, which should be there at once.
+    /// The output of `future`, which must be ready within the patience of the subject.
     async fn soon<T>(&self, future: impl Future<Output = T>, what: &str) -> T {
         let in_time = race(future, SystemClock::default().sleep(self.subject.patience)).await;
         in_time.unwrap_or_else(|| panic!("{what}: no answer within {:?}", self.subject.patience))
     }
 
-    /// What the store answers.
+    /// The store's answer, which must come in time and be no error.
     async fn ask<T>(&self, call: StoreFuture<'_, T>, what: &str) -> T {
         self.soon(call, what).await.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)))
     }
@@ -533,21 +535,21 @@ impl Case {
         }
     }
 
-    /// The lease that `request` gets without a takeover, as attempt `attempt`.
+    /// The lease that `request` gets without a takeover, for attempt number `attempt`.
     async fn reserved(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!((lease.attempt, takeover), (attempt, false), "{why}: wrong attempt number, or a takeover of nobody");
         lease
     }
 
-    /// The lease that `request` takes over, as attempt `attempt`.
+    /// The lease that `request` gets by a takeover, for attempt number `attempt`.
     async fn takes_over(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!((lease.attempt, takeover), (attempt, true), "{why}: wrong attempt number, or not called a takeover");
         lease
     }
 
-    /// Checks that `request` is told that attempt `attempt` is running.
+    /// Checks that the answer to `request` is that attempt `attempt` is running.
     async fn waits_for(&self, request: &Reserve, attempt: u32, why: &str) {
         match self.reserve(request).await {
             Reservation::Pending { attempt: running, lapses_in } => {
@@ -558,7 +560,7 @@ impl Case {
         }
     }
 
-    /// Checks that `request` is answered with `expected`.
+    /// Checks that the answer to `request` is `expected`.
     async fn is_told(&self, request: &Reserve, expected: Reservation, why: &str) {
         assert_eq!(self.reserve(request).await, expected, "{why}");
     }
@@ -585,12 +587,12 @@ impl Case {
         self.ask(self.store().inspect(key), "inspect").await
     }
 
-    /// What is recorded for `key`, which something must be.
+    /// The record of `key`, which must exist.
     async fn recorded(&self, key: &Key) -> Inspection {
         self.inspect(key).await.unwrap_or_else(|| panic!("the record of {key} is gone"))
     }
 
-    /// Does what must be refused, and checks that this changed neither the record nor its times.
+    /// Runs `refused`, which must be refused, and checks that it changed neither the record nor its times.
     async fn changes_nothing(&self, key: &Key, refused: impl Future<Output = Write>, why: &str) {
         let earliest = self.now();
         let before = self.recorded(key).await;
@@ -612,15 +614,15 @@ impl Case {
         left(before.lapses_in, after.lapses_in, "lease");
     }
 
-    /// Checks that a time that began between `earliest` and now has `left` of its `length` left.
+    /// Checks that of a time of `length`, which began between `earliest` and now, `left` is what can be left.
     fn has_left(&self, left: Duration, length: Duration, earliest: Instant, why: &str) {
-        // Right on a machine of any speed: between the write and this check no more time passes than since `earliest`.
+        // Independent of the machine's speed: no more time passes between the write and this check than since `earliest`.
         let least = length.saturating_sub(self.since(earliest) + TOLERANCE);
         assert!(left >= least, "{why}: {left:?} are left of {length:?}, at least {least:?} should be");
         assert!(left <= length + TOLERANCE, "{why}: {left:?} are left of no more than {length:?}");
     }
 
-    /// Lets 64 tasks on both handles reserve `key` at once, and gives their answers.
+    /// Lets 64 tasks on both handles reserve `key` at once, and returns their answers.
     async fn race(&self, key: &Key) -> Vec<(Reserve, Reservation)> {
         let start = Arc::new(tokio::sync::Barrier::new(RACERS));
         let mut tasks = tokio::task::JoinSet::new();
@@ -653,7 +655,7 @@ fn fingerprint(byte: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// A result as the codec `json` writes it.
+/// A result as the codec `json` encodes it.
 fn stored(bytes: impl Into<Vec<u8>>) -> Payload {
     Payload::Stored { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
 }
@@ -662,22 +664,22 @@ fn completed(text: &str) -> Finish {
     Finish::Completed(stored(text))
 }
 
-/// `request` with a limit.
+/// `request` with a limit of attempts.
 fn limited(request: Reserve, max_attempts: u32) -> Reserve {
     Reserve { max_attempts: NonZeroU32::new(max_attempts), ..request }
 }
 
-/// The same payload's fingerprint in every byte.
+/// `request` with a fingerprint that is `byte` throughout.
 fn marked(request: Reserve, byte: u8) -> Reserve {
     Reserve { fingerprint: Some(fingerprint(byte)), ..request }
 }
 
-/// The same attempt as seen by somebody who doesn't own it.
+/// The lease with the owner token of another request.
 fn forged(lease: &Lease, by: &Reserve) -> Lease {
     Lease { owner: by.owner, ..lease.clone() }
 }
 
-/// Polls `call` up to `polls` times, and drops it.
+/// Polls `call` up to `polls` times, then drops it.
 async fn abandon<T>(case: &Case, mut call: StoreFuture<'_, T>, polls: usize) {
     for _ in 0..polls {
         if poll_fn(|cx| Poll::Ready(Pin::new(&mut call).poll(cx).is_ready())).await {

@@ -1,4 +1,4 @@
-//! What an operator sees and decides.
+//! Inspecting and reopening records, as operators do.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write}
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
 
-    // Times of more than a whole number of seconds, and different ones.
+    // Two different times, neither a whole number of seconds.
     let (lease, ttl) = (LONG + Duration::from_millis(1), LONG * 2 + Duration::from_millis(7));
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let key = case.key(&format!("{on_crash:?}"));
@@ -62,7 +62,7 @@ pub(super) async fn reopen_refused(case: &Case) {
     case.is_told(&case.request(&key), finished, "a result that was not given up").await;
 }
 
-/// Checks that attempt 1 of the key, which had the fingerprint 1, is reopened and that the next one runs.
+/// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened and that the next attempt runs.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
     assert_eq!(case.reopen(key, 1).await, Write::Done, "{why}");

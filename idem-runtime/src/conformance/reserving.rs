@@ -1,4 +1,4 @@
-//! Who gets a key, and what the others are told.
+//! Which reservation gets a key, and the answers of the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ pub(super) async fn reservation_repeated(case: &Case) {
         let again = case.reserved(&request, 1, "repeated with the same owner token").await;
         assert_eq!(again, lease, "a repeated reservation gets the same lease");
     }
-    // Numbers above 1 are recognised too, and after a takeover the answer is the same.
+    // Attempts above 1 are recognised too, and the answer after a takeover is the same.
     assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
     let second = limited(case.request(&key), 2);
     case.reserved(&second, 2, "a released key").await;
@@ -42,7 +42,7 @@ pub(super) async fn reservation_repeated_after_lapse(case: &Case) {
     assert_eq!(case.finish(&again, &completed("1")).await, Write::Done, "and may finish");
 }
 
-/// Checks that one of the racers won, as attempt `attempt`, and that the others were told so.
+/// Checks that exactly one racer won, with attempt `attempt`, and that the answers of the others name it.
 fn one_winner(answers: &[(Reserve, Reservation)], attempt: u32, takeover: bool) -> Lease {
     let winners: Vec<_> = answers
         .iter()
@@ -141,7 +141,7 @@ pub(super) async fn live_lease_is_pending(case: &Case) {
     };
     case.has_left(lapses_in, LONG, earliest, "a live lease");
     assert!(lapses_in < LONG, "time passes: {lapses_in:?} are left of {LONG:?}");
-    // Whatever the duplicate asks for itself.
+    // The duplicate's own lease and limit make no difference.
     case.waits_for(&case.short(&key), 1, "a duplicate with a short lease").await;
     case.waits_for(&limited(case.request(&key), 1), 1, "a duplicate at the limit of attempts").await;
 }
@@ -189,7 +189,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         assert_eq!(case.release(&lease, release).await, Write::Done, "the release is recognised all the same");
         case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
     }
-    // What an operator opens again is not the dead attempt's either.
+    // A key that an operator has reopened doesn't belong to the dead attempt either.
     let key = case.key("reopened");
     let request = case.request(&key);
     let lease = case.reserved(&request, 1, "a key that was never used").await;

@@ -1,4 +1,4 @@
-//! What was recorded comes back as it was.
+//! A recorded result comes back unchanged.
 
 use bytes::Bytes;
 
@@ -6,14 +6,14 @@ use super::{Case, completed, stored};
 use crate::codec::CodecName;
 use crate::record::{Finish, Payload, Record, Release, Reservation, Reserve, State, Write};
 
-/// Finishes an attempt at a key of its own, and checks every way to read it.
+/// Finishes an attempt at a new key, and checks every way to read the result.
 async fn survives(case: &Case, name: &str, finish: &Finish) {
     let key = case.key(name);
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, finish).await, Write::Done, "{name}");
     let record = Record::after(&lease, finish.state());
     for _ in 0..4 {
-        // Compared before it is printed: a failed `assert_eq` would show sizes only.
+        // Compared before it is printed: `assert_eq` would show only the sizes of the payloads.
         let answer = case.reserve(&case.request(&key)).await;
         assert!(
             answer == Reservation::Finished(record.clone()),
@@ -47,7 +47,7 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
-    // The owner's own repeated reservation finds the result as well.
+    // A repeated reservation of the owner itself also gets the result.
     case.is_told(&Reserve { owner: lease.owner, ..case.request(&key) }, finished, "met by its own owner").await;
 }
 
@@ -85,7 +85,7 @@ pub(super) async fn every_payload_survives(case: &Case) {
 }
 
 pub(super) async fn large_result_survives(case: &Case) {
-    // Of bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
+    // Bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let bytes: Vec<u8> = std::iter::repeat_with(|| {
         state ^= state << 13;

@@ -1,4 +1,4 @@
-//! Nothing is forgotten early, and an expired record is absent.
+//! No record is forgotten early, and an expired record is absent.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::key::Key;
 use crate::policy::Policy;
 use crate::record::{Finish, Release, Reserve, Write};
 
-/// Checks that nothing of the key's past is left.
+/// Checks that nothing of the key's record is left.
 async fn is_forgotten(case: &Case, key: &Key, why: &str) {
     assert_eq!(case.inspect(key).await, None, "{why}: the record is past its retention");
     assert_eq!(case.reopen(key, 1).await, Write::Refused, "{why}: there is nothing to reopen");

@@ -1,4 +1,4 @@
-//! Handles, futures that are dropped, and servers that are not there.
+//! Handles, dropped futures and unreachable servers.
 
 use std::collections::HashSet;
 
@@ -7,7 +7,7 @@ use crate::policy::OnCrash;
 use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write};
 use crate::store::{Store, StoreError, StoreErrorKind};
 
-/// How often a call is polled before it is dropped.
+/// How many times a call is polled before it is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
 
 pub(super) async fn handles_share(case: &Case) {
@@ -39,7 +39,7 @@ pub(super) async fn dropped_reserve(case: &Case) {
         let key = case.key(&format!("new:{polls}"));
         let dropped = case.request(&key);
         abandon(case, case.store().reserve(&dropped), polls).await;
-        // It took effect, or it didn't, or it does so later; one of the two wins in any case.
+        // The dropped reservation took effect, or didn't, or does so later. Either way exactly one of the two wins.
         let other = case.request(&key);
         let answers = [case.reserve(&other).await, case.reserve(&dropped).await];
         let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Reserved { .. })).count();
@@ -59,7 +59,7 @@ pub(super) async fn dropped_reserve(case: &Case) {
 
 pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     const EACH: usize = 40;
-    // As the engine cleans up after a call that is dropped: reserve again, release what is then surely held, until done.
+    // Cleans up as the engine does after a dropped call: reserves again, releases the lease it then surely holds, until done.
     async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &Reserve) {
         loop {
             let answer = case.ask(upkeep.reserve(dropped), "reserve again to clean up").await;
@@ -71,7 +71,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     }
     let upkeep = case.subject.store.upkeep();
     for polls in POLLS {
-        // Together, as a busy store does not what an idle one does.
+        // All at once: a busy store takes other paths than an idle one.
         let rounds: Vec<_> = (0..EACH).map(|n| case.key(&format!("{polls}:{n}"))).collect();
         let mut dropping: Vec<_> = rounds
             .iter()
@@ -80,7 +80,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                 let upkeep = &upkeep;
                 Box::pin(async move {
                     let dropped = case.request(key);
-                    // The same, over a record that is there already.
+                    // Every second key already has a record, which is released.
                     if n % 2 == 1 {
                         let lease = case.reserved(&case.request(key), 1, "a key that was never used").await;
                         assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
@@ -211,7 +211,7 @@ pub(super) async fn foreign_value(case: &Case) {
         let answer = case.soon(case.store().inspect(&key), "inspect").await;
         let kind = answer.as_ref().err().map(StoreError::kind);
         assert_eq!(kind, Some(StoreErrorKind::Corrupt), "an inspection met a foreign value: {answer:?}");
-        // The writes may be errors or refused; what they must not do is write.
+        // Each write may fail or be refused, but must not overwrite the foreign value.
         let answer = case.soon(StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), "renew").await;
         assert!(answer.as_ref().map_or(true, |answers| *answers == [Write::Refused]), "a renewal: {answer:?}");
         let answer = case.soon(case.store().finish(&lease, &completed("1")), "finish").await;

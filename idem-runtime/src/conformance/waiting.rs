@@ -8,16 +8,16 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Lease, Release, Reserve, State, Write};
 
-/// Long enough for a waiter to have told its server that it waits.
+/// Long enough for a waiter to have registered with its server.
 const SETTLED: Duration = Duration::from_millis(100);
 
-/// Waits for attempt `attempt` on both handles, does `end`, and checks that the waiters return.
+/// Waits for attempt `attempt` on both handles, runs `end`, and checks that all waiters return.
 async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl Future<Output = ()>, what: &str) {
     let mut tasks = tokio::task::JoinSet::new();
     for _ in 0..waiters {
         let (store, key) = (Arc::clone(case.store()), key.clone());
         tasks.spawn(async move {
-            // A wait may return early. Whoever wants to know asks again; here, as often as it takes.
+            // A wait may return early. The caller asks again; here, as often as it takes.
             loop {
                 let waited = store.wait(&key, attempt, LONG).await;
                 waited.unwrap_or_else(|error| panic!("wait: {}", chain(&error)));
@@ -76,7 +76,7 @@ pub(super) async fn all_waiters_wake(case: &Case) {
     let lease = first(case, case.request(&key)).await;
     let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Write::Done) };
     wakes(case, &key, 1, 32, end, "32 waiters after a release").await;
-    // And again: the next attempt's waiters are others.
+    // The next attempt has waiters of its own, which are woken as well.
     let lease = case.reserved(&case.request(&key), 2, "a released key").await;
     let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done) };
     wakes(case, &key, 2, 32, end, "32 waiters after a finish").await;
@@ -120,7 +120,7 @@ pub(super) async fn abandoned_wait(case: &Case) {
     let key = case.key("");
     let lease = first(case, case.request(&key)).await;
     let before = case.recorded(&key).await.record;
-    // Some give up on time, and some are dropped; one goes on.
+    // Some waiters time out and some are dropped; one keeps waiting.
     let end = async {
         for polls in 0..4 {
             abandon(case, case.store().wait(&key, 1, LONG), polls).await;

@@ -1,4 +1,4 @@
-//! Only the owner writes, and may repeat itself.
+//! Only the owner of an attempt writes, and may repeat its writes.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -107,7 +107,7 @@ pub(super) async fn each_renewal_has_one_answer(case: &Case) {
         for n in 0..leases {
             let request = case.request(&case.key(&format!("{leases}:{n}")));
             let lease = case.reserved(&request, 1, "a key that was never used").await;
-            // Every third is somebody else's.
+            // Every third lease has the owner token of another request.
             batch.push(if n % 3 == 2 { forged(&lease, &case.request(&lease.key)) } else { lease });
         }
         let answers: Vec<_> = batch.iter().map(|_| Mutex::new(Vec::new())).collect();
@@ -144,7 +144,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
         };
         let store = case.store();
         let renew = store.renew(&batch, &answer);
-        // The others don't wait for the one that is held back, whether or not the call does.
+        // The other leases are answered without the blocked one, whether or not the call itself waits for it.
         let mut others = pin!(async {
             while !all_others() {
                 told.notified().await;
@@ -160,7 +160,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
             Some(renewed) => {
                 assert!(all_others(), "the call ended ({renewed:?}) without answers for the others: {answers:?}");
             }
-            // Every call ends.
+            // The call itself ends too.
             None => drop(case.soon(renew, "a renewal of a record that is held back").await),
         }
         assert_eq!(lock(&answers)[blocked], None, "nothing is known of a record that is held back");
@@ -201,7 +201,7 @@ pub(super) async fn many_renewals(case: &Case) {
         });
     }
     let mut leases = tasks.join_all().await.concat();
-    // Every hundredth was never reserved.
+    // Every hundredth lease is for a key that was never reserved.
     let is_lost = |at: usize| at % 100 == 99;
     for (at, lease) in leases.iter_mut().enumerate().filter(|(at, _)| is_lost(*at)) {
         lease.key = case.key(&format!("absent:{at}"));
@@ -247,7 +247,7 @@ pub(super) async fn finish_is_final(case: &Case) {
     case.sleep(PAUSE).await;
     let record = Record::after(&lease, completed("1").state());
     for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(Payload::Unencodable)] {
-        // Whatever the answer: for this owner the operation is finished, and nobody may see another result.
+        // Either answer is allowed: the owner's operation is finished, and no other result may become visible.
         case.finish(&lease, &other).await;
         let after = case.recorded(&key).await;
         assert_eq!(after.record, record, "a finished record was changed to {other:?}");
@@ -263,7 +263,8 @@ pub(super) async fn landed_finish_is_recognised(case: &Case) {
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         assert_eq!(case.finish(&lease, &finish).await, Write::Done);
         let record = Record::after(&lease, finish.state());
-        // Its answer got lost: the heartbeat still renews, and the finish is repeated, in the end without its result.
+        // The answer to the finish got lost: the heartbeat still renews, and the finish is repeated, in the end without its
+        // result.
         let without = |payload: Payload| match &finish {
             Finish::Completed(_) => Finish::Completed(payload),
             Finish::Failed(_) => Finish::Failed(payload),
@@ -320,13 +321,13 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     case.lapse().await;
     let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     assert_eq!(case.release(&between, Release::Returned).await, Write::Done);
-    // It arrives again, long after its answer: nobody runs this attempt.
+    // The first request arrives again, long after its answer: no caller runs the attempt that it gets.
     let again = Reserve { lease: LONG, ..request };
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {
         case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
     }
-    // Together, as a store may do what many ask for in another way than what one does.
+    // Eight at once: a store may batch concurrent requests, which takes another path than a single one.
     let (store, late) = (case.store(), completed("1"));
     let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
     for answer in case.soon(all(&mut together), "eight finishes at once").await {
@@ -417,7 +418,7 @@ pub(super) async fn release_ignores_the_number(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
-    // Its answer gets lost: for all its caller knows, it was the first.
+    // The answer of this reservation gets lost: its caller may take the attempt for the first.
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);

@@ -1,4 +1,4 @@
-//! Runs a handler again and again, and lets something else happen to it each time.
+//! Runs a handler again and again, with another fault each time.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -21,28 +21,29 @@ use crate::engine::{Observe, Outcome, Refusal};
 use crate::error::Disposition;
 use crate::sync::lock;
 
-/// When a broker delivers a message again of which it has heard nothing, or that was returned without a time; twice as
-/// late each time, up to a lease.
+/// After what time the broker first delivers a message again that got no answer. The time doubles with each delivery, up to
+/// a lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
-/// How often it delivers one message before that counts as never acknowledged; while an attempt runs, nothing counts.
+/// How often one message is delivered before it counts as never acknowledged. Deliveries refused as in progress don't
+/// count.
 const DELIVERIES: u32 = 30;
-/// How late the last duplicate comes where nothing else is said.
+/// How late the last duplicate comes (default).
 const LATE: Duration = Duration::from_secs(3600);
-/// How long a scenario may take where nothing else is said.
+/// How long a scenario may take (default).
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// How often its deliveries may be polled.
+/// How often the deliveries of a scenario may be polled.
 const POLLS: u64 = 1_000_000;
-/// How long what is left of a scenario has to come to an end: late writes, and tasks that the handler has spawned.
+/// How long the rest of a scenario has to end: late writes, and tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
-/// The least that the store is away for where no reservation says how long a lease is.
+/// The shortest lease to reckon with: outages of the store, redelivery and time limits follow from the longest one.
 const LEASE: Duration = Duration::from_secs(30);
 /// How many characters of an error a story shows.
 const SHOWN: usize = 160;
-/// How many scenarios are run where nothing else is said.
+/// How many scenarios are run (default).
 const MAX_SCENARIOS: usize = 50_000;
 
-/// What a delivery gives: the `Result` of a handler, of which [`observe`](crate::observe) says what becomes of the message, or the
-/// [`Disposition`] that a consumer of your own has decided on.
+/// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to the
+/// message, or the [`Disposition`] that a consumer of your own has decided on.
 pub trait Delivered: sealed::Delivered {}
 
 impl<D: sealed::Delivered> Delivered for D {}
@@ -59,12 +60,12 @@ mod sealed {
     }
 }
 
-/// How a delivery ended that came to its end.
+/// The answer of a delivery that ended.
 #[derive(Debug)]
 pub struct Answer {
     outcome: Outcome,
     disposition: Disposition,
-    /// A value, as JSON.
+    /// The value as JSON.
     value: Option<String>,
     error: Option<String>,
 }
@@ -87,7 +88,7 @@ impl sealed::Delivered for Disposition {
         Answer { outcome, disposition: self, value: None, error: None }
     }
 
-    /// What failed is in the disposition.
+    /// The disposition says whether it failed.
     fn failed(&self) -> bool {
         false
     }
@@ -119,14 +120,14 @@ impl Answer {
     }
 }
 
-/// Kills your handler at each of its awaits and at each call of its store, with duplicates in flight, and reports whether
-/// the effects you count happened once. The [module](crate::testing) shows how.
+/// Kills your handler at each of its awaits and store calls, with duplicates in flight, and reports whether the effects
+/// that you count happened once. The [module](crate::testing) shows how to use it.
 ///
-/// `deliver` is called for every delivery of one message: it makes what the handler needs from the [`Worker`], and calls the
-/// handler. [`Explorer`] has options.
+/// `deliver` is called for every delivery of one message: it makes from the [`Worker`] what the handler needs, and calls
+/// the handler. [`Explorer`] has options.
 ///
 /// # Panics
-/// Inside of a tokio runtime: it has one of its own. Call it from a plain `#[test]`.
+/// Inside a tokio runtime: it has one of its own. Call it from a plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
@@ -172,60 +173,60 @@ impl Explorer {
         }
     }
 
-    /// Draws the order of tasks that run beside each other from this seed.
+    /// Sets the seed from which the order of concurrent tasks is drawn (default: 0).
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Runs each scenario with duplicates in so many orders of their steps; 2 if nothing is said.
+    /// In how many orders of their steps scenarios with duplicates are run (default: 2).
     pub fn orders(mut self, orders: u32) -> Self {
         self.orders = orders;
         self
     }
 
-    /// Delivers so many duplicates where it delivers any; 1 if nothing is said.
+    /// How many duplicates are delivered, in scenarios that have any (default: 1).
     pub fn duplicates(mut self, duplicates: u32) -> Self {
         self.duplicates = duplicates;
         self
     }
 
-    /// For `on_crash = fail`: no effect may happen more often than in the run that nothing happens to; it may be missing
-    /// if the message was set aside, so that somebody can decide.
+    /// For `on_crash = fail`: no effect may happen more often than in the plain run. It may be missing if the message was
+    /// set aside, so that an operator can decide.
     pub fn at_most_once(mut self) -> Self {
         self.at_most_once = true;
         self
     }
 
-    /// Also cancels and kills a later delivery, at each of its awaits, after the first one was. For handlers that do
-    /// something else on a second attempt; the number of these scenarios grows with the square of the awaits.
+    /// Also cancels or kills a later delivery, at each of its awaits, after the first delivery was cut. For handlers whose
+    /// second attempt takes another path. The number of these scenarios grows with the square of the awaits.
     pub fn twice(mut self) -> Self {
         self.twice = true;
         self
     }
 
-    /// How long after its first delivery your broker may deliver a message again: a duplicate comes right before that, and
-    /// finds a `ttl` that is too short. An hour if nothing is said.
+    /// How long after its first delivery your broker may deliver a message again (default: 1 h). A duplicate comes right
+    /// before that, and finds a `ttl` that is too short.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
         self.redelivered_within = late;
         self
     }
 
-    /// How much simulated time a scenario may take, and at least 30 leases, before its handler counts as stuck. An hour if
-    /// nothing is said.
+    /// How much simulated time a scenario may take before its handler counts as stuck (default: 1 h). It is never less than
+    /// 30 leases.
     pub fn patience(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
     }
 
-    /// Runs at most so many scenarios, and the report says how many were left out.
+    /// Limits how many scenarios are run. The report says how many were left out.
     pub fn max_scenarios(mut self, limit: usize) -> Self {
         self.max_scenarios = Some(limit);
         self
     }
 
-    /// Runs the scenario with this name alone, as a finding shows it: `"crash@await:3/duplicate:during"`. It is the same
-    /// scenario under the same options.
+    /// Runs only the scenario with this name, as a finding shows it: `"crash@await:3/duplicate:during"`. Under the same
+    /// options it is the same scenario.
     ///
     /// ```
     /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};
@@ -248,11 +249,11 @@ impl Explorer {
         self
     }
 
-    /// Calls `deliver` for every delivery of a message: it makes what the handler needs from the [`Worker`], and calls the
-    /// handler. It is called anew for each delivery, as a worker would that starts with it.
+    /// Calls `deliver` for every delivery of a message: it makes from the [`Worker`] what the handler needs, and calls the
+    /// handler. It is called anew for each delivery, as if the worker had just started.
     ///
     /// # Panics
-    /// If [`only`](Explorer::only) names no scenario, or inside of a tokio runtime.
+    /// If [`only`](Explorer::only) names no scenario, or inside a tokio runtime.
     pub fn explore<F, D>(&self, deliver: F) -> Report
     where
         F: Fn(Worker) -> D + 'static,
@@ -340,7 +341,7 @@ impl Explorer {
     }
 }
 
-/// One scenario that was run.
+/// The trace of one scenario that was run.
 pub(super) struct Run {
     pub(super) scenario: String,
     pub(super) awaits: Vec<String>,
@@ -362,14 +363,14 @@ impl Run {
 
 type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = Answer>>>>;
 
-/// A scenario while it is played.
+/// A scenario in play.
 struct Scene {
     simulation: Rc<Simulation>,
     world: Arc<World>,
     scenario: Scenario,
     deliver: Deliver,
     duplicates: u32,
-    /// The message and its duplicates, each on its way until it is acknowledged.
+    /// The message and its duplicates, each in delivery until it is acknowledged.
     copies: RefCell<Vec<Task<()>>>,
     known: RefCell<Known>,
 }
@@ -385,28 +386,28 @@ struct Known {
 }
 
 impl Known {
-    /// What happens to a later delivery; once.
+    /// Takes the cut of a later delivery; it happens once.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
         scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
     }
 }
 
-/// What may happen to a delivery.
+/// Which cuts of the scenario apply to a delivery.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Watched {
-    /// What the scenario is about.
+    /// The scenario's own cut.
     First,
-    /// What the scenario says about a later one.
+    /// The cut that the scenario has for a later delivery.
     Later,
-    /// Nothing.
+    /// None.
     No,
 }
 
 /// How one delivery ended.
 enum Ended {
     Answered(Answer),
-    /// Dropped or panicked: the broker hears nothing of it.
+    /// Dropped or panicked: the broker gets no answer.
     Unanswered,
     /// Its worker is dead.
     Died,
@@ -426,7 +427,7 @@ impl Scene {
         }
         self.all_ended().await;
         if self.scenario.duplicate == Duplicate::Late {
-            // The broker counts from its first delivery, and gives up then.
+            // The broker counts from its first delivery, and stops delivering at `late`.
             let passed = self.world.clock().now().since_origin();
             self.world.clock().sleep(late.saturating_sub(passed).saturating_sub(SLOWER)).await;
             self.duplicate();
@@ -448,7 +449,7 @@ impl Scene {
         self.copies.borrow_mut().push(copy);
     }
 
-    /// Has the duplicates delivered, to workers of their own; once.
+    /// Delivers the duplicates to workers of their own, once in a scenario.
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
@@ -541,7 +542,7 @@ impl Scene {
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
                 }
-                // It may have died by what it did just now.
+                // The poll itself may have killed it.
                 if worker.is_dead() {
                     return Poll::Ready(Step::Ended(Ended::Died));
                 }
@@ -569,7 +570,7 @@ impl Scene {
         }
     }
 
-    /// Whether something is to happen to a delivery that is pending for the `awaits`-th time.
+    /// Whether the delivery, pending for the `awaits`-th time, has reached its cut.
     fn is_reached(&self, watched: Watched, awaits: usize) -> bool {
         match watched {
             Watched::First => self.scenario.point == Point::Await(awaits),
@@ -578,13 +579,13 @@ impl Scene {
         }
     }
 
-    /// Lets `cut` happen to a delivery, which is `place`; and says whether it has ended by that.
+    /// Applies `cut` to the delivery, which stands at `place`. Returns its end if it ended.
     async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
             self.world.tell(&format!("delivery {number} is {place}"));
             self.duplicate();
-            // Time passes when nobody else can go on.
+            // Time passes only when no task can go on: the duplicates get that far first.
             clock.sleep(SLOWER).await;
         }
         match cut {
@@ -612,8 +613,8 @@ impl Scene {
         }
     }
 
-    /// The broker has heard nothing of the message for too long: somebody else gets it, and the worker that stands still
-    /// goes on some time later.
+    /// The broker has had no answer for too long: another worker gets the message, and the one that stands still goes on
+    /// some time later.
     fn stand_in(self: &Rc<Self>, stopped: Worker) {
         let other = self.world.worker();
         let copy = {
@@ -657,15 +658,15 @@ impl Scene {
     }
 }
 
-/// Waits for either of both.
+/// Waits until one of the two is ready.
 async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|cx| if one.as_mut().poll(cx).is_ready() { Poll::Ready(()) } else { other.as_mut().poll(cx) }).await;
 }
 
-/// How far a delivery has come.
+/// The result of polling a delivery until it has to stop.
 enum Step {
     Ended(Ended),
-    /// To where something is to happen to it.
+    /// It is where the scenario cuts it.
     Reached(String),
 }

@@ -1,10 +1,11 @@
-//! Tests of your own handlers: killed at each of their awaits, on simulated time.
+//! Tests for your own handlers: they are killed at each of their awaits, on simulated time.
 //!
-//! [`explore`] delivers a message to your handler, again and again. The first time nothing happens to it; that run tells at
-//! which awaits it is pending, which calls its store gets, and which effects it has. Then each of these is a scenario: the
-//! handler is cancelled there, its worker is killed, or stands still while another one takes over; requests and answers
-//! get lost; duplicates arrive before, beside and after. The message is delivered again as a broker would, until it is
-//! acknowledged. Every effect is counted, and what differs from the first run is a finding.
+//! [`explore`] delivers a message to your handler, again and again. Nothing happens to the handler in the first run, the
+//! *plain run*. It shows at which awaits the handler is pending, which store calls it makes, and which effects it has. Each
+//! of these points then gives several scenarios: the handler is cancelled there; its worker is killed, or stands still
+//! while another worker takes over; requests and answers get lost; duplicates arrive before, beside and after it. The
+//! message is delivered again as a broker would, until it is acknowledged. Every effect is counted, and each difference
+//! from the plain run is a finding.
 //!
 //! ```
 //! use idem_runtime::testing::{Problem, SimulatedStore, Worker, explore};
@@ -44,59 +45,60 @@
 //! explore(|worker| async { charge_with_key(&App::new(worker), 42).await }).assert_once();
 //! ```
 //!
-//! A finding tells its story, line by line, and how to play that scenario alone, for example under a debugger:
+//! A finding tells its story line by line, and how to play that scenario alone, for example under a debugger:
 //! `Explorer::new().only("crash@await:4").explore(…)`.
 //!
 //! # What happens to the handler
 //!
-//! | scenario | what happens at that point to the first delivery | what it looks for |
+//! | scenario | fault at that point of the first delivery | bugs it finds |
 //! |---|---|---|
-//! | `cancel@await:n` | its future is dropped; its worker lives on | what is half done is done again |
-//! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | the same, one lease later; what was not waited for |
-//! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another one takes over and ends; it goes on | effects of an attempt that is over |
-//! | `pause@await:n`, `@effect:n` | the same, but it goes on as soon as the other one has begun | two attempts at once |
-//! | `overtake@await:n`, `@effect:n` | the same, but the other one dies when it has taken over | a lost lease that is taken for success |
+//! | `cancel@await:n` | its future is dropped; its worker lives on | half-done work is done again |
+//! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | the same, one lease later; work that the handler did not wait for |
+//! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another worker takes over and ends; the first goes on | effects of an attempt that is over |
+//! | `pause@await:n`, `@effect:n` | the same, but the first worker goes on as soon as the other one has begun | two attempts at once |
+//! | `overtake@await:n`, `@effect:n` | the same, but the other worker dies as soon as it has taken over | a lost lease that is taken for success |
 //! | `request-lost@store:n`, `@effect:n` | the request does not arrive; the caller gets an error | errors that are swallowed |
-//! | `answer-lost@store:n`, `@effect:n` | it is done; the caller gets an error | what is done again after an error |
-//! | `down@store:n` | its store can't be reached from there on, for two leases | results that can't be recorded |
+//! | `answer-lost@store:n`, `@effect:n` | the request is done; the caller gets an error | work that is done again after an error |
+//! | `down@store:n` | its store can't be reached from that call on, for two leases | results that can't be recorded |
 //! | `run` | nothing | |
 //!
-//! | with | a duplicate is delivered to another worker |
+//! | suffix | a duplicate is delivered to another worker |
 //! |---|---|
 //! | `/duplicate:with` | together with the message |
-//! | `/duplicate:during` | when the first delivery is at that await, and before anything happens to it |
-//! | `/duplicate:after` | right after that has happened |
-//! | `/duplicate:late` | when everything is over, as late as the broker may: [`Explorer::redelivered_within`] |
+//! | `/duplicate:during` | when the first delivery has reached the point, just before the fault |
+//! | `/duplicate:after` | right after the fault |
+//! | `/duplicate:late` | when all deliveries have ended, as late as the broker may: [`Explorer::redelivered_within`] |
 //!
-//! Where workers run beside each other, each scenario is run in several orders (`/order:1`): [`Explorer::orders`].
+//! Scenarios in which workers run beside each other are run in several orders (`/order:1`): [`Explorer::orders`].
 //!
 //! # What is expected
 //!
-//! - Each effect happens as often as in the run that nothing happens to. One that has an idempotency key of its own
-//!   ([`Effect::key`]) happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, it may also be
-//!   missing where the message was set aside.
-//! - The message, and each duplicate, is acknowledged in the end; it is set aside only if it is where nothing happens.
+//! - Each effect happens as often as in the plain run. An effect with an idempotency key of its own ([`Effect::key`])
+//!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing if
+//!   the message was set aside.
+//! - The message and each duplicate are acknowledged in the end. The message is set aside only if the plain run sets it
+//!   aside.
 //! - All deliveries get the same result.
-//! - Nothing panics, waits for ever or spins.
+//! - No task panics, waits for ever or spins.
 //!
 //! # What your test provides
 //!
-//! The closure is called for each delivery, and makes what a worker process has from its [`Worker`]: a store
-//! ([`Worker::store`]), and fakes of what your handler calls, whose effects are counted ([`Worker::effect`]) and which may
-//! share state ([`Worker::shared`]). It returns what your handler returns, or the [`Disposition`](crate::Disposition) that
-//! your consumer has decided on.
+//! The closure is called for each delivery. It makes from its [`Worker`] what a worker process has: a store
+//! ([`Worker::store`]), and fakes of the services that your handler calls. Their effects are counted ([`Worker::effect`]),
+//! and they may share state ([`Worker::shared`]). The closure returns the `Result` of your handler, or the
+//! [`Disposition`](crate::Disposition) that your consumer has decided on.
 //!
 //! Time is simulated: `tokio::time` and [`Worker::clock`] follow it. Everything runs on one thread and repeats exactly, as
-//! long as the handler itself does: `tokio::select!` needs `biased;` for that, real time and real input and output don't
-//! belong here. A [`Simulation`] is that much alone, for tests of another shape.
+//! long as the handler does: `tokio::select!` needs `biased;` for that, and the handler must not use real time or real
+//! input and output. For tests of another shape, use a [`Simulation`] alone.
 //!
 //! # What it does not show
 //!
-//! One thing happens in a scenario, and to the first worker ([`Explorer::twice`] cuts two deliveries); it is not every
-//! interleaving of several faults. The awaits of a task that your handler spawns are not among the points, its effects and
-//! its calls of the store are. Your fakes are as good as you make them. A crash is simulated inside of this process: the values of a handler that is killed are
-//! dropped, and what their `Drop` does is done. And the store forgets nothing: what happens to your handler if a Redis
-//! loses records in a failover is not among the scenarios.
+//! A scenario has one fault, and that hits the first worker ([`Explorer::twice`] cuts two deliveries); interleavings of
+//! several faults are not covered. The awaits of tasks that your handler spawns are not among the points; their effects and
+//! store calls are. Your fakes are as good as you make them. A crash is simulated inside this process: the values of a
+//! killed handler are dropped, so their `Drop` runs. And the store forgets nothing: a Redis that loses records in a
+//! failover is not among the scenarios.
 
 mod explorer;
 mod report;

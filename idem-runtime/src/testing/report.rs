@@ -1,11 +1,11 @@
-//! What was found.
+//! The findings of an exploration.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::explorer::Run;
 
-/// What [`explore`](super::explore) has found. Its `Display` is for people, and the same for the same handler.
+/// The findings of [`explore`](super::explore). The `Display` is for people, and the same for the same handler.
 #[derive(Clone, Debug)]
 #[must_use = "look at its findings, or call `assert_once`"]
 pub struct Report {
@@ -14,7 +14,7 @@ pub struct Report {
     awaits: Vec<String>,
     store_calls: Vec<String>,
     effect_calls: Vec<String>,
-    /// How often each effect happens where nothing else does.
+    /// How often each effect happens in the plain run.
     expected: BTreeMap<String, usize>,
     set_aside: bool,
     findings: Vec<Finding>,
@@ -43,36 +43,36 @@ impl Report {
         self.scenarios
     }
 
-    /// How many scenarios were not run, because there are more than was asked for.
+    /// How many scenarios were not run because of the limit.
     pub fn left_out(&self) -> usize {
         self.left_out
     }
 
-    /// Where the delivery that nothing happens to was pending: it was cut at each of these.
+    /// The awaits at which the plain run was pending: the delivery was cut at each of them.
     pub fn awaits(&self) -> &[String] {
         &self.awaits
     }
 
-    /// Which calls of the store it made: each of these failed.
+    /// The store calls of the plain run: each of them failed in some scenario.
     pub fn store_calls(&self) -> &[String] {
         &self.store_calls
     }
 
-    /// Which effects it called, and which [questions](super::Worker::happened) it asked: the answer of each of these got
-    /// lost.
+    /// The effects that the plain run called, and the [questions](super::Worker::happened) that it asked: the answer of
+    /// each got lost in some scenario.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }
 
-    /// What went wrong, in the order of the scenarios.
+    /// The findings, in the order of the scenarios.
     pub fn findings(&self) -> &[Finding] {
         &self.findings
     }
 
-    /// Panics unless every effect happened as often as it should, and every message came to its end.
+    /// Panics unless every effect happened as often as it should, and every message ended.
     ///
     /// # Panics
-    /// With the report, if there are findings; and if scenarios were left out although no limit was asked for.
+    /// With the report, if there are findings, or if scenarios were left out without a limit set by the caller.
     pub fn assert_once(&self) {
         assert!(self.findings.is_empty() && !self.incomplete, "{self}");
     }
@@ -95,7 +95,7 @@ impl Report {
         self.findings.push(run.finding(problem));
     }
 
-    /// Holds a run against the one that nothing happened to.
+    /// Compares a run with the plain one.
     pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
         self.scenarios += 1;
         for problem in &run.problems {
@@ -136,7 +136,7 @@ impl fmt::Display for Report {
         if self.findings.is_empty() {
             return write!(f, "nothing found");
         }
-        // A story for each problem; the scenario with the fewest lines tells it best.
+        // One story for each problem: that of the scenario with the fewest lines.
         let mut problems: Vec<(&Problem, Vec<&Finding>)> = Vec::new();
         for finding in &self.findings {
             match problems.iter_mut().find(|(problem, _)| problem.is_like(&finding.problem)) {
@@ -160,7 +160,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Something that went wrong in one scenario.
+/// A problem in one scenario.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Finding {
     pub(super) scenario: String,
@@ -174,12 +174,12 @@ impl Finding {
         &self.scenario
     }
 
-    /// What went wrong.
+    /// The problem.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// What happened, line by line: the simulated time, and who did what.
+    /// The scenario line by line: simulated times and actions.
     pub fn story(&self) -> &[String] {
         &self.story
     }
@@ -194,55 +194,54 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What can be wrong with a handler.
+/// A problem of a handler.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Problem {
-    /// An effect happened more often than where nothing else happens.
+    /// An effect happened more often than in the plain run.
     Repeated {
-        /// Its name.
+        /// The name of the effect.
         effect: String,
         /// How often it happened.
         times: usize,
-        /// How often it should have.
+        /// How often it should have happened.
         expected: usize,
     },
-    /// An effect did not happen, or not as often as where nothing else happens.
+    /// An effect did not happen, or less often than in the plain run.
     Missing {
-        /// Its name.
+        /// The name of the effect.
         effect: String,
         /// How often it happened.
         times: usize,
-        /// How often it should have.
+        /// How often it should have happened.
         expected: usize,
     },
-    /// An effect was called with a key that another one had used, so it did not happen.
+    /// An effect did not happen because its key had been used for another effect.
     KeyShared {
-        /// Its name.
+        /// The name of the effect.
         effect: String,
-        /// The one that happened.
+        /// The effect that did happen under the key.
         other: String,
     },
     /// A message was delivered again and again, and never acknowledged.
     Unacknowledged,
-    /// A message was set aside that is acknowledged where nothing else happens.
+    /// A message was set aside that the plain run acknowledges.
     SetAside,
     /// Two deliveries got different results, although both were recorded or replayed.
     ResultsDiffer,
     /// The handler panicked.
     Panicked {
-        /// With these words.
+        /// The message of the panic.
         message: String,
     },
-    /// A delivery did not come to its end.
+    /// A delivery did not end.
     Stuck,
-    /// The handler has no effect that is counted, so there is nothing to be found out: see
-    /// [`Worker::effect`](super::Worker::effect).
+    /// The handler has no counted effect, so nothing can be found out: see [`Worker::effect`](super::Worker::effect).
     NothingCounted,
 }
 
 impl Problem {
-    /// Whether one story can stand for both.
+    /// Whether one story can stand for both problems.
     fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })

@@ -1,10 +1,10 @@
-//! What can happen to a handler, and where.
+//! The faults that can happen to a handler, and where.
 
 use std::fmt;
 
 use self::Duplicate::{After, During, Late, Never, With};
 
-/// What happens to the first delivery.
+/// The fault of the first delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cut {
     /// Nothing.
@@ -13,17 +13,17 @@ pub(super) enum Cut {
     Cancel,
     /// Its worker dies.
     Crash,
-    /// Its worker stands still until somebody else has handled the message.
+    /// Its worker stands still until another worker has handled the message.
     Stop,
-    /// Its worker stands still until somebody else has taken over, and goes on beside them.
+    /// Its worker stands still until another worker has taken over, and goes on beside it.
     Pause,
-    /// Its worker stands still until somebody else has taken over, and goes on when they have died of it.
+    /// Its worker stands still until another worker has taken over and died of it.
     Overtake,
     /// A request gets lost on its way.
     RequestLost,
     /// A request is done, and its answer gets lost.
     AnswerLost,
-    /// The store can't be reached by this worker, from this call on and for longer than a lease.
+    /// The worker can't reach the store, from this call on and for longer than a lease.
     Down,
 }
 
@@ -50,7 +50,7 @@ impl fmt::Display for Cut {
     }
 }
 
-/// Where it happens; numbers count from 1.
+/// The point of the fault; numbers count from 1.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Point {
     Nowhere,
@@ -83,13 +83,13 @@ impl fmt::Display for Point {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Duplicate {
     Never,
-    /// Together with it.
+    /// Together with the message.
     With,
-    /// When it is where something happens to it, and before that happens.
+    /// When the message has reached the point of the fault, just before it.
     During,
-    /// As soon as that has happened.
+    /// Right after the fault.
     After,
-    /// Once everything is over, and as late as the broker may deliver again.
+    /// When all deliveries have ended, as late as the broker may deliver again.
     Late,
 }
 
@@ -105,41 +105,41 @@ impl fmt::Display for Duplicate {
     }
 }
 
-/// One run of the message through the workers. Its text is what it can be repeated by.
+/// One run of the message through the workers. Its text repeats it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Scenario {
     pub(super) cut: Cut,
     pub(super) point: Point,
     pub(super) duplicate: Duplicate,
-    /// What happens to a later delivery, and at which of its awaits.
+    /// The fault of a later delivery, and at which of its awaits.
     pub(super) then: Option<(Cut, usize)>,
     /// Which of several orders of the tasks.
     pub(super) order: u32,
 }
 
 impl Scenario {
-    /// The run that nothing happens to.
+    /// The plain run: no fault.
     pub(super) const PLAIN: Self =
         Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Never, then: None, order: 0 };
 
-    /// Whether a worker that stood still goes on before its heartbeat finds the lease lost...
+    /// Whether a worker that stood still goes on before its heartbeat finds the lease lost.
     pub(super) fn renews_late(self) -> bool {
         self.cut.stands_still() && self.order.is_multiple_of(2)
     }
 
-    /// ...or after that.
+    /// Whether it goes on after that.
     pub(super) fn goes_on_late(self) -> bool {
         self.cut.stands_still() && !self.order.is_multiple_of(2)
     }
 
-    /// Every scenario for a handler with so many awaits, calls of the store and effects.
+    /// Every scenario for a handler with so many awaits, store calls and effects.
     pub(super) fn all(awaits: usize, store_calls: usize, effects: usize, orders: u32) -> Vec<Self> {
         let mut all = Vec::new();
         let mut add = |cut, point, duplicates: &[Duplicate]| {
             for &duplicate in duplicates {
                 let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
-                    // With one task at a time there is one order.
+                    // One task at a time has only one order.
                     Never if !first.cut.stands_still() => 1,
                     Late => 1,
                     _ => orders.max(1),

@@ -17,9 +17,9 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant, SplitMix};
 use crate::sync::lock;
 
-/// How much simulated time a run may take.
+/// How much simulated time a run may take (default).
 const TIME_LIMIT: Duration = Duration::from_secs(24 * 3600);
-/// How often a run may poll its tasks.
+/// How often a run may poll its tasks (default).
 const POLL_LIMIT: u64 = 10_000_000;
 
 /// Numbers that look random, and are the same for the same seed.
@@ -40,13 +40,13 @@ impl Random {
         Self(SplitMix(seed))
     }
 
-    /// The next number below `limit`; zero if that is zero.
+    /// The next number below `limit`, or zero if `limit` is zero.
     pub fn below(&mut self, limit: u64) -> u64 {
         // The high half of the product: as even as 64 bits allow.
         u64::try_from((u128::from(self.0.next()) * u128::from(limit)) >> 64).unwrap_or_default()
     }
 
-    /// Whether the next throw of a coin shows heads.
+    /// The next toss of a coin: true with probability one half.
     pub fn coin(&mut self) -> bool {
         self.below(2) == 0
     }
@@ -54,11 +54,11 @@ impl Random {
 
 /// Many tasks on one thread, in an order that a seed decides, on simulated time.
 ///
-/// Of the tasks that can go on, the next one is drawn. While none can, time jumps to the next moment that somebody sleeps
-/// for: an hour takes no time. Nothing depends on the machine, so a seed repeats its run exactly.
+/// The next task is drawn from those that can go on. While none can, time jumps to the next moment for which a task sleeps:
+/// an hour takes no time. Nothing depends on the machine, so a seed repeats its run exactly.
 ///
-/// What the library spawns (heartbeats, late writes) and what a handler does with `tokio::spawn` and `tokio::time` lives
-/// here as well. Real input and output does not belong here: time does not wait for it.
+/// It also runs what the library spawns (heartbeats, late writes), and what a handler does with `tokio::spawn` and
+/// `tokio::time`. A handler must not use real input and output: time does not wait for them.
 ///
 /// ```
 /// use std::time::Duration;
@@ -89,9 +89,9 @@ impl Random {
 /// });
 /// ```
 ///
-/// It has a tokio runtime of its own, so it is used in a plain `#[test]` and not in a `#[tokio::test]`.
+/// A simulation has a tokio runtime of its own, so use it in a plain `#[test]`, not in a `#[tokio::test]`.
 pub struct Simulation {
-    // Before the runtime: what is left of the tasks is dropped on it.
+    // Before the runtime: the remaining tasks are dropped on it.
     tasks: Rc<Tasks>,
     runtime: Option<Runtime>,
     clock: SimulatedClock,
@@ -101,7 +101,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// A simulation whose order, and whose clock's entropy, are those of `seed`.
+    /// A simulation that draws the order of its tasks, and the entropy of its clock, from `seed`.
     ///
     /// # Panics
     /// If no runtime can be built.
@@ -109,7 +109,7 @@ impl Simulation {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
-            // One spawned task at a time, so that those of the simulation can come in between.
+            // One spawned task at a time, so that tasks of the simulation can come in between.
             .event_interval(1)
             .build()
             .expect("a runtime can be built");
@@ -133,23 +133,23 @@ impl Simulation {
         }
     }
 
-    /// How much simulated time a run may take before it counts as stuck: a day, if nothing is said. A task that waits for
-    /// nothing is found out by this.
+    /// How much simulated time a run may take before it counts as stuck (default: 1 d). This finds a task that waits for
+    /// something that never comes.
     pub fn limit_time(&self, limit: Duration) {
         self.time_limit.set(limit);
     }
 
-    /// How often the tasks of a run may be polled before it counts as stuck: ten million times, if nothing is said.
+    /// How often the tasks of a run may be polled before it counts as stuck (default: 10 000 000).
     pub fn limit_polls(&self, limit: u64) {
         self.poll_limit.set(limit);
     }
 
-    /// Its clock, for stores.
+    /// The clock of the simulation, for stores.
     pub fn clock(&self) -> SimulatedClock {
         self.clock.clone()
     }
 
-    /// Its seed.
+    /// The seed of the simulation.
     pub fn seed(&self) -> u64 {
         self.seed
     }
@@ -159,22 +159,22 @@ impl Simulation {
         self.tasks.random.borrow_mut().below(limit)
     }
 
-    /// Runs `future` and everything that is spawned meanwhile until `future` is ready. What is still running then is
+    /// Runs `future` and all tasks spawned meanwhile until `future` is ready. Tasks that are still running then are
     /// dropped.
     ///
     /// # Panics
-    /// If it gets [`Stuck`], if a task panics, or inside of another runtime.
+    /// If the run is [`Stuck`], if a task panics, or inside another runtime.
     pub fn run<F: Future>(&self, future: F) -> F::Output {
         self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
     }
 
-    /// As [`run`](Simulation::run), for those who want to know.
+    /// As [`run`](Simulation::run), but returns an error instead of panicking if the run is stuck.
     ///
     /// # Errors
-    /// [`Stuck`] if `future` does not get ready.
+    /// [`Stuck`] if `future` does not become ready.
     ///
     /// # Panics
-    /// If a task panics, or inside of another runtime.
+    /// If a task panics, or inside another runtime.
     pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, Stuck> {
         let runtime = self.runtime.as_ref().expect("present until it is dropped");
         let Self { tasks, clock, .. } = self;
@@ -183,7 +183,7 @@ impl Simulation {
         let ran = runtime.block_on(async {
             let mut future = pin!(future);
             let limit = clock.now().saturating_add(self.time_limit.get());
-            // Time jumps to when this is due.
+            // The timer for the next jump of time.
             let mut due: Option<(Instant, Pin<Box<tokio::time::Sleep>>)> = None;
             let main = tasks.new_waker();
             main.wake_by_ref();
@@ -216,7 +216,7 @@ impl Simulation {
                 } else {
                     tasks.poll(id, false);
                 }
-                // If there is nobody else, time goes on.
+                // Call the scheduler again: time goes on once no task can.
                 cx.waker().wake_by_ref();
                 Poll::Pending
             })
@@ -227,13 +227,13 @@ impl Simulation {
         ran
     }
 
-    /// Lets `future` run beside all others.
+    /// Runs `future` beside all other tasks.
     pub fn spawn<F: Future + 'static>(&self, future: F) -> Task<F::Output> {
         self.spawn_killed_at(u64::MAX, future)
     }
 
-    /// As [`spawn`](Simulation::spawn), and drops `future` at its `awaits`-th await: as soon as it has been polled that
-    /// often and is pending still. At 0 it is never polled.
+    /// As [`spawn`](Simulation::spawn), but drops `future` at its `awaits`-th await: as soon as it has been polled that
+    /// often and is still pending. With 0 it is never polled.
     pub fn spawn_killed_at<F: Future + 'static>(&self, awaits: u64, future: F) -> Task<F::Output> {
         let state = Rc::new(TaskState { output: Cell::new(None), waiter: Cell::new(None) });
         let waker = self.tasks.new_waker();
@@ -286,12 +286,12 @@ pub struct Stuck {
 }
 
 impl Stuck {
-    /// Whether its tasks are polled on and on. If not, they wait for something that does not come.
+    /// Whether its tasks are polled endlessly. If not, they wait for something that does not come.
     pub fn is_spinning(&self) -> bool {
         self.spinning
     }
 
-    /// The simulated time at which it was given up.
+    /// The simulated time at which the run was given up.
     pub fn after(&self) -> Duration {
         self.after
     }
@@ -322,7 +322,7 @@ impl fmt::Display for Killed {
 
 impl std::error::Error for Killed {}
 
-/// A task of a [`Simulation`]: awaited, it gives what its future gave. It runs on if this is dropped.
+/// A task of a [`Simulation`]. Awaited, it gives the output of its future. The task goes on if this is dropped.
 pub struct Task<T> {
     id: u64,
     tasks: Rc<Tasks>,
@@ -331,17 +331,18 @@ pub struct Task<T> {
 }
 
 impl<T> Task<T> {
-    /// Drops its future, now or, from inside of it, as soon as it is pending. No effect on one that has ended.
+    /// Drops the task's future, now, or as soon as it is pending if called from inside it. Does nothing to a task that has
+    /// ended.
     pub fn kill(&self) {
         self.tasks.kill(self.id);
     }
 
-    /// How often it has been polled: at each of these but the last, if it has ended, it was pending at an await.
+    /// How often the task has been polled. Each poll left it pending at an await, except the last one if it has ended.
     pub fn polls(&self) -> u64 {
         self.polls.get()
     }
 
-    /// Whether it has ended or was killed.
+    /// Whether the task has ended or was killed.
     pub fn is_finished(&self) -> bool {
         !self.tasks.slots.borrow().contains_key(&self.id)
     }
@@ -380,7 +381,7 @@ impl<T> TaskState<T> {
 }
 
 struct Slot {
-    /// Empty while it is being polled.
+    /// Empty during a poll.
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
     waker: Arc<TaskWaker>,
     polls: Rc<Cell<u64>>,
@@ -397,7 +398,7 @@ pub(super) struct Tasks {
     woken: Arc<Mutex<Woken>>,
 }
 
-/// Who can go on. Wakers may come from anywhere, so it is behind a lock.
+/// The tasks that can go on. Behind a lock, as a waker may be called from any thread.
 #[derive(Default)]
 struct Woken {
     tasks: BTreeSet<u64>,
@@ -432,12 +433,12 @@ impl Tasks {
         Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
     }
 
-    /// Whether there have been too many polls.
+    /// Whether the limit of polls is reached.
     pub(super) fn is_exhausted(&self) -> bool {
         self.left.get() == 0
     }
 
-    /// Takes in what the clock was asked to run.
+    /// Takes over the tasks that the clock was asked to run.
     fn adopt(&self, clock: &SimulatedClock) {
         for task in clock.take_spawned() {
             let waker = self.new_waker();
@@ -453,7 +454,7 @@ impl Tasks {
         }
     }
 
-    /// Polls one of those who can go on while another one blocks; false if there is none.
+    /// Polls a task that can go on while another one blocks; false if there is none.
     pub(super) fn poll_another(&self, clock: &SimulatedClock) -> bool {
         self.adopt(clock);
         let id = {
@@ -475,7 +476,7 @@ impl Tasks {
         lock(&self.woken).scheduler = Some(scheduler.clone());
     }
 
-    /// One of those who can go on, or now and then nobody, so that a task of the runtime comes first.
+    /// Draws a task that can go on. Sometimes returns none, so that a task of the runtime comes first.
     fn draw(&self) -> Option<u64> {
         let mut woken = lock(&self.woken);
         if woken.tasks.is_empty() || self.random.borrow_mut().coin() {
@@ -488,14 +489,14 @@ impl Tasks {
         Some(id)
     }
 
-    /// Has the scheduler called again if there is somebody who can go on.
+    /// Has the scheduler called again if a task can go on.
     fn go_on(&self, scheduler: &Waker) {
         if !lock(&self.woken).tasks.is_empty() {
             scheduler.wake_by_ref();
         }
     }
 
-    /// Polls a task; `inside` of the poll of another one, it does not share what tokio allows one poll to do.
+    /// Polls a task. `inside` the poll of another one, it does not use up that one's cooperative budget of tokio.
     fn poll(&self, id: u64, inside: bool) {
         let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
             let future = slot.future.take()?;
@@ -503,7 +504,7 @@ impl Tasks {
         }) else {
             return;
         };
-        // Neither a poll nor a drop may find the slots borrowed: both may spawn, and kill.
+        // Neither a poll nor a drop may find the slots borrowed: both may spawn and kill.
         let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
         let mut cx = Context::from_waker(&waker);
         let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {
@@ -530,7 +531,7 @@ impl Tasks {
 
     fn kill(&self, id: u64) {
         let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            // Found by the end of its poll if it is being polled.
+            // If it is being polled, the end of that poll finds this.
             slot.kill_at.set(0);
             slot.future.take()
         });
@@ -551,7 +552,7 @@ impl Tasks {
     fn clear(&self, clock: &SimulatedClock) {
         clock.tells(None);
         loop {
-            // What is dropped may still have something to write.
+            // A dropped task may still have something to write.
             self.adopt(clock);
             let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
             drop(slot);

@@ -1,4 +1,4 @@
-//! The time of a simulation: a clock whose sleepers the simulation wakes itself, also while a task of it blocks.
+//! The time of a simulation: a clock whose sleepers the simulation itself wakes, also while one of its tasks blocks.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::RefCell;
@@ -21,9 +21,9 @@ thread_local! {
     static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
 }
 
-/// The clock of a [`Simulation`](crate::testing::Simulation): its time passes while nothing else can go on.
+/// The clock of a [`Simulation`](crate::testing::Simulation). Its time passes while no task can go on.
 ///
-/// It is the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler follows it as well.
+/// It shows the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler agrees with it.
 #[derive(Clone)]
 pub struct SimulatedClock(Arc<Time>);
 
@@ -35,12 +35,12 @@ struct Time {
 
 struct State {
     random: SplitMix,
-    /// Who sleeps, by when they wake and in which order they fell asleep.
+    /// The sleeping tasks, by the time at which they wake and the order in which they fell asleep.
     sleepers: BTreeMap<(Instant, u64), Waker>,
     fell_asleep: u64,
-    /// What was spawned since the simulation looked last.
+    /// The tasks spawned since the simulation last looked.
     spawned: Vec<Task>,
-    /// Looks again when somebody falls asleep or is spawned.
+    /// Woken when a task falls asleep or is spawned.
     simulation: Option<Waker>,
 }
 
@@ -58,25 +58,25 @@ impl SimulatedClock {
         Self(Arc::new(Time { runtime: runtime.clone(), origin: tokio::time::Instant::now(), state: Mutex::new(state) }))
     }
 
-    /// Lets time jump, as it does for a process that was stopped: everything that was due in between is late.
+    /// Lets time jump, as for a process that was stopped: everything due in between is late.
     ///
     /// To let it pass, await [`sleep`](Clock::sleep).
     pub fn advance(&self, duration: Duration) {
         let _entered = self.0.runtime.enter();
-        // The jump is made by the first poll; what it yields for is up to the caller.
+        // The first poll makes the jump. It then yields, which is up to the caller.
         let jump = pin!(tokio::time::advance(duration));
         let _ = jump.poll(&mut Context::from_waker(Waker::noop()));
     }
 
-    /// Blocks the thread of the task that calls this for `duration`, as `std::thread::sleep` would. The other tasks of the
-    /// simulation, and what the library does by itself, go on meanwhile: they are on other threads.
+    /// Blocks the thread of the calling task for `duration`, as `std::thread::sleep` would. The other tasks of the
+    /// simulation, and the library's own work, go on meanwhile: they stand for other threads.
     ///
-    /// What was spawned by `tokio::spawn`, sleeps by `tokio::time` or yields by `tokio::task::yield_now` is on the runtime of
-    /// the thread that blocks, and waits.
-    /// Outside of [`Simulation::run`](crate::testing::Simulation::run) time jumps, as in [`advance`](SimulatedClock::advance).
+    /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` are on the runtime of the
+    /// blocked thread, and wait. Outside of [`Simulation::run`](crate::testing::Simulation::run) time jumps, as in
+    /// [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
-        // What is polled in here is in no call of the one that blocks.
+        // Tasks polled in here are in no call of the blocking task.
         let (mut nowhere, mut nobody) = (None, None);
         let _entered = Entered::enter(&mut nowhere);
         let _observation = Observation::enter(&mut nobody);
@@ -95,12 +95,12 @@ impl SimulatedClock {
         }
     }
 
-    /// Makes `tasks` those that go on while one of them blocks, until the answer is dropped.
+    /// Makes `tasks` the ones that go on while one of them blocks, until the returned guard is dropped.
     pub(super) fn running(tasks: &Rc<Tasks>) -> Running {
         Running(RUNNING.replace(Some(Rc::clone(tasks))))
     }
 
-    /// Wakes those whose time has come.
+    /// Wakes the tasks whose time has come.
     pub(super) fn wake_sleepers(&self) {
         let now = self.now();
         loop {
@@ -115,23 +115,23 @@ impl SimulatedClock {
         }
     }
 
-    /// When the next one wakes.
+    /// The time at which the next sleeper wakes.
     pub(super) fn next_wake(&self) -> Option<Instant> {
         lock(&self.0.state).sleepers.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// What was spawned since this was asked last. `simulation` is woken when there is more.
+    /// The tasks spawned since this was last called.
     pub(super) fn take_spawned(&self) -> Vec<Task> {
         std::mem::take(&mut lock(&self.0.state).spawned)
     }
 
-    /// Has `simulation` woken when somebody falls asleep or is spawned.
+    /// Has `simulation` woken when a task falls asleep or is spawned.
     pub(super) fn tells(&self, simulation: Option<&Waker>) {
         let earlier = std::mem::replace(&mut lock(&self.0.state).simulation, simulation.cloned());
         drop(earlier);
     }
 
-    /// The same moment for the runtime.
+    /// The same moment on the runtime's clock.
     pub(super) fn of_the_runtime(&self, at: Instant) -> tokio::time::Instant {
         self.0.origin + at.since_origin()
     }
@@ -194,7 +194,7 @@ impl Future for Sleeper {
             });
             state.sleepers.insert((this.until, number), waker)
         };
-        // Not under the lock: with the last waker of a task goes the task.
+        // Not under the lock: dropping the last waker of a task drops the task.
         if earlier.is_none() {
             this.clock.tell();
         }

@@ -1,4 +1,4 @@
-//! What a handler meets in a scenario: a worker that can be killed, its store, and effects that are counted.
+//! The surroundings of a handler in a scenario: a worker that can be killed, its store, and effects that are counted.
 
 use std::any::{Any, TypeId};
 use std::collections::{BTreeMap, HashMap};
@@ -22,19 +22,18 @@ use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, Store
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
 
-/// How long a store that went down stays down, in leases: long enough for somebody else to take over.
+/// How many leases a store that went down stays down: long enough for another worker to take over.
 const DOWN_FOR_LEASES: u32 = 2;
 
-/// How long the effect of a task takes that the handler has spawned.
+/// How long an effect takes in a task that the handler has spawned.
 const SPAWNED: Duration = Duration::from_millis(100);
-/// How much slower than the other one it is, if a handler and its heartbeat race each other.
+/// By how much the loser of a race between a handler and its heartbeat is late.
 pub(super) const SLOWER: Duration = Duration::from_millis(1);
 
 /// A simulated worker process, to which the message is delivered.
 ///
-/// Make what your handler needs from it: its [`store`](Worker::store), and fakes whose effects are counted
-/// ([`effect`](Worker::effect)). When it is killed, nothing that was made from it is heard of again. Clones are the same
-/// worker.
+/// Make from it what your handler needs: its [`store`](Worker::store), and fakes whose effects are counted
+/// ([`effect`](Worker::effect)). Once it is killed, nothing made from it acts any more. Clones are the same worker.
 #[derive(Clone)]
 pub struct Worker(Arc<Process>);
 
@@ -43,7 +42,7 @@ struct Process {
     world: Arc<World>,
     memory: MemoryStore,
     health: Mutex<Health>,
-    /// Told about each change of its health.
+    /// Notified of each change of its health.
     changed: Notify,
 }
 
@@ -55,7 +54,7 @@ enum Health {
 }
 
 impl Worker {
-    /// Its handle to the store of this scenario, which all workers share.
+    /// The worker's handle to the store of the scenario, which all workers share.
     pub fn store(&self) -> SimulatedStore {
         let this = |it: &std::sync::Weak<Shared>| Shared { this: it.clone(), worker: self.clone() };
         SimulatedStore(Arc::new_cyclic(this))
@@ -66,16 +65,16 @@ impl Worker {
         self.0.world.clock.clone()
     }
 
-    /// Its number, from 1: the first one is the one that things happen to.
+    /// The number of the worker, from 1. The faults hit worker 1.
     pub fn number(&self) -> u32 {
         self.0.number
     }
 
-    /// An effect on the outside, such as a charge or a mail; it happens when it is awaited. The name says which one it is
-    /// (`"charge order 42"`): in every scenario it is to happen as often as in a run that nothing happens to.
+    /// An effect on the outside, such as a charge or a mail. It happens when it is awaited. The name identifies it
+    /// (`"charge order 42"`): in every scenario it must happen as often as in the plain run.
     ///
-    /// It is pending before it happens and after, and can be cut at both. Its answer says whether it happened now; `false`
-    /// if its [`key`](Effect::key) was known.
+    /// The effect is pending before and after it happens, and the handler can be cut at both. The answer is whether it
+    /// happened now: `false` if its [`key`](Effect::key) was known.
     pub fn effect(&self, name: impl Into<String>) -> Effect {
         Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
     }
@@ -83,7 +82,7 @@ impl Worker {
     /// Asks the outside whether the effect of this name has happened.
     ///
     /// # Errors
-    /// [`NoAnswer`], in scenarios in which it gets lost.
+    /// [`NoAnswer`], in scenarios in which the answer gets lost.
     pub async fn happened(&self, name: &str) -> Result<bool, NoAnswer> {
         let world = &self.0.world;
         let question = format!("whether `{name}` happened");
@@ -100,16 +99,16 @@ impl Worker {
         }
     }
 
-    /// An await, at which the handler can be cut: for fakes that have no effect, such as a query.
+    /// An await at which the handler can be cut. For fakes that have no effect, such as a query.
     pub async fn checkpoint(&self) {
         self.travel(|| "at a checkpoint".to_owned()).await;
     }
 
-    /// What the fakes of all workers share in one scenario, such as the books of a payment provider: one value of each
-    /// type, made when it is first asked for.
+    /// State that the fakes of all workers share in one scenario, such as the books of a payment provider: one value of
+    /// each type, made on first use.
     ///
     /// # Panics
-    /// Never: the value is found by its type.
+    /// Never: the value is looked up by its type.
     pub fn shared<T: Default + Send + Sync + 'static>(&self) -> Arc<T> {
         let mut state = lock(&self.0.world.state);
         let shared = state.shared.entry(TypeId::of::<T>()).or_insert_with(|| Arc::new(T::default()));
@@ -121,7 +120,7 @@ impl Worker {
         self.0.world.tell(line.as_ref());
     }
 
-    /// Dies: nothing it has begun goes on, and nothing it holds is let go of.
+    /// Kills the worker: nothing that it has begun goes on, and it releases nothing.
     pub(super) fn die(&self) {
         self.becomes(Health::Dead);
     }
@@ -185,7 +184,7 @@ impl fmt::Debug for Worker {
     }
 }
 
-/// The answer of an [`effect`](Worker::effect) got lost: it has happened, or it has not.
+/// The answer of an [`effect`](Worker::effect) got lost: the effect may or may not have happened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoAnswer(());
 
@@ -209,8 +208,8 @@ pub struct Effect {
 type UnderWay = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
 
 impl Effect {
-    /// The idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key): it does
-    /// nothing for a key that it knows.
+    /// Sets the idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key). The other
+    /// side does nothing for a key that it knows.
     pub fn key(mut self, key: impl Into<String>) -> Self {
         self.key = Some(key.into());
         self
@@ -249,7 +248,7 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         return Err(NoAnswer(()));
     }
     if tokio::task::try_id().is_some() {
-        // What is spawned takes longer than what does not wait for it.
+        // An effect in a spawned task takes longer than a handler that does not wait for it.
         world.clock.sleep(SPAWNED).await;
         worker.running().await;
     }
@@ -266,7 +265,7 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     Ok(now)
 }
 
-/// The effect of a request that has left the body when its worker is about to stand still: it happens when that goes on,
+/// An effect whose request has left the body when its worker is about to stand still. It happens when the worker goes on,
 /// whether or not the body does.
 async fn late_effect(
     worker: Worker,
@@ -286,7 +285,7 @@ async fn late_effect(
     Ok(now)
 }
 
-/// The store of a [`Worker`]: a [`MemoryStore`] that takes its time, and that fails where the scenario says so.
+/// The store of a [`Worker`]: a [`MemoryStore`] whose calls take a while, and fail when the scenario says so.
 #[derive(Clone, Debug)]
 pub struct SimulatedStore(Arc<Shared>);
 
@@ -305,7 +304,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// One call: the request travels, is done, and the answer travels.
+    /// One call: the request travels, takes effect, and the answer travels.
     fn ask<'a, T: Send + 'a>(
         &'a self,
         what: &'static str,
@@ -405,7 +404,7 @@ impl Store for Shared {
     }
 }
 
-/// What all workers of one scenario share, and what is known of it.
+/// The state that all workers of a scenario share.
 pub(super) struct World {
     clock: SimulatedClock,
     memory: MemoryStore,
@@ -419,12 +418,12 @@ pub(super) struct WorldState {
     pub(super) effects: Vec<Happened>,
     pub(super) story: Vec<String>,
     pub(super) problems: Vec<Problem>,
-    /// What the first worker asked, in order.
+    /// The store calls of the first worker, in order.
     pub(super) store_calls: Vec<String>,
     pub(super) effect_calls: Vec<String>,
-    /// Where the poll that is under way came to its end.
+    /// The place at which the current poll ended.
     place: Option<String>,
-    /// Whether what was to happen at a call has happened, and nobody has looked yet.
+    /// Whether the fault at a call has happened since the last look.
     cut: bool,
     pub(super) lease: Duration,
     down_until: Option<Instant>,
@@ -471,7 +470,7 @@ impl World {
         state.deliveries
     }
 
-    /// The longest lease that was asked for.
+    /// The longest lease that was requested.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
     }
@@ -480,7 +479,7 @@ impl World {
         lock(&self.state).takeovers
     }
 
-    /// Waits until somebody has taken over.
+    /// Waits until another worker has taken over.
     pub(super) async fn takeover(&self) {
         loop {
             let taken_over = self.taken_over.notified();
@@ -497,17 +496,17 @@ impl World {
         lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
     }
 
-    /// Where the last poll came to its end.
+    /// The place at which the last poll ended.
     pub(super) fn take_place(&self) -> String {
         lock(&self.state).place.take().unwrap_or_else(|| "at an await of its own".to_owned())
     }
 
-    /// Whether something has happened to a call since this was asked last.
+    /// Whether a fault at a call has happened since this was last called.
     pub(super) fn take_cut(&self) -> bool {
         std::mem::take(&mut lock(&self.state).cut)
     }
 
-    /// Counts a call of the first worker, and says what is to happen to it.
+    /// Counts a call of the first worker, and returns the fault that it gets.
     fn count(
         &self,
         worker: &Worker,

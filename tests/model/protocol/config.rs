@@ -1,4 +1,4 @@
-//! The configurations that are checked: who calls with which policy, and how much goes wrong.
+//! The configurations that are checked: the calls, their policies, and how many faults occur.
 
 use idem_runtime::{OnCrash, Reserve};
 
@@ -11,23 +11,23 @@ use super::store;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) key: u8,
-    /// The payload, as a fingerprint tells it apart from others.
+    /// The payload, told apart by its fingerprint.
     pub(crate) mark: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u8>,
-    /// For how long it waits for a running attempt; `None` is `in_progress = reject`.
+    /// How long it waits for a running attempt; `None` is `in_progress = reject`.
     pub(crate) wait: Option<u8>,
     /// `on_error = record`.
     pub(crate) record_errors: bool,
     /// `on_store_error = run`.
     pub(crate) open: bool,
-    /// `mode = shadow`: it is reserved and recorded, but nothing is refused.
+    /// `mode = shadow`: the call reserves and records, but nothing is refused.
     pub(crate) shadow: bool,
     /// Its result is larger than the store can hold.
     pub(crate) too_large: bool,
     /// How long its body may run, in ticks.
     pub(crate) timeout: Option<u8>,
-    /// How its body may return; one that may not at all hangs.
+    /// How its body may return; if neither way is allowed, it hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
     /// By how much its clock is ahead of true time, in steps of true time.
@@ -73,11 +73,11 @@ const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) name: &'static str,
-    /// What it is about.
+    /// What it shows.
     pub(crate) about: &'static str,
     /// The calls, in the order in which their messages are delivered.
     pub(crate) plans: Vec<Plan>,
-    /// How many of them are under way at a time.
+    /// How many of them run at a time.
     pub(crate) workers: usize,
     pub(crate) keys: u8,
     /// How long a lease is, in ticks.
@@ -85,17 +85,17 @@ pub(crate) struct Config {
     /// How often a reservation is tried.
     pub(crate) tries: u8,
     pub(crate) budget: Budget,
-    /// Whether the store also answers that it can't do what is asked, now or ever.
+    /// Whether the store also answers that it can't do a request, now or ever.
     pub(crate) refusals: bool,
-    /// Whether a reservation that replaces a record does so in one step, whichever record it then meets.
+    /// Whether a reservation replaces a record in one step, whichever record it meets then.
     pub(crate) one_step: bool,
-    /// Whether the end of an attempt replaces the whole record, as where a record is one value.
+    /// Whether the end of an attempt replaces the whole record, as in stores where a record is one value.
     pub(crate) whole: bool,
-    /// The store has no clock; those of its clients differ by up to so many ticks.
+    /// The store has no clock; the clocks of its clients differ by up to so many ticks.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
     pub(crate) mutant: Option<Mutant>,
-    /// What each call asks for, ready for the runtime's own functions.
+    /// The request of each call, ready for the runtime's own functions.
     pub(crate) requests: Vec<Reserve>,
 }
 
@@ -123,7 +123,7 @@ impl Config {
         base.prepared()
     }
 
-    /// Calls for a trace, which says itself what goes wrong; reservations are tried as often as the engine does.
+    /// Calls for a trace, which brings its own faults; reservations are tried as often as the engine does.
     pub(crate) fn of(plans: &[Plan]) -> Self {
         let plenty = 100;
         let budget = Budget {
@@ -144,7 +144,7 @@ impl Config {
         self
     }
 
-    /// What the call of `token` asks for.
+    /// The request of the call that `token` belongs to.
     pub(crate) fn request(&self, token: Token) -> Reserve {
         let who = holder(token);
         match token == who {
@@ -157,12 +157,12 @@ impl Config {
         Self { scenes, ..self }
     }
 
-    /// The same with a mistake in it.
+    /// The same configuration with a mistake in it.
     pub(crate) fn with(&self, mutant: Mutant) -> Self {
         Self { mutant: Some(mutant), scenes: &[], ..self.clone() }
     }
 
-    /// The same with more of everything that goes wrong.
+    /// The same configuration with one more of every fault.
     pub(crate) fn larger(mut self) -> Self {
         let budget = &mut self.budget;
         for more in [&mut budget.faults, &mut budget.ticks, &mut budget.beats] {
@@ -175,7 +175,7 @@ impl Config {
         Who::try_from(self.plans.len()).expect("few calls")
     }
 
-    /// Whether the number of bodies makes a difference; where it doesn't, it is not part of the state.
+    /// Whether the number of bodies makes a difference; otherwise it is not part of the state.
     pub(crate) fn counts_bodies(&self) -> bool {
         self.plans.iter().any(|plan| plan.max_attempts.is_some())
     }

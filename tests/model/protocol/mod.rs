@@ -1,4 +1,4 @@
-//! The protocol as a state machine; `tests/protocol.rs` says what it is about and how to read it.
+//! The protocol as a state machine; `tests/protocol.rs` explains it and how to read its output.
 
 pub(crate) mod config;
 pub(crate) mod mutants;

@@ -1,13 +1,13 @@
-//! The protocol with one mistake each, and the property that has to notice.
+//! The protocol with one mistake at a time, and the property that has to notice it.
 //!
-//! What a mistake changes is written where the step is made; those of the store's decisions are here.
+//! Mistakes of calls are made where the step is made; mistakes of the store's decisions are made here.
 
 use idem_runtime::{OnCrash, Owner, Record, Reserve, State};
 
 use super::properties::{ENDS, Rule};
 use super::state::Slot;
 
-/// Declares the mistakes: name, the property that notices, the configuration it is noticed in, and what is wrong.
+/// Declares the mistakes: the name, the property that notices it, the configuration in which it does, and a description.
 macro_rules! mutants {
     ($($(#[doc = $about:literal])+ $mutant:ident => $noticed:expr, $config:literal;)*) => {
         /// One mistake.
@@ -26,14 +26,14 @@ macro_rules! mutants {
                 }
             }
 
-            /// The configuration in which it does.
+            /// The configuration in which the property notices.
             pub(crate) fn config(self) -> &'static str {
                 match self {
                     $(Self::$mutant => $config,)*
                 }
             }
 
-            /// What is wrong.
+            /// The description of the mistake.
             pub(crate) fn about(self) -> &'static str {
                 match self {
                     $(Self::$mutant => concat!($($about),+).trim_ascii_start(),)*
@@ -58,7 +58,7 @@ impl From<&'static str> for Noticed {
 }
 
 mutants! {
-    // What the store decides.
+    // Decisions of the store.
     /// A live lease is taken over.
     LiveTakenOver => Rule::S1, "crashes";
     /// An operator may reopen a record whose lease is live.
@@ -134,7 +134,7 @@ mutants! {
     /// Where the times are the senders', a late renewal cuts short what a later one has confirmed.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
-    // What a call does.
+    // Decisions of a call.
     /// The lease counts from when the answer to the reservation came.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
     /// The lease counts from the latest of several reservations, although an earlier one may be what was granted.
@@ -198,7 +198,7 @@ mutants! {
 }
 
 impl Mutant {
-    /// What the mistake makes of a reservation and of the record it meets.
+    /// Applies the mistake to a reservation and the record that it meets.
     pub(crate) fn before_meeting(self, met: &Slot, record: &mut Record, asked: &mut Reserve, lapses_in: &mut u8) {
         let lapsed = met.is_pending() && *lapses_in == 0;
         let skips_fingerprint = match self {
@@ -231,7 +231,7 @@ impl Mutant {
         }
     }
 
-    /// What the mistake makes of the record of a new attempt.
+    /// Applies the mistake to the record of a new attempt.
     pub(crate) fn before_replacing(self, met: &Slot, with: &mut Record, takeover: bool) {
         match self {
             Self::TakeoverKeepsToken if takeover => with.owner = Owner::from_bytes([met.owner; Owner::BYTES]),
@@ -240,7 +240,7 @@ impl Mutant {
         }
     }
 
-    /// Whether an attempt may end although the record is another's.
+    /// Whether an attempt may end although the record belongs to another owner.
     pub(crate) fn ends_anybodys(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishAnybodys => with_result && met.is_pending(),
@@ -249,7 +249,7 @@ impl Mutant {
         }
     }
 
-    /// Whether an attempt may end although the record is of another number.
+    /// Whether an attempt may end although the record has another attempt number.
     pub(crate) fn ends_any_attempt(self, met: &Slot, with_result: bool) -> bool {
         self == Self::FinishAnyAttempt || self.ends_anybodys(met, with_result)
     }

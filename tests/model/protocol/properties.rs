@@ -1,6 +1,6 @@
-//! What must hold, written without a look at the code that keeps it: from what was granted, written and answered.
+//! The rules, written without regard to the code that keeps them: from grants, writes and answers.
 //!
-//! Every rule is looked at in every step, and what a step breaks is noted in the state, so that one pass checks all.
+//! Every rule is checked in every step. A broken rule is noted in the state, so that one pass checks all.
 
 use stateright::Property;
 
@@ -11,7 +11,7 @@ use super::state::{
 };
 use super::steps::{Trouble, is_fail, may_hear};
 
-/// The rules that are kept in every state.
+/// The rules that hold in every state.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(u8)]
 pub(crate) enum Rule {
@@ -105,7 +105,7 @@ impl Rule {
     }
 
     fn property(self) -> Property<Config> {
-        /// A property is a function and can't hold the rule; this makes one for each.
+        /// A property is a function pointer and can't capture the rule; this makes one function for each rule.
         macro_rules! kept {
             ($($rule:ident)*) => {
                 match self {
@@ -119,12 +119,12 @@ impl Rule {
     }
 }
 
-/// Every call ends, whatever happens: nobody hangs. The model has no cycle (a test of its own), so every path ends in a
-/// state without steps. Once a call has ended it has ended, so that the checker, which does not tell apart two paths to
-/// one state, misses nothing.
+/// Every call ends, whatever happens: none hangs. The model has no cycle (a test of its own), so every path ends in a state
+/// without steps. A call that has ended stays ended, so the checker misses nothing although it doesn't tell apart two paths
+/// to one state.
 pub(crate) const ENDS: &str = "every call ends";
 
-/// Which rules were broken on the way here.
+/// The rules that were broken on the way to this state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Broken(u32);
 
@@ -144,7 +144,7 @@ impl std::fmt::Debug for Broken {
     }
 }
 
-/// Something that has to happen in some history of a configuration, lest its rules hold because nothing happens.
+/// An event that must occur in some history of a configuration, so that its rules don't hold for lack of events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scene {
     Replay,
@@ -251,7 +251,7 @@ pub(crate) fn all(config: &Config) -> Vec<Property<Config>> {
     rules.chain([ends]).chain(scenes).collect()
 }
 
-/// Looks at what the store made of a request.
+/// Checks the store's answer to a request.
 pub(crate) fn audit(
     config: &Config,
     world: &mut World,
@@ -269,7 +269,7 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    // A reservation that arrives again may have given the same call a later attempt, without its knowledge.
+    // A reservation that arrives again may have given the same call a later attempt without its knowledge.
     let named = match ask {
         Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
         Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
@@ -297,7 +297,7 @@ pub(crate) fn audit(
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
         }
     }
-    // Of renewals, completions and releases.
+    // For renewals, completions and releases.
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
@@ -318,10 +318,10 @@ pub(crate) fn audit(
     }
 }
 
-/// Until when a store that does `ask` now promises to keep others out.
+/// The time until which a store that executes `ask` now promises to keep others out.
 fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
     let from = match (config.skew, ask) {
-        // By nobody's clock in particular: the sender believes in it from when it asked.
+        // By true time: the sender believes in its lease from when it asked.
         (Some(_), Ask::Reserve { sent, .. } | Ask::Renew { sent, .. }) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
@@ -360,7 +360,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
-            // By how much later than the lease a lapse may be noticed where clocks differ.
+            // How much later than the lease a lapse may be noticed when clocks differ.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
@@ -372,7 +372,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
-            // Whoever was dropped before its body started, and has cleaned up, has interrupted nothing.
+            // A call that was dropped before its body started, and has cleaned up, has interrupted nothing.
             let it = world.call(before.min(CALLS as Who - 1));
             let started = it.deed.body != Body::NotStarted || it.phase == Phase::Dead;
             let open = it.is_active() || it.deed.abandoned;
@@ -397,7 +397,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     }
 }
 
-/// Looks at what an operator did to the record `met`.
+/// Checks an operator's change of the record `met`.
 pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, key: u8) {
     let at = usize::from(key);
     let live = |who: Who| {
@@ -411,7 +411,7 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, key: 
     (past.result, past.bodies) = (None, 0);
 }
 
-/// Looks at a body that starts.
+/// Checks the start of a body.
 pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     let plan = &config.plans[usize::from(who)];
     let key = usize::from(plan.key);
@@ -421,7 +421,7 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
-    // What an operator has declared dead before its body began is the operator's to answer for.
+    // An attempt that an operator has declared dead before its body began is the operator's responsibility.
     world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
@@ -433,19 +433,19 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// Looks at a body that is polled again.
+/// Checks a body that is polled again.
 pub(crate) fn polls(config: &Config, world: &mut World, who: Who) {
     let enforced = !config.plans[usize::from(who)].shadow;
     world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
 }
 
-/// Looks at time that passes.
+/// Checks a tick of time.
 pub(crate) fn passes(config: &Config, world: &mut World) {
     for who in 0..config.count() {
         let call = world.call(who);
         let plan = &config.plans[usize::from(who)];
         let lapses = world.holds_in_body_or_end(who) && world.believed(config, who) == 1;
-        // Nobody may keep it for longer.
+        // Past its time-out, no renewal is due.
         let is_over = call.stop_at > 0 && call.stop_at <= world.now;
         let held_up = matches!(call.beat, Beat::Answered { .. }) && !may_hear(config, world);
         let tried = !held_up && (call.beat != Beat::None || call.lost || call.registered);
@@ -453,13 +453,13 @@ pub(crate) fn passes(config: &Config, world: &mut World) {
     }
 }
 
-/// Looks at an end that is tried once more, after its store has failed since `since`.
+/// Checks an end that is tried once more, after its store has failed since `since`.
 pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
     let limit = since + config.span();
     world.broken.note(Rule::EndsInTime, world.now >= limit);
 }
 
-/// Looks at what the caller is told.
+/// Checks the answer to the caller.
 pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: Class) {
     let deed = world.call(who).deed;
     world.broken.note(Rule::Told, told == Class::LeaseLost && deed.recorded);
@@ -467,7 +467,7 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: C
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
-/// Looks at a call that stops trying to record its result.
+/// Checks a call that stops trying to record its result.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
@@ -475,7 +475,7 @@ pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Tr
     world.broken.note(Rule::S7Retry, held && in_time && trouble != Trouble::Fatal);
 }
 
-/// Looks at the state that a step led to.
+/// Checks the state after a step.
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
@@ -501,8 +501,8 @@ pub(crate) fn look(config: &Config, world: &mut World) {
             broken.note(Rule::S1Belief, !mine && !ended);
         }
     }
-    // Whatever was late, lost or out of order: only a crash, or a store that could not be reached for a lease, holds a key.
-    // Where a late reservation replaces what its sender has not seen, it may follow another attempt.
+    // However late, lost or out of order messages are: only a crash, or a store that could not be reached for a lease,
+    // holds a key. Where a late reservation replaces a record that its sender has not seen, it may follow another attempt.
     let follows = config.one_step && config.count() > 1;
     if quiet && !follows {
         for slot in world.slots.iter().flatten().filter(|slot| slot.is_pending()) {

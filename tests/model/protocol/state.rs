@@ -1,19 +1,19 @@
-//! What there is at one moment: records, calls, messages under way, and what was promised so far.
+//! A state of the model: records, calls, requests under way, and the promises so far.
 //!
-//! Everything is small numbers, so that millions of states fit: a call is known by its place in the plan, and that place
-//! is its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::Record) in that form; see
-//! `store.rs` for the way there and back.
+//! All values are small numbers, so that millions of states fit. A call is identified by its place in the plan, which is
+//! also its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::Record) in that form;
+//! `store.rs` converts in both directions.
 
 use idem_runtime::{OnCrash, Release, Write};
 
 use super::properties::Broken;
 
-/// A place in the plan: which call.
+/// A call, by its place in the plan.
 pub(crate) type Who = u8;
-/// Nobody.
+/// No call.
 pub(crate) const NOBODY: Who = u8::MAX;
-/// An owner token: that of the first attempts of a call is its place in the plan. A call that has released the key, or for which
-/// an operator has, needs another one.
+/// An owner token. The token of a call's first attempts is its place in the plan. A call whose key was released, by itself
+/// or by an operator, needs another one.
 pub(crate) type Token = u8;
 
 /// The token of generation `generation` of `who`.
@@ -21,7 +21,7 @@ pub(crate) fn token(who: Who, generation: u8) -> Token {
     who + generation * CALLS as Who
 }
 
-/// Whose token it is.
+/// The call that the token belongs to.
 pub(crate) fn holder(token: Token) -> Who {
     if token == NOBODY { NOBODY } else { token % CALLS as Who }
 }
@@ -33,14 +33,14 @@ pub(crate) const KEYS: usize = 2;
 /// One state of the model.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct World {
-    /// True time. Nobody in the model knows it where clocks differ.
+    /// True time. No part of the modelled protocol knows it when clocks differ.
     pub(crate) now: u8,
     pub(crate) slots: [Option<Slot>; KEYS],
     pub(crate) calls: [Call; CALLS],
-    /// Requests that are under way although nobody waits for an answer any more: late ones, and duplicates. Sorted, so
-    /// that their order makes no difference; they arrive in any order, or never.
+    /// Requests under way whose answer no call waits for: late ones, and duplicates. Sorted, so that their order makes no
+    /// difference; they arrive in any order, or never.
     pub(crate) net: Vec<Request>,
-    /// How much may still go wrong.
+    /// How many events outside of the protocol may still happen.
     pub(crate) left: Budget,
     pub(crate) history: [History; KEYS],
     pub(crate) broken: Broken,
@@ -54,9 +54,9 @@ pub(crate) struct Slot {
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
     pub(crate) stand: Stand,
-    /// By the clock of the store; where it has none, by the clock of whoever wrote the record.
+    /// By the clock of the store; without one, by the clock of the call that wrote the record.
     pub(crate) lapses_at: u8,
-    /// How often its lease was renewed after it had lapsed; where the times are the senders', how often it was renewed.
+    /// How often its lease was renewed after it had lapsed; how often it was renewed at all where senders set the times.
     pub(crate) revived: u8,
 }
 
@@ -83,14 +83,14 @@ pub(crate) enum Stand {
     Failed(Kept),
 }
 
-/// The recorded result: whose, and whether it is there.
+/// The recorded result: the call it comes from, and whether the store holds it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Kept {
     Stored(Who),
     TooLarge(Who),
 }
 
-/// What a call asks the store for.
+/// A request of a call to the store.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Request {
     pub(crate) who: Who,
@@ -100,18 +100,18 @@ pub(crate) struct Request {
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Ask {
-    /// With the true time it was sent at, where the clocks of the senders count; 0 elsewhere. It makes a record where there
-    /// is none, or replaces the one that its sender has met.
+    /// With the true time at which it was sent, if the clocks of the senders count; 0 otherwise. It inserts a record where
+    /// there is none, or replaces the record that its sender has met.
     Reserve {
         sent: u8,
         over: Option<Met>,
     },
-    /// As above, with the number of the attempt.
+    /// With the same time, and the number of the attempt.
     Renew {
         sent: u8,
         attempt: u8,
     },
-    /// With the number of the attempt; its starts go into the record where records are written whole.
+    /// With the number of the attempt. Its starts go into the record if records are written whole.
     Finish {
         kept: Kept,
         ok: bool,
@@ -121,7 +121,7 @@ pub(crate) enum Ask {
     Release(How),
 }
 
-/// A record as a reservation met it: what a store compares before it replaces one.
+/// A record as a reservation met it: the parts that a store compares before it replaces one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Met {
     pub(crate) owner: Token,
@@ -130,7 +130,7 @@ pub(crate) struct Met {
     pub(crate) revived: u8,
 }
 
-/// [`Release`], in order.
+/// [`Release`] with an order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum How {
     Returned,
@@ -147,13 +147,13 @@ impl How {
         }
     }
 
-    /// How a body that is dropped ends its attempt.
+    /// How a dropped body ends its attempt.
     pub(crate) fn dropped(on_crash: OnCrash) -> Self {
         if on_crash == OnCrash::Fail { Self::Interrupted } else { Self::Returned }
     }
 }
 
-/// What the store answers.
+/// An answer of the store.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Answer {
     Reserved {
@@ -172,16 +172,16 @@ pub(crate) enum Answer {
     Mismatch,
     Interrupted,
     Exhausted,
-    /// The owner of the request has released the key already.
+    /// The owner of the request has already released the key.
     Released,
-    /// The key is free, and its record is to be replaced by a request of its own, or to be looked at again.
+    /// The key is free. Its record is to be replaced by a second request, or looked at again.
     Free(Option<Met>),
     Write(Done),
     /// The result is larger than the store can hold.
     TooLarge,
 }
 
-/// [`Write`], with a hash.
+/// [`Write`] with a hash.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Done {
     Done,
@@ -197,7 +197,7 @@ impl From<Write> for Done {
     }
 }
 
-/// One call of an idempotent function: from its delivery to its result, and to its late write beyond that.
+/// One call of an idempotent function: from its delivery to its result, and on to its late write.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Call {
     pub(crate) phase: Phase,
@@ -205,19 +205,19 @@ pub(crate) struct Call {
     pub(crate) generation: u8,
     /// When the last confirmed reservation or renewal was asked for.
     pub(crate) asked_at: u8,
-    /// When the first reservation was asked for that got no answer: it may have landed, or may yet.
+    /// When the first reservation without an answer was sent: it may have landed, or may yet.
     pub(crate) unanswered: Option<u8>,
-    /// When a waiting call gives up; 0 until it has begun to wait.
+    /// When a waiting call gives up; 0 before it waits.
     pub(crate) give_up_at: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     /// Whether its lease is kept alive.
     pub(crate) registered: bool,
-    /// When its body has run for too long; 0 if that is never.
+    /// When its body reaches its time-out; 0 for never.
     pub(crate) stop_at: u8,
     /// Since when its end could not be written.
     pub(crate) fails_since: Option<u8>,
-    /// Whether a renewal that was asked for since then was confirmed before its last write was sent.
+    /// Whether a renewal sent since then was confirmed before its last write was sent.
     pub(crate) renewed: bool,
     pub(crate) beat: Beat,
     /// Whether the heartbeat has found the lease lost.
@@ -263,15 +263,15 @@ impl Call {
 pub(crate) enum Phase {
     /// Not delivered yet.
     Idle,
-    /// Asking for the key. `landed` says whether an unanswered try may have taken effect.
+    /// Asking for the key. `landed`: an unanswered try may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
-    /// The reservation was answered after its lease: renewing it, since `at`, before the body may start.
+    /// The reservation was answered after its lease: it is renewed, since `at`, before the body may start.
     Confirming { at: u8, line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body is being polled, and may block in there; or it waits to be polled.
+    /// The body is being polled, and may block there; or it waits to be polled.
     Body { polled: bool },
-    /// The last write. `late` is what the caller was told already, if nobody waits for the write.
+    /// The last write. `late` is what the caller was told, if no caller waits for the write any more.
     Ending { ending: Ending, late: Option<Class>, line: Line },
     /// Nothing is left to do.
     Over(Class),
@@ -279,23 +279,23 @@ pub(crate) enum Phase {
     Dead,
 }
 
-/// Where a request stands whose sender waits for the answer.
+/// The progress of a request whose sender waits for the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Line {
     /// The request is under way.
     Sent,
-    /// The store has done it, and the answer is under way.
+    /// The store has executed it, and the answer is under way.
     Answered(Answer),
     /// The connection broke before the answer came.
     Cut,
 }
 
-/// One message of a reservation.
+/// One request of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Reserving {
     /// The record that it replaces.
     pub(crate) over: Option<Met>,
-    /// When it was sent, where the clocks of the senders count; 0 elsewhere.
+    /// When it was sent, if the clocks of the senders count; 0 otherwise.
     pub(crate) at: u8,
 }
 
@@ -314,7 +314,7 @@ pub(crate) enum Ending {
         ok: bool,
     },
     Release(How),
-    /// A release in place of an error that the store can't hold: tried again as the completion it stands for.
+    /// A release in place of an error that the store can't hold; tried again as the completion that it replaces.
     Instead,
     /// The completion without its result, or a release in place of an error, tried beside the whole one.
     Shortened {
@@ -324,15 +324,15 @@ pub(crate) enum Ending {
     LeftOut {
         ok: bool,
     },
-    /// Of a reservation of which nobody knows whether it landed, or will: reserves again, to have what is then released.
+    /// For a reservation that may have landed, or may yet: reserves again, and then releases what it holds.
     CleanUp(Reserving),
-    /// Releases what the clean-up has reserved.
+    /// Releases the key that the clean-up has reserved.
     GiveBack,
-    /// Releases what a clean-up may have reserved that got no answer.
+    /// Releases the key that an unanswered clean-up may have reserved.
     TryRelease,
 }
 
-/// What the caller gets.
+/// The answer to the caller.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Class {
     /// The body's own value.
@@ -355,7 +355,7 @@ pub(crate) enum Class {
     Dropped,
 }
 
-/// What a call has done, whether or not it knows. Nothing in the protocol reads this; the properties do.
+/// What a call has done, whether or not it knows. The protocol never reads this; only the properties do.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Deed {
     pub(crate) body: Body,
@@ -365,9 +365,9 @@ pub(crate) struct Deed {
     pub(crate) recorded: bool,
     /// Its reservation was released.
     pub(crate) released: bool,
-    /// What was left to write was given up: the store can't do it, or could not be reached for a lease.
+    /// Its last write was given up: the store can't do it, or could not be reached for a lease.
     pub(crate) abandoned: bool,
-    /// Until when the store has promised to let nobody else in.
+    /// The time until which the store has promised to keep others out.
     pub(crate) promised_until: u8,
 }
 
@@ -380,18 +380,18 @@ pub(crate) enum Body {
     },
     /// It started and will not return: crashed, cancelled, panicked, or stopped because the lease was lost.
     Gone,
-    /// An operator, or the end of the retention, has drawn a line under the attempt, whether or not its body had started.
+    /// An operator, or the end of the retention, has closed the attempt, whether or not its body had started.
     Forgiven,
 }
 
-/// What has happened to a key since its record was last absent or reopened. Nothing in the protocol reads this.
+/// The events of a key since its record was last absent or reopened. The protocol never reads this.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct History {
-    /// The owner token that was granted the latest attempt.
+    /// The owner token of the latest attempt.
     pub(crate) holder: Token,
-    /// The latest attempt that was granted.
+    /// The number of the latest attempt.
     pub(crate) attempt: u8,
-    /// The payload the key stands for.
+    /// The payload of the key.
     pub(crate) mark: Option<u8>,
     /// The first result that was recorded.
     pub(crate) result: Option<Kept>,
@@ -403,10 +403,10 @@ impl History {
     pub(crate) const NONE: Self = Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0 };
 }
 
-/// How much may happen that is not the protocol's own doing.
+/// How many events outside of the protocol may happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub(crate) struct Budget {
-    /// Calls of the store that fail: the request or the answer is lost or late, or the store refuses to work.
+    /// Store calls that fail: the request or the answer is lost or late, or the store refuses to work.
     pub(crate) faults: u8,
     /// Requests that arrive twice.
     pub(crate) duplicates: u8,
@@ -416,7 +416,7 @@ pub(crate) struct Budget {
     pub(crate) cancels: u8,
     /// Heartbeats.
     pub(crate) beats: u8,
-    /// Polls of a body that end before it does.
+    /// Polls of a body that leave it pending.
     pub(crate) polls: u8,
     /// Steps of time.
     pub(crate) ticks: u8,

@@ -1,5 +1,5 @@
-//! The steps: what a call does (as `engine.rs`, `ending.rs` and `heartbeat.rs` do it), what the store does, what the
-//! network, the processes and time do to both.
+//! The steps: those of a call (as in `engine.rs`, `ending.rs` and `heartbeat.rs`), those of the store, and the events of
+//! network, processes and time that affect both.
 //!
 //! `traces.rs` runs the calls of this file beside the real engine.
 
@@ -20,23 +20,23 @@ use super::store::{self, End, Reading};
 pub(crate) enum Action {
     /// A message is delivered: the call sends its reservation.
     Deliver(Who),
-    /// The store receives the request that the call waits for, does it and answers.
+    /// The store receives the request of a waiting call, executes it and answers.
     StoreDoes(Who),
     /// The answer reaches the call, which goes on.
     Hears(Who),
-    /// The call gets an error instead of an answer; what it asked for may have been done, or may yet be.
+    /// The call gets an error instead of an answer; its request may have taken effect, or may yet.
     GetsNoAnswer(Who),
-    /// The store can't do it now, and has done nothing.
+    /// The store can't execute the request now, and has done nothing.
     IsTurnedAway(Who),
-    /// The store can't do it at all, and has done nothing.
+    /// The store can't execute the request at all, and has done nothing.
     IsRefusedForGood(Who),
-    /// The connection of the call broke: an error, as above.
+    /// The connection of the call broke: an error without an answer, as above.
     IsCutOff(Who),
     /// The request of the call is under way twice.
     Doubles(Who),
-    /// A request that nobody waits for arrives after all.
+    /// A request whose answer no call waits for arrives after all.
     ArrivesLate(Request),
-    /// It never arrives.
+    /// Such a request never arrives.
     IsLost(Request),
     /// The heartbeat asks for a renewal.
     Beats(Who),
@@ -46,11 +46,11 @@ pub(crate) enum Action {
     BeatFails(Who),
     /// The body returns.
     Returns(Who, bool),
-    /// A poll of the body ends, and the body has not.
+    /// A poll of the body ends, and the body is pending.
     Yields(Who),
     /// The body is polled again.
     IsPolled(Who),
-    /// The body has run for too long, and is cancelled.
+    /// The body has reached its time-out, and is cancelled.
     TimesOut(Who),
     /// The call is dropped, or its body panics.
     IsDropped(Who),
@@ -68,7 +68,7 @@ pub(crate) enum Action {
     Restarts,
 }
 
-/// What a call hears instead of an answer.
+/// The error that a call gets instead of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trouble {
     /// The write may have landed.
@@ -111,7 +111,7 @@ impl Model for Config {
 impl Config {
     fn start(&self) -> World {
         World {
-            // So that 0 is a time that has passed by every clock.
+            // 0 is then a time that has passed by every clock.
             now: self.start_at(),
             slots: [None; 2],
             calls: [Call::IDLE; CALLS],
@@ -126,17 +126,17 @@ impl Config {
         self.unit() * (self.lease + 2 * self.skew.unwrap_or_default() + 2)
     }
 
-    /// Steps of true time in one tick of a clock.
+    /// The steps of true time in one tick of a clock.
     pub(crate) fn unit(&self) -> u8 {
         if self.skew.is_some() { 2 } else { 1 }
     }
 
-    /// How long a lease is, in steps of true time.
+    /// The length of a lease, in steps of true time.
     pub(crate) fn span(&self) -> u8 {
         self.unit() * self.lease
     }
 
-    /// What is on the clock that decides about a request that `who` sent at `sent`.
+    /// The reading of the clock that decides about a request that `who` sent at `sent`.
     fn reading(&self, world: &World, who: Who, sent: u8) -> Reading {
         match self.skew {
             None => Reading { now: world.now, skew: None },
@@ -220,7 +220,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
         match call.beat {
-            // A body that waits for its lease waits for as many beats as that takes.
+            // A body that waits for its lease gets as many beats as that takes.
             Beat::None if beats(config, world, who) && (left.beats > 0 || waits_for_lease(config, world, who)) => {
                 actions.push(Action::Beats(who));
             }
@@ -244,7 +244,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
     let mut last = None;
     for request in &world.net {
-        // Equal requests make equal steps.
+        // Equal requests lead to equal steps.
         if last != Some(request) {
             actions.push(Action::ArrivesLate(*request));
             actions.push(Action::IsLost(*request));
@@ -263,7 +263,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     if left.restarts > 0 && active > 0 {
         actions.push(Action::Restarts);
     }
-    // Time goes on beyond its budget where somebody waits for it and nothing else can happen.
+    // Time goes on beyond its budget if a call waits for it and no other step is possible.
     let waits = || {
         world.calls.iter().any(|call| match call.phase {
             Phase::Waiting { until, .. } => until > world.now,
@@ -276,7 +276,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
 }
 
-/// Whether the lease of the call is kept alive.
+/// Whether the lease of the call is renewed.
 fn beats(config: &Config, world: &World, who: Who) -> bool {
     let call = world.call(who);
     let kept = match call.phase {
@@ -293,12 +293,12 @@ pub(crate) fn may_hear(config: &Config, world: &World) -> bool {
     !config.is(Mutant::RenewedTogether) || !world.calls.iter().any(stuck)
 }
 
-/// Whether the body has run for too long.
+/// Whether the body has reached its time-out.
 fn is_over(config: &Config, world: &World, call: &Call) -> bool {
     call.stop_at > 0 && call.stop_at <= world.now && !config.is(Mutant::TimeoutIgnored)
 }
 
-/// Whether the process believes in the lease of the body, which it may then poll.
+/// Whether the process believes in the lease of the body, so that it may poll the body.
 fn may_be_polled(config: &Config, world: &World, who: Who) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
 }
@@ -307,7 +307,7 @@ fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
     world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
-/// Makes the step, and notes what it breaks.
+/// Takes the step, and notes the rules that it breaks.
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
         Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
@@ -426,7 +426,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     tidy(config, world);
 }
 
-/// Forgets what makes no difference any more, so that equal states are equal.
+/// Forgets values that no longer make a difference, so that equal states are equal.
 fn tidy(config: &Config, world: &mut World) {
     let now = world.now;
     if config.skew.is_none() {
@@ -456,12 +456,13 @@ impl World {
         &mut self.calls[usize::from(who)]
     }
 
-    /// How long the call believes to hold its lease.
+    /// How long the call believes it holds its lease.
     pub(crate) fn believed(&self, config: &Config, who: Who) -> u8 {
         if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
     }
 
-    /// How long its lease may be held, whatever a heartbeat was told: the record may be its own, ended.
+    /// How long its lease may be held, whatever a heartbeat was told: a beat is also refused if the attempt's own end has
+    /// landed.
     pub(crate) fn may_be_held(&self, config: &Config, who: Who) -> u8 {
         (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
@@ -490,7 +491,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
                 kept,
                 ok,
                 attempt: call.attempt,
-                // Only where it is written.
+                // Only if it is written.
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => Ask::Release(how),
@@ -525,7 +526,7 @@ fn take_out(world: &mut World, request: Request) {
     world.net.remove(at);
 }
 
-/// Nobody waits for the request of the call any more; if the store has not done it yet, it may do so later.
+/// The call no longer waits for its request; if the store has not executed it yet, it may do so later.
 fn orphan(config: &Config, world: &mut World, who: Who) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => {
@@ -547,7 +548,7 @@ fn orphan_beat(config: &Config, world: &mut World, who: Who) {
     world.call_mut(who).beat = Beat::None;
 }
 
-/// The store does what is asked, and the properties look at it.
+/// The store executes a request, and the properties check it.
 pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
     let Request { who, token, ask } = request;
     let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
@@ -576,7 +577,7 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     };
     properties::audit(config, world, &before, request, answer);
     let (old, new) = (before[usize::from(key)], world.slots[usize::from(key)]);
-    // Whoever waits for a pending record is woken when another attempt, or none, is pending.
+    // A call that waits for a pending record is woken when another attempt, or none, is pending.
     let attempt = |slot: Option<Slot>| slot.filter(Slot::is_pending).map(|slot| (slot.owner, slot.attempt));
     if attempt(old).is_some() && attempt(old) != attempt(new) {
         let asleep = match ask {
@@ -611,7 +612,7 @@ fn reopens(config: &Config, world: &mut World, key: u8) {
     }
 }
 
-/// An operator, or the end of the retention, allows what follows.
+/// An operator, or the end of the retention, allows another attempt to follow.
 fn forgive(config: &Config, world: &mut World, key: u8) {
     for (plan, call) in config.plans.iter().zip(&mut world.calls) {
         let granted = call.deed.body == Body::NotStarted && call.deed.granted;
@@ -621,13 +622,13 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
     }
 }
 
-// From here on, what a call does.
+// From here on: the steps of a call.
 
-/// Reserves, as a call does that begins, has waited or has lost what it was granted.
+/// Reserves for a call that begins, that has waited, or that has lost its granted attempt.
 fn reserve_anew(config: &Config, world: &mut World, who: Who) {
     let now = world.now;
     let call = world.call_mut(who);
-    // The lease of a repeated reservation began at the earliest when the first one was sent.
+    // The lease of a repeated reservation may have begun when the first one was sent.
     let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
     call.asked_at = since.unwrap_or(now);
     let landed = call.unanswered.is_some();
@@ -640,7 +641,7 @@ fn message(config: &Config, world: &World, over: Option<Met>) -> Reserving {
     Reserving { over, at: if config.skew.is_some() { world.now } else { 0 } }
 }
 
-/// The call hears what the store answers.
+/// The call gets the store's answer.
 pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer) {
     let now = world.now;
     let plan = config.plan(who);
@@ -666,11 +667,11 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             }
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
-            // Somebody took over, and may have finished.
+            // Another attempt took over, and may have finished.
             reserve_anew(config, world, who);
         }
         (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
-            // A shadow must not slow anybody down.
+            // A shadow must not delay its caller.
             let limit = plan.wait.filter(|_| !plan.shadow).unwrap_or_default();
             let call = world.call_mut(who);
             if call.give_up_at == 0 {
@@ -689,7 +690,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
                 }
                 return refused(config, world, who, Class::InProgress);
             }
-            // The store looks before it lets anybody wait, so that no end is missed in between.
+            // The store checks the attempt before it lets a call wait, so that no end is missed in between.
             let slot = world.slots[usize::from(plan.key)];
             let woken = !slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt)
                 && !config.is(Mutant::WaitsWithoutLooking);
@@ -702,7 +703,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
         (Phase::Reserving { .. }, Answer::Released) => {
             let call = world.call_mut(who);
-            // Another attempt needs another token. What the old one has under way finds its own record.
+            // Another attempt needs another token. Requests under way with the old token meet its released record.
             (call.generation, call.unanswered) = (call.generation + 1, None);
             reserve_anew(config, world, who);
         }
@@ -714,12 +715,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             let ending = match answer {
                 Answer::Reserved { .. } => Ending::GiveBack,
                 Answer::Free(over) => Ending::CleanUp(message(config, world, over)),
-                // Released already, or another's: nothing that is still under way can change that.
+                // Released already, or another owner's: no request still under way can change that.
                 _ => return over(config, world, who, late.unwrap_or(Class::Dropped)),
             };
             world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
         }
-        // Somebody has taken over in between.
+        // Another attempt has taken over in between.
         (
             Phase::Ending { ending: ending @ (Ending::GiveBack | Ending::TryRelease), late, .. },
             Answer::Write(Done::Refused),
@@ -734,7 +735,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             call.fails_since.get_or_insert(now);
             call.phase = Phase::Ending { ending: Ending::LeftOut { ok }, late, line: Line::Sent };
         }
-        // Its whole end may have landed.
+        // The whole end may have landed.
         (Phase::Ending { ending: Ending::Shortened { ok: false }, late, .. }, Answer::Write(Done::Refused))
             if !config.is(Mutant::ShortenedRefusalIsFinal) =>
         {
@@ -752,12 +753,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
     }
 }
 
-/// The body does not run; in shadow mode it does, without a reservation.
+/// The body does not run, except in shadow mode, where it runs without a reservation.
 fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
     over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
 }
 
-/// Nothing is recorded, which a shadow does not tell.
+/// The result is not recorded; a shadow doesn't tell its caller.
 fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
     let own = match world.call(who).phase {
         Phase::Ending { ending, .. } if is_ok(ending) => Class::Ok,
@@ -766,7 +767,7 @@ fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>,
     over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
-/// Whether the body of the attempt that ends so has succeeded.
+/// Whether the body of the attempt with this end has succeeded.
 fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
@@ -778,13 +779,13 @@ fn starts_body(config: &Config, world: &mut World, who: Who) {
     if call.deed.body == Body::NotStarted {
         call.deed.body = Body::Running;
     }
-    // Before the first poll, in which it may block.
+    // Registered before the first poll, which may block.
     call.registered = !config.is(Mutant::RegisteredWhenPending);
     call.stop_at = config.plan(who).timeout.map_or(0, |timeout| call.asked_at + timeout * config.unit());
     call.phase = Phase::Body { polled: true };
 }
 
-/// A poll of the body ends, and the body has not.
+/// A poll of the body ends, and the body is pending.
 fn yields(config: &Config, world: &mut World, who: Who) {
     let plan = config.plan(who);
     if !plan.hangs() {
@@ -798,7 +799,7 @@ fn yields(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// The heartbeat has found the lease lost: the body is dropped, and there is nothing to write, as the key is another's.
+/// The heartbeat has found the lease lost: the body is dropped, and nothing is written, as the key has another owner.
 fn loses(config: &Config, world: &mut World, who: Who) {
     if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
         body_is_gone(world, who);
@@ -806,7 +807,7 @@ fn loses(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// The call hears an error instead of an answer.
+/// The call gets an error instead of an answer.
 pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
@@ -820,7 +821,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 return starts_body(config, world, who);
             }
             if trouble.is_transient() && tries < config.tries {
-                // With the same owner token: one that landed is recognised.
+                // With the same owner token: a reservation that landed is recognised.
                 let what = message(config, world, None);
                 world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, what, line: Line::Sent };
                 return;
@@ -839,7 +840,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
             clean_up(config, world, who, told);
         }
         Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
-            // The caller gets the body's own error, and does not wait for its key to be freed.
+            // The caller gets the body's own error, and does not wait until its key is free.
             late(config, world, who, Ending::Release(how), Class::Err);
         }
         Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
@@ -847,7 +848,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
     }
 }
 
-/// What the caller is told of a store that failed. A record that can't be read is an answer.
+/// What the caller is told of a store that failed. An unreadable record counts as an answer.
 fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     match (plan.open && trouble.is_transient()) || plan.shadow {
         true => Class::Unprotected,
@@ -855,7 +856,7 @@ fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     }
 }
 
-/// The end of an attempt could not be written: it is tried again for one lease, while that may be held.
+/// The end of an attempt could not be written: it is tried again for one lease, while the lease may be held.
 fn ending_fails(
     config: &Config,
     world: &mut World,
@@ -868,7 +869,7 @@ fn ending_fails(
     if unanswered && config.is(Mutant::NoAnswerReadAsDone) {
         return over(config, world, who, Class::Ok);
     }
-    // A shadow slows nobody down.
+    // A shadow delays no caller.
     if late.is_none() && config.plan(who).shadow {
         world.call_mut(who).deed.abandoned = true;
         return unrecorded(config, world, who, late, Class::Unrecorded);
@@ -878,22 +879,22 @@ fn ending_fails(
         world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
     };
     let whole = match ending {
-        // Left out for good: an error that can't be replayed is not worth ending the operation for.
+        // Left out for good: an error that can't be replayed does not justify ending the operation.
         Ending::LeftOut { ok: true } => Ending::Finish { kept: Kept::TooLarge(who), ok: true },
         Ending::LeftOut { ok: false } => Ending::Instead,
-        // Whatever became of the shortened one.
+        // Whether or not the shortened one landed.
         Ending::Shortened { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // A store that takes no renewals either may take the result when it comes back.
+    // A store that takes no renewals either may take the result once it comes back.
     let call = world.call_mut(who);
     let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
     let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
     if let (Ending::Finish { kept: Kept::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
-    // It may have landed all the same.
+    // The reservation may have landed all the same.
     if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown {
         return next(world, Ending::TryRelease);
     }
@@ -940,7 +941,7 @@ fn hears_beat(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// The body returns, and what it returned becomes the last write.
+/// The body returns, and its output becomes the last write.
 pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
     let ending = match (ok, config.plan(who).record_errors) {
         (false, false) => Ending::Release(How::Returned),
@@ -959,7 +960,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
     }
 }
 
-/// The future of the call is dropped, or its body panics: what is left to write is written late.
+/// The future of the call is dropped, or its body panics: the rest is written late.
 pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     let call = *world.call(who);
     orphan(config, world, who);
@@ -992,27 +993,27 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// Frees the key of a reservation of which nobody knows whether it landed, or will; the caller was told `told`.
+/// Frees the key of a reservation that may have landed, or may yet; the caller was told `told`.
 fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
     let ending = match config.mutant {
         Some(Mutant::CleanUpOnlyReleases) => Ending::Release(How::NotStarted),
         _ => Ending::CleanUp(message(config, world, None)),
     };
     late(config, world, who, ending, told);
-    // For a lease from now on.
+    // Tried for one lease from now on.
     let now = world.now;
     let call = world.call_mut(who);
     (call.asked_at, call.fails_since) = (now, Some(now));
 }
 
-/// Goes on with `ending` although nobody waits for it; the caller was told `told`.
+/// Goes on with `ending` although no caller waits for it; the caller was told `told`.
 fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
     (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
     call.registered = false;
     call.stop_at = 0;
-    // What a late write knows of its lease is when it was last confirmed.
+    // All that a late write knows of its lease is when it was last confirmed.
     call.lost = false;
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
@@ -1026,7 +1027,7 @@ fn over(config: &Config, world: &mut World, who: Who, told: Class) {
     rest(world, who, Phase::Over(told));
 }
 
-/// Nothing more comes of the call: what it knew makes no difference any more.
+/// The call takes no more steps: its knowledge no longer makes a difference.
 fn rest(world: &mut World, who: Who, phase: Phase) {
     let call = world.call_mut(who);
     *call = Call { phase, deed: call.deed, ..Call::IDLE };
@@ -1039,7 +1040,7 @@ fn body_is_gone(world: &mut World, who: Who) {
     }
 }
 
-/// Whether takeovers by this call are forbidden.
+/// Whether this call must not take over.
 pub(crate) fn is_fail(plan: &Plan) -> bool {
     plan.on_crash == OnCrash::Fail
 }

@@ -1,4 +1,4 @@
-//! What the store does with a request, made of the runtime's own functions as `stores/memory.rs` makes it.
+//! The store's answer to a request, made of the runtime's own functions in the same way as `stores/memory.rs`.
 //!
 //! `traces.rs` compares this with the real memory store, answer by answer.
 
@@ -14,7 +14,7 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{Answer, Done, How, Kept, Met, Slot, Stand, Token};
 
-/// One unit of model time.
+/// One tick of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
 /// Longer than any configuration lasts: the end of a retention is an event of its own.
 pub(crate) const TTL: Duration = Duration::from_secs(3600);
@@ -98,7 +98,7 @@ impl From<&State> for Stand {
 }
 
 impl Slot {
-    /// The record that this stands for.
+    /// The record in the runtime's form.
     pub(crate) fn record(&self, lease: u8) -> Record {
         Record {
             owner: owner(self.owner),
@@ -109,7 +109,7 @@ impl Slot {
         }
     }
 
-    /// What stands for `record`.
+    /// `record` in the model's form.
     pub(crate) fn of(record: &Record, lapses_at: u8) -> Self {
         Self {
             owner: record.owner.as_bytes()[0],
@@ -130,7 +130,7 @@ impl Met {
     }
 }
 
-/// What the store's answer is in small numbers.
+/// The store's answer in the model's form.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
         Reservation::Reserved { lease, takeover } => {
@@ -152,21 +152,21 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
     }
 }
 
-/// The clock that the store, or its client, looks at.
+/// A reading of the clock that the store, or its client, uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
     /// The time.
     pub(crate) now: u8,
-    /// By how much more a time must have passed before it is acted on; `None` if it is the store's own clock.
+    /// The extra time that must pass before a time counts as over; `None` if it is the store's own clock.
     pub(crate) skew: Option<u8>,
 }
 
 impl Reading {
-    /// How long it is until `time` has passed by every clock; zero only if it has.
+    /// The time left until `time` has passed by every clock; zero only if it has.
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
-            // One less: who wrote the time had seen a part of a tick that was not counted.
+            // One tick too few: the writer's reading leaves out the part of a tick that had passed.
             (Some(skew), Some(Mutant::SkewNotRoundedUp)) => time.saturating_sub(self.now.saturating_sub(skew)),
             (Some(skew), _) => time.saturating_sub(self.now.saturating_sub(skew).saturating_sub(1)),
         }
@@ -177,10 +177,10 @@ fn in_one_step(config: &Config) -> bool {
     config.one_step || config.mutant == Some(Mutant::ReplacesUnseen)
 }
 
-/// Reserves the key of `slot` for `token`, whose request replaces `over`, or makes a record where there is none.
+/// Reserves the key of `slot` for `token`, whose request replaces `over`, or inserts a record where there is none.
 ///
-/// A store does in one step what it is asked, or it compares the record with the one that was met: then a request that
-/// arrives late changes nothing that its sender has not seen.
+/// A store either decides in one step, or compares the record with the one that the sender met: then a request that arrives
+/// late changes nothing that its sender has not seen.
 pub(crate) fn reserves(
     config: &Config,
     slot: &mut Option<Slot>,
@@ -220,7 +220,7 @@ pub(crate) fn reserves(
     }
 }
 
-/// What the end of an attempt writes.
+/// The write at the end of an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End {
     pub(crate) stand: Stand,
@@ -243,7 +243,7 @@ impl End {
     }
 }
 
-/// Ends the attempt of `token`: a pending record of its own changes, and an earlier end of it is recognised.
+/// Ends the attempt of `token`: changes its own pending record, or recognises an earlier end of it.
 pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: End) -> Done {
     let End { stand, refund, numbers, now } = end;
     let mutant = config.mutant;
@@ -282,7 +282,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     met.stand = stand;
     (met.lapses_at, met.revived) = (0, 0);
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
-        // Where a record is one value, the lease of the attempt is all that is known when its end is written.
+        // If a record is one value, its end is written from the lease of the attempt alone.
         let request = &config.request(token);
         let lease = Lease {
             attempt: attempt.into(),
@@ -307,7 +307,7 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
         return Done::Refused;
     }
     let lapses_at = reading.now + config.lease;
-    // Where the times are the senders', a renewal that arrives late must not cut short what a later one has confirmed.
+    // Where senders set the times, a late renewal must not cut short the lease that a later one has confirmed.
     if config.mutant == Some(Mutant::LateRenewalCutsShort) || met.lapses_at <= lapses_at {
         let revives = met.lapses_at <= reading.now || (reading.skew.is_some() && met.lapses_at < lapses_at);
         met.revived += u8::from(revives && config.mutant != Some(Mutant::ReplacesRevived));

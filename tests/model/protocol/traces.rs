@@ -1,8 +1,8 @@
-//! Where the model does not share the runtime's code, both are run side by side on random traces: its store beside the
+//! The parts of the model that don't share the runtime's code run beside it on random traces: the model's store beside the
 //! real memory store, its calls beside the real engine.
 //!
 //! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces again,
-//! `IDEM_PROTOCOL_TIMES=10` ten times as many.
+//! `IDEM_PROTOCOL_TIMES=10` runs ten times as many.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -49,7 +49,7 @@ fn plans() -> impl Strategy<Value = Vec<Plan>> {
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Reserve(Who),
-    /// The same request, which arrives again: nobody hears the answer.
+    /// The same request arrives again, without a call that waits for the answer.
     Again(Who),
     Renew(Who),
     Finish(Who, bool, bool),
@@ -80,7 +80,7 @@ fn new_seed() -> u64 {
     u64::try_from(SystemClock::default().entropy() >> 64).expect("the upper half")
 }
 
-/// Runs as many random traces; a failure says how to run them again.
+/// Runs `cases` random traces; a failure says how to run them again.
 fn many<S: Strategy>(cases: u32, traces: &S, compare: impl Fn(S::Value) -> Result<(), TestCaseError>) {
     let seed: u64 =
         std::env::var("IDEM_PROTOCOL_SEED").map_or_else(|_| new_seed(), |text| text.parse().expect("a whole number"));
@@ -102,7 +102,7 @@ fn the_store_agrees_with_the_memory_store() {
     many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
 }
 
-/// The traces are telling: a store with a mistake is found to differ.
+/// The traces can tell stores apart: a store with a mistake is found to differ.
 #[test]
 fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
@@ -149,7 +149,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     }
 }
 
-/// What a lease says of its attempt and its starts.
+/// The numbers of the attempt and of the starts in a lease.
 fn numbers(lease: &Lease) -> (u8, u8) {
     let small = |number: u32| number.try_into().expect("numbers of the model are small");
     (small(lease.attempt), small(lease.starts))
@@ -206,7 +206,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
             let found = real.inspect(&key_named(key)).await.unwrap();
             let modelled = slot.map(|slot| slot.record(config.lease));
             prop_assert_eq!(found.as_ref().map(|it| &it.record), modelled.as_ref());
-            // The way to small numbers and back loses nothing.
+            // The conversion to small numbers and back loses nothing.
             let back = found.as_ref().map(|it| Slot::of(&it.record, slot.map_or(0, |slot| slot.lapses_at)));
             prop_assert_eq!(back, slot.map(|slot| Slot { revived: 0, ..slot }));
             let left = found.and_then(|it| it.lapses_in);
@@ -222,7 +222,7 @@ fn key_named(key: u8) -> Key {
     Key::new("model", u32::from(key)).unwrap()
 }
 
-/// What the engine asked of its store, and how it is to be answered.
+/// A request of the engine to its store, and the channel for its verdict.
 #[derive(Debug)]
 struct Asked {
     what: Real,
@@ -239,7 +239,7 @@ enum Real {
 }
 
 impl Real {
-    /// Whether it is what the model asks for.
+    /// Whether it is the request that the model makes.
     fn is(&self, ask: Ask) -> bool {
         match (self, ask) {
             (Self::Reserve(_), Ask::Reserve { .. }) => true,
@@ -254,7 +254,7 @@ impl Real {
         }
     }
 
-    /// Does it, without the engine.
+    /// Executes it, without the engine.
     async fn arrives(&self, store: &MemoryStore) {
         match self {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
@@ -265,7 +265,7 @@ impl Real {
     }
 }
 
-/// What becomes of a request.
+/// The fate of a request.
 #[derive(Clone, Copy, Debug)]
 enum Verdict {
     Done,
@@ -274,7 +274,7 @@ enum Verdict {
     Failed(StoreErrorKind),
 }
 
-/// A store that asks the trace what becomes of each request.
+/// A store that asks the trace for the fate of each request.
 #[derive(Clone, Debug)]
 struct Scripted {
     inner: MemoryStore,
@@ -289,7 +289,7 @@ impl Scripted {
     ) -> StoreFuture<'a, T> {
         let desk = Arc::clone(&self.desk);
         StoreFuture::new(async move {
-            // Not before it is polled: the engine also looks whether a store answers at once.
+            // Only once it is polled: the engine also checks whether a store answers at once.
             let (verdict, decided) = oneshot::channel();
             desk.lock().unwrap().push(Asked { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
@@ -378,7 +378,7 @@ impl From<Error> for Failure {
             Error::Unrecorded { .. } => Some(Class::Unrecorded),
             Error::Store { .. } => Some(Class::StoreFailed),
             Error::TimedOut { .. } => Some(Class::TimedOut),
-            // The result of another, in a codec of the trace's own or left out: replayed as far as the store goes.
+            // The result of another call, in a codec of the trace or left out: the store has replayed it.
             Error::ResultUnavailable { .. } => Some(Class::Replayed),
             _ => None,
         })
@@ -415,19 +415,19 @@ struct Pair<'a> {
     call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
     ended: Option<Ended>,
     body: Option<oneshot::Sender<bool>>,
-    /// What the body returns when it is polled next.
+    /// The output of the body at its next poll.
     returns: Option<bool>,
     /// Whether the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
-    /// What the model has under way although nobody waits for it, as the engine asked for it.
+    /// The model's requests under way for which no call waits, with the engine's own requests.
     late: Vec<(Request, Real)>,
     main: Option<Asked>,
     beat: Option<Asked>,
     faults: u8,
 }
 
-/// What the trace does next.
+/// The next move of the trace.
 #[derive(Clone, Copy, Debug)]
 enum Move {
     Answer,
@@ -495,7 +495,7 @@ impl<'a> Pair<'a> {
         take(self.config, &mut self.world, action);
     }
 
-    /// Lets the engine go on until it waits for something, and takes what it has asked for.
+    /// Lets the engine run until it waits, and collects its requests.
     async fn settle(&mut self) {
         for _ in 0..12 {
             if let Some(call) = &mut self.call {
@@ -508,9 +508,9 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Brings both to where they wait for the trace, and compares them there.
+    /// Runs both until they wait for the trace, and compares them there.
     async fn meet(&mut self) -> Result<(), TestCaseError> {
-        // A retry comes after a pause, of which the model knows nothing. All pauses together are shorter than a tick.
+        // A retry comes after a pause, which the model doesn't have. All pauses together are shorter than a tick.
         for _ in 0..4 {
             self.settle().await;
             self.follow_body();
@@ -530,7 +530,7 @@ impl<'a> Pair<'a> {
         self.compare().await
     }
 
-    /// What the body does without a look at the store.
+    /// The steps of the body that need no store.
     fn follow_body(&mut self) {
         if self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
@@ -548,7 +548,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Every request of the engine's is one that the model makes as well.
+    /// Checks that the model makes every request that the engine makes.
     fn collect(&mut self) -> Result<(), TestCaseError> {
         let asked: Vec<_> = self.store.desk.lock().unwrap().drain(..).collect();
         for asked in asked {
@@ -608,7 +608,7 @@ impl<'a> Pair<'a> {
         let found = self.store.inspect(&key_named(0)).await.unwrap();
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
         let shown = |record: &Record| {
-            // The model's tokens are one byte that repeats.
+            // The model's tokens consist of one repeated byte.
             let bytes = record.owner.as_bytes();
             let modelled = bytes.windows(2).all(|bytes| bytes[0] == bytes[1]);
             let others = modelled && holder(bytes[0]) > 0;
@@ -645,7 +645,7 @@ impl<'a> Pair<'a> {
                 moves.push(Move::FailBeat);
             }
         } else if self.world.now < 20 {
-            // A beat that is not answered within a lease is given up.
+            // A beat without an answer for a lease is given up.
             moves.extend([Move::Tick; 8]);
         }
         for at in 0..self.late.len() {
@@ -658,7 +658,7 @@ impl<'a> Pair<'a> {
             }
             moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
         }
-        // What is refused may wake those who wait, which makes no difference.
+        // Only a reopening that succeeds: a refused one may wake waiters, which is harmless.
         if self.world.slots[0].is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= self.world.now) {
             moves.push(Move::Reopen);
         }
@@ -772,7 +772,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// The lease that `who` holds, or would if its attempt was the first.
+    /// The lease that `who` holds, or would hold if its attempt was the first.
     fn lease(&self, who: Who) -> Lease {
         let request = &self.config.requests[usize::from(who)];
         let slot = self.world.slots[usize::from(self.config.plans[usize::from(who)].key)];
@@ -780,7 +780,7 @@ impl<'a> Pair<'a> {
         held.unwrap_or_else(|| Record::first(request)).lease(request)
     }
 
-    /// The renewal of the engine's call that nobody waits for any more.
+    /// The engine's renewal whose answer no call waits for any more.
     fn late_renewal(&self) -> Request {
         let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, Ask::Renew { .. });
         *self.world.net.iter().find(is_it).expect("it is under way")
@@ -806,7 +806,7 @@ fn fail(ended: Option<&Ended>, phase: Phase) -> Result<(), TestCaseError> {
     Err(TestCaseError::fail(format!("the engine has {ended:?}, the model {phase:?}")))
 }
 
-/// What the caller of the engine was told.
+/// The answer to the engine's caller.
 fn class((result, outcome): &Ended) -> Option<Class> {
     match result {
         _ if outcome.replayed() => Some(Class::Replayed),
@@ -816,8 +816,8 @@ fn class((result, outcome): &Ended) -> Option<Class> {
     }
 }
 
-/// The engine asks its store for what the model's call asks for, in that order, and tells its caller the same, whatever
-/// the store answers, whenever it answers, and whoever else is about.
+/// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer:
+/// whatever the store answers, whenever it does, and whichever other calls there are.
 #[test]
 fn the_calls_agree_with_the_engine() {
     let runtime = runtime();
@@ -878,7 +878,7 @@ fn the_calls_agree_with_the_engine() {
     }
 }
 
-/// A model of nothing but what the engine does would agree with any engine: this one is told another ending.
+/// A model that merely followed the engine would agree with any engine: this one is told another ending.
 #[test]
 fn another_ending_is_not_agreed_with() {
     let config = Config::of(&[Plan::default()]);
@@ -895,7 +895,7 @@ fn another_ending_is_not_agreed_with() {
     assert!(disagrees.is_err());
 }
 
-/// The model's store, with the clocks of its clients, answers as the store that has none.
+/// The model's store, with the clocks of its clients, answers like the store that has no clock.
 #[cfg(feature = "dynamodb")]
 #[test]
 fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
@@ -932,7 +932,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
         let requests: Vec<_> = config.requests.iter().map(of).collect();
         let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
         runtime.block_on(async {
-            // Here a tick is a millisecond, in which these clocks count.
+            // A tick is a millisecond here, the unit of these clocks.
             let (mut slots, mut now) = ([None; 2], 20);
             for step in steps {
                 let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };

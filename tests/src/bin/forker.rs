@@ -1,8 +1,8 @@
 //! A process that forks with an open SQLite store; `tests/sqlite.rs` starts it.
 //!
 //! Arguments: path, and `inherited` (the child uses the store of its parent), `anew` (it opens one of its own), `late` (it
-//! does so once its parent has closed the file, and a third process was killed that had it open) or `busy` (a write is under
-//! way at the fork; somebody else holds the lock). Exit status 0 if all went as it should.
+//! opens one after its parent has closed the file, and after a third process that had it open was killed) or `busy` (a
+//! write is under way at the fork, while another connection holds the lock). Exit status 0 on success.
 #![allow(clippy::disallowed_methods)] // Two processes wait for each other.
 
 use std::io::{BufRead, BufReader, Read, Write as _, pipe};
@@ -14,7 +14,7 @@ use fork::{Fork, WEXITSTATUS, WIFEXITED, fork, waitpid};
 use idem_runtime::{Finish, SqliteStore, Store, StoreErrorKind, Write};
 use idem_tests::calls::{key, request, reserved, stored};
 
-/// Of each process.
+/// For each process.
 const KEYS: usize = 20;
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -46,7 +46,7 @@ fn main() {
     let store = block_on(async {
         let store = open(path, busy).await;
         if busy {
-            // It gets no answer, so it has been taken up: the writer waits for the lock.
+            // The reservation gets no answer, so it has been taken: the writer waits for the lock.
             let refused = store.reserve(&request(&store, "taken-up")).await.unwrap_err();
             assert_eq!(refused.kind(), StoreErrorKind::Unknown, "{refused}");
         } else {
@@ -58,7 +58,7 @@ fn main() {
     let (mut from_parent, mut to_child) = pipe().unwrap();
     match fork().unwrap() {
         Fork::Child => {
-            // What a child inherits it never drops.
+            // A child never drops what it inherits.
             let store = std::mem::ManuallyDrop::new(store);
             block_on(async {
                 if how == "late" {
@@ -87,7 +87,7 @@ fn main() {
                 }
                 to_parent.write_all(b"x").unwrap();
                 from_parent.read_exact(&mut [0]).unwrap();
-                // The parent has closed its store, and takes itself for the last one unless the child's locks are real.
+                // The parent has closed its store, and believes that it was the last one unless the child's locks are real.
                 for n in KEYS..2 * KEYS {
                     record(&own, &format!("child-{n}")).await;
                 }
@@ -122,7 +122,7 @@ fn main() {
     }
 }
 
-/// Records in the file at `path`, and dies with it open.
+/// Records in the file at `path`, and is killed with the file open.
 fn killed_process(path: &Path) {
     let recorder = std::env::current_exe().unwrap().with_file_name("recorder");
     let mut command = Command::new(recorder);
@@ -134,7 +134,7 @@ fn killed_process(path: &Path) {
     recorder.wait().unwrap();
 }
 
-/// How many descriptors of this process are of the file at `path`.
+/// How many descriptors of this process belong to the file at `path`.
 fn open_files(path: &Path) -> usize {
     let files = std::fs::read_dir("/proc/self/fd").unwrap();
     files.filter(|file| std::fs::read_link(file.as_ref().unwrap().path()).is_ok_and(|file| file == path)).count()

@@ -1,4 +1,4 @@
-//! One of several processes that race for the same keys; `idem_tests::race` starts and kills it, and its arguments are
+//! One of several processes that race for the same keys. `idem_tests::race` starts and kills it; its arguments are
 //! `idem_tests::race::Orders`.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
@@ -17,14 +17,14 @@ use tokio::runtime::{Builder, Runtime};
 
 const WORK: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(20);
-/// How often a runtime turns to other things before its timers, once it was stopped.
+/// How many other tasks a runtime polls before its timers, after it was stopped.
 const OTHER_THINGS: u32 = 200;
 
 struct Racer {
     orders: Orders,
     store: Arc<dyn Store>,
     table: Table,
-    /// Whether a body of this one has begun.
+    /// Whether a body of this racer has begun.
     begun: AtomicBool,
     calls: AtomicU32,
 }
@@ -69,28 +69,28 @@ fn several_threads() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
 
-/// Opens the store, runs a body, forks, and serves keys as parent and as both children: some that all of them serve, and as
-/// many of its own.
+/// Opens the store, runs a body, and forks. The parent and both children then serve keys: first the same ones, then as many
+/// of their own.
 fn forked(orders: Orders) {
     let Keys::Together(keys) = orders.keys else { panic!("{:?}", orders.keys) };
     let before = one_thread();
     let racer = before.block_on(Racer::open(orders));
     before.block_on(racer.begin());
-    // Renewals go on after a call, and no child could go on with what its parent's threads are doing.
+    // Renewals go on after a call, and no child could continue the work of its parent's threads.
     before.block_on(racer.store.heartbeats().flush());
     let (parent, mut children) = (std::process::id(), Vec::new());
     while children.len() < 2 {
         match fork::fork().expect("forks") {
             Fork::Parent(child) => children.push(child),
             Fork::Child => {
-                // As the kernel kills the parent.
+                // The child dies with its parent, as the parent does with its own.
                 std::thread::spawn(move || {
                     while std::os::unix::process::parent_id() == parent {
                         std::thread::sleep(PAUSE);
                     }
                     std::process::exit(1);
                 });
-                // A runtime of the parent's is not to be used any more, and so never dropped.
+                // A runtime of the parent must not be used any more, so it is never dropped.
                 std::mem::forget(before);
                 one_thread().block_on(async {
                     racer.race().await;
@@ -125,7 +125,7 @@ impl Racer {
         }
     }
 
-    /// Serves a key of its own.
+    /// Serves a key that no other racer has.
     async fn begin(&self) {
         self.serve(self.orders.begin, Work::Long).await;
     }
@@ -215,7 +215,7 @@ impl Racer {
     }
 
     async fn call(&self, call: u32, n: usize, work: Work) -> (Event, Disposition) {
-        // Remembered for longer than the steps of any clock.
+        // Retained for longer than any step of a clock.
         let policy = Policy::new(Duration::from_secs(48 * 3600))
             .lease(self.orders.lease)
             .max_result_bytes(2 * self.orders.bytes + 1024)
@@ -288,7 +288,7 @@ impl Racer {
     }
 }
 
-/// Keeps the thread: some of the time it computes, the rest it sleeps.
+/// Keeps the thread busy: computes some of the time, and sleeps the rest.
 fn block_until(over: impl Fn() -> bool) {
     while !over() {
         let since = Instant::now();

@@ -1,5 +1,4 @@
-//! Runs an operation for one key after the other, and prints the key each time it was told that the result is recorded;
-//! tests kill it.
+//! Runs an operation for one key after the other, and prints each key whose result is recorded. Tests kill it.
 //!
 //! Arguments: store, number of keys.
 

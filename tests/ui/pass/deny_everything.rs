@@ -1,4 +1,4 @@
-//! A library of a careful author: nothing of what is generated is reported.
+//! A library under strict lints: the generated code causes no report.
 #![deny(warnings, missing_docs, unreachable_pub, unused, nonstandard_style, future_incompatible, let_underscore, keyword_idents)]
 #![deny(unused_qualifications, unused_results, unused_lifetimes, single_use_lifetimes, elided_lifetimes_in_paths)]
 #![deny(variant_size_differences, trivial_casts, trivial_numeric_casts, non_ascii_idents, missing_debug_implementations)]
