@@ -30,7 +30,7 @@ impl Instant {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// The point `duration` later; the end of time where that overflows.
+    /// The point `duration` later; the end of time if that overflows.
     #[must_use]
     pub const fn saturating_add(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(duration))
@@ -40,7 +40,7 @@ impl Instant {
 /// A future that is ready when a [`Clock`] has moved on far enough.
 pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Where the library takes time and randomness from.
+/// The source of the library's time and randomness.
 ///
 /// [`SystemClock`] is the real one. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
@@ -55,8 +55,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
     /// Runs `task`, which no caller waits for: a renewal, or the late write of a call that is gone.
     ///
-    /// The real clock runs it on a thread of the library's own. A clock of tests runs it where the test runs, so that the
-    /// test decides what happens when.
+    /// The real clock runs it on a thread of the library's own. A clock for tests runs it where the test runs, so that the
+    /// test decides the order of events.
     fn spawn(&self, task: Task);
 }
 
@@ -64,18 +64,18 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 thread_local! {
-    /// What a clock showed just now, on this thread: the engine dates a reservation, and the store it asks does so, too.
+    /// The latest reading of a clock on this thread: the engine dates a reservation by it, and so does the store it asks.
     static READING: Cell<Option<(usize, Instant)>> = const { Cell::new(None) };
 }
 
-/// Which clock it is.
+/// Identifies a clock.
 fn address(clock: &dyn Clock) -> usize {
     std::ptr::from_ref(clock).addr()
 }
 
-/// Asks a store for something right after `clock` was read. What the store answers at once it may date by that reading.
+/// Asks a store right after `clock` was read. The store may date an immediate answer by that reading.
 pub(crate) fn asked<R>(clock: &dyn Clock, now: Instant, ask: impl FnOnce() -> R) -> R {
-    /// However the call ends, its reading is old then.
+    /// However the call ends, its reading is out of date then.
     struct Old;
     impl Drop for Old {
         fn drop(&mut self) {
@@ -104,7 +104,7 @@ pub(crate) fn wall_millis() -> i64 {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// What `future` gives, or `None` if `limit` is over first.
+/// The output of `future`, or `None` if `limit` is over first.
 pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Output> {
     let mut future = pin!(future);
     poll_fn(|cx| match future.as_mut().poll(cx) {
@@ -114,7 +114,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: Sleep) -> Option<F::Ou
     .await
 }
 
-/// What all of `futures` give, in their order, run concurrently.
+/// The outputs of all `futures`, in their order; the futures run concurrently.
 #[cfg(any(feature = "conformance", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
@@ -132,8 +132,8 @@ pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> 
 
 /// The machine's clock, tokio's timers, and the randomness of the operating system.
 ///
-/// Steps of the wall clock don't touch it. On Linux and Android it counts the time for which the machine was suspended, so
-/// that a lease which lapsed meanwhile is known to have lapsed.
+/// Steps of the wall clock don't affect it. On Linux and Android it counts the time for which the machine was suspended, so
+/// that a lease that lapsed meanwhile is known to have lapsed.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
@@ -167,7 +167,7 @@ impl Clock for SystemClock {
 
     fn entropy(&self) -> u128 {
         let mut bits = [0; 16];
-        // A token that repeats lets two bodies run under one reservation; there is nothing to go on with.
+        // A repeated token lets two bodies run under one reservation; without randomness there is no way to go on.
         getrandom::fill(&mut bits).expect("the operating system has randomness");
         u128::from_ne_bytes(bits)
     }
