@@ -56,8 +56,8 @@ const TURN_LIMIT: Duration = Duration::from_secs(30);
 ///   returns an error, panics or is cancelled. So is anything else that is written through the transaction while the call
 ///   runs. If you commit then, the record of a body that returned an error says that the attempt ended without a result,
 ///   and the next delivery runs; under `on_error = record` it holds the error. A call that was cancelled or panicked leaves
-///   no trace. Under `on_crash = fail` it counts as an attempt that died, and the operation as interrupted once its lease
-///   has lapsed.
+///   no trace, except under `on_crash = fail`: there it counts as an attempt that died, and the operation as interrupted
+///   once its lease has lapsed.
 /// - *To keep what a failing body wrote*, return a value: `Ok(Declined)` instead of an error is committed with it.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
 /// - *A concurrent duplicate* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.

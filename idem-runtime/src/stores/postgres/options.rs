@@ -232,7 +232,7 @@ impl PostgresOptions {
 /// How the connections of `config` are encrypted.
 fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     if config.get_ssl_mode() != SslMode::Require {
-        // `prefer`, the driver's default, protects against nobody, and fails if a certificate is not trusted.
+        // `prefer`, the driver's default, protects from no attacker, and fails if a certificate is not trusted.
         config.ssl_mode(SslMode::Disable);
         return Ok(Tls::Off);
     }
