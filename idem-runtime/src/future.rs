@@ -1,10 +1,10 @@
-//! What futures are made of that are about no store and no clock.
+//! Combinators for futures.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 
-/// What `future` gives, or `None` if `limit` is over first.
+/// The output of `future`, or `None` if `limit` is over first.
 pub(crate) async fn race<F: Future>(future: F, mut limit: impl Future<Output = ()> + Unpin) -> Option<F::Output> {
     let mut future = pin!(future);
     poll_fn(|cx| match future.as_mut().poll(cx) {
@@ -14,7 +14,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: impl Future<Output = (
     .await
 }
 
-/// What all of `futures` give, in their order, run concurrently.
+/// The outputs of all `futures`, in their order; the futures run concurrently.
 #[cfg(any(feature = "conformance", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();

@@ -1,12 +1,12 @@
-//! Operations inside of an open transaction of the user's.
+//! Operations inside the user's open transaction.
 //!
-//! The engine and whatever it hands out (attempts, late writes) need a store that lives as long as they do, and may be used
-//! from any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which
-//! may borrow the transaction, answers what is asked there. When the call is over, so is its mailbox: nothing is renewed,
-//! and nothing is written late.
+//! The engine and what it hands out (attempts, late writes) need a store that lives as long as they do and may be used from
+//! any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which may
+//! borrow the transaction, answers the requests in it. The mailbox ends with the call: nothing is renewed, and nothing is
+//! written late.
 //!
-//! Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is undone to it, so that an error
-//! which is swallowed leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
+//! Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is rolled back to it, so that a
+//! swallowed error leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
 //! turns ([`Turn`]), or the end of one would undo the other.
 
 use std::cell::RefCell;
@@ -33,43 +33,42 @@ use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Re
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::lock;
 
-/// How long a duplicate is told to stay away from a key that another open transaction holds: nobody knows how long that one
-/// stays open, and most don't for long.
+/// How long a duplicate is told to stay away from a key that another open transaction holds: how long that one stays open
+/// is unknown, but mostly short.
 pub(crate) const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
-/// Results from this size on may be more than the server takes, and are written with a savepoint of their own.
+/// Results of this size and above may be too large for the server, and are written with a savepoint of their own.
 const LARGE: usize = 1024 * 1024;
 /// How long a call waits for another one in its transaction.
 const TURN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Records inside of an open transaction of yours; made by `PostgresStore::within` and `SqliteStore::within`, for
+/// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
 /// `store = PostgresStore::within(tx)`.
 ///
 /// The record and what the body writes through the same transaction commit together or not at all, so the effect happens
-/// exactly once, whatever dies when. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and `SqliteStore::transact`
+/// exactly once, whatever fails when. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and `SqliteStore::transact`
 /// begin, call, commit and say what to do with the message.
 ///
-/// - *Who commits*: you, after the call has returned `Ok`, or `transact`. The record and the result become visible to others
-///   at that moment, and not before; until then nobody can know whether they will. So the [`Outcome`] is
+/// - *Who commits*: you, after the call has returned `Ok`, or `transact`. The record and the result become visible to
+///   others at the commit; until then it is unknown whether they will. So the [`Outcome`] is
 ///   [pending](Outcome::is_pending_commit), and its disposition is to deliver the message again, until
-///   [`Outcome::committed`] says that the commit succeeded. A driver may answer `Ok` to the `COMMIT` of a transaction in which
-///   a statement has failed, although the server has rolled it back; `transact` notices that.
-/// - *A roll-back* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
-/// - *An error that is swallowed* leaves nothing of the body: each call has a savepoint, and what its body wrote is undone
-///   when it returns an error, panics or is cancelled. So is whatever else is written through the transaction while the call
-///   runs. If you commit then, the record says of a body that returned an error that the attempt ended without a result, and
-///   the next delivery runs; under `on_error = record` it holds the error. A call that was cancelled or panicked is as if it
-///   had never been. Under `on_crash = fail` it counts as an attempt that died, and the operation as interrupted once its
-///   lease has lapsed.
-/// - *What an error should leave behind* is a value: return `Ok(Declined)` instead of an error, and it is committed with what
-///   the body wrote.
+///   [`Outcome::committed`] says that the commit succeeded. A driver may answer `Ok` to the `COMMIT` of a transaction in
+///   which a statement has failed, although the server has rolled it back; `transact` notices that.
+/// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
+/// - *A swallowed error* leaves nothing of the body: each call has a savepoint, and what its body wrote is undone when it
+///   returns an error, panics or is cancelled. So is anything else that is written through the transaction while the call
+///   runs. If you commit then, the record of a body that returned an error says that the attempt ended without a result,
+///   and the next delivery runs; under `on_error = record` it holds the error. A call that was cancelled or panicked leaves
+///   no trace, except under `on_crash = fail`: there it counts as an attempt that died, and the operation as interrupted
+///   once its lease has lapsed.
+/// - *To keep what a failing body wrote*, return a value: `Ok(Declined)` instead of an error is committed with it.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
-/// - *A duplicate that runs at the same time* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.
-/// - *Several calls in one transaction* may be nested, or made one after the other. Those that are made at the same time, by a
-///   `join!`, take turns.
-/// - *A statement of the library's that fails* is undone, and the transaction goes on. Where that is not possible, the error
-///   is [`Error::Store`] or [`Error::Unrecorded`] of kind [`StoreErrorKind::Aborted`], and nothing takes effect.
+/// - *A concurrent duplicate* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.
+/// - *Several calls in one transaction* may be nested, or made one after the other. Concurrent ones, by a `join!`, take
+///   turns.
+/// - *A failed statement of the library's* is undone, and the transaction goes on. If that is not possible, the error is
+///   [`Error::Store`] or [`Error::Unrecorded`] of kind [`StoreErrorKind::Aborted`], and nothing takes effect.
 ///
-/// Use one scope either inside of transactions or with the store itself, so that neither waits for the other.
+/// Use one scope either inside transactions or with the store itself, so that neither waits for the other.
 #[derive(Clone, Copy)]
 pub struct Within<C>(pub(crate) C);
 
@@ -90,7 +89,7 @@ impl<C: Transaction> Within<C> {
             heartbeats: Heartbeats::none(Arc::new(SystemClock::default())),
             asks,
         });
-        // A shadow changes nothing of what the body does.
+        // A shadow does not change what the body does.
         let undoes = policy.current_mode() == Mode::Enforce;
         OperationWithin { operation: Operation::new(&mailbox, key, policy), asked, transaction: self.0.clone(), undoes }
     }
@@ -123,8 +122,8 @@ impl<C> fmt::Debug for OperationWithin<C> {
     }
 }
 
-/// What [`run`] is for a [`Store`], for a transaction: runs `body` once for the key of `operation`, and replays its recorded
-/// result to every duplicate. The transaction is left open; see [`Within`].
+/// Does for a transaction what [`run`] does for a [`Store`]: runs `body` once for the key of `operation`, and replays its
+/// recorded result to every duplicate. The transaction is left open; see [`Within`].
 ///
 /// # Errors
 /// What `body` returned, or the [`Error`] that says why it has no result.
@@ -160,7 +159,7 @@ where
 }
 
 pin_project! {
-    /// A call, and the answers to what its engine asks of the transaction.
+    /// A call, and the answers to its engine's requests to the transaction.
     struct Call<F, A, R: Future, U> {
         // Dropped before the engine, whose late writes then find the mailbox closed.
         asked: mpsc::UnboundedReceiver<Ask>,
@@ -171,7 +170,7 @@ pin_project! {
         run: R,
         result: Option<R::Output>,
         node: Option<Arc<Node>>,
-        // Dropped after the body, and after the calls in there.
+        // Dropped after the body, and after the calls in it.
         _undo: U,
     }
 }
@@ -222,7 +221,7 @@ where
     }
 }
 
-/// What can be asked of a store whose records are seen through one transaction.
+/// A request to a store whose records are seen through one transaction.
 pub(crate) enum Ask {
     Reserve(Reserve, Sender<Reservation>),
     Finish(Lease, Finish, Sender<Write>),
@@ -247,22 +246,22 @@ impl Ask {
 
 type Sender<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// An open transaction: what a store does in one statement or in a few, inside of it.
+/// An open transaction: what a store does inside it, in one statement or a few.
 ///
-/// A statement that fails leaves the transaction as it was before the last [`save`](Transaction::save) that is still open,
-/// once that is [undone](Transaction::undo).
+/// After a failed statement, to [undo](Transaction::undo) the last open [`save`](Transaction::save) leaves the transaction
+/// as it was before that.
 pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     const NAME: &'static str;
 
-    /// What tells this transaction from all others that are open.
+    /// Identifies this transaction among all that are open.
     #[doc(hidden)]
     fn identity(&self) -> usize;
 
     #[doc(hidden)]
     fn namespace(&self) -> &str;
 
-    /// The name of what holds the table, or of the table.
+    /// The name of the schema that holds the table, or of the table itself.
     #[doc(hidden)]
     fn place(&self) -> &str;
 
@@ -270,19 +269,20 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn save(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Undoes what was written since the last savepoint, which stays.
+    /// Undoes the writes since the last savepoint, which stays.
     #[doc(hidden)]
     fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Gives the last savepoint up, and keeps what was written since. From `begun` on it will be done, whoever is dropped.
+    /// Gives the last savepoint up, and keeps the writes since. Once `begun` is called, that happens even if the future is
+    /// dropped.
     #[doc(hidden)]
     fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Undoes what was written since the last savepoint, and gives that up.
+    /// Undoes the writes since the last savepoint, and gives it up.
     #[doc(hidden)]
     fn undo(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// The same where nobody can wait for it.
+    /// The same, where no future can wait for it.
     #[doc(hidden)]
     fn undo_at_once(&self);
 
@@ -295,7 +295,7 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Write, StoreError>>;
 
-    /// Waits until no other transaction holds `key`, and at most `at_most`; says whether what it has done is to be kept.
+    /// Waits until no other transaction holds `key`, at most `at_most`. Returns whether to keep what this has done.
     #[doc(hidden)]
     fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
 
@@ -307,23 +307,23 @@ pub trait Transaction: sealed::Sealed + Clone {
 }
 
 pub(crate) mod sealed {
-    /// Implemented here only: what a transaction must do may grow.
+    /// Implemented only here: the requirements for a transaction may grow.
     pub trait Sealed {}
 }
 
 /// A call and its savepoint.
 struct Scene<C> {
     transaction: C,
-    /// Whether a body that does not complete is undone.
+    /// Whether the writes of a body that does not complete are undone.
     undoes: bool,
     state: Mutex<State>,
 }
 
 struct State {
     turn: Option<Turn>,
-    /// Savepoints that are open: of the call, and of a write in it.
+    /// Open savepoints: of the call, and of a write in it.
     saved: usize,
-    /// What the call has reserved.
+    /// The reservation of the call.
     reserved: Option<Reserve>,
 }
 
@@ -354,7 +354,7 @@ impl<C: Transaction> Scene<C> {
         Ok(())
     }
 
-    /// Does `work` between a savepoint and its end, so that it takes effect in full or not at all.
+    /// Does `work` inside a savepoint, so that it takes effect in full or not at all.
     async fn saved<T>(&self, work: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         self.save().await?;
         match work.await {
@@ -369,7 +369,7 @@ impl<C: Transaction> Scene<C> {
         }
     }
 
-    /// Waits until no other call in this transaction is under way, but those that this one is made in.
+    /// Waits until no other call in this transaction is under way, except those that enclose this one.
     async fn take_turn(&self, node: &Arc<Node>) -> Result<(), StoreError> {
         if self.state().turn.is_none() {
             let turn = Turn::take(self.transaction.identity(), node).await?;
@@ -390,7 +390,7 @@ impl<C: Transaction> Scene<C> {
         match &reserved {
             Reservation::Reserved { .. } if self.undoes => {
                 if request.on_crash == OnCrash::Fail {
-                    // What says that a body has started is not undone with it.
+                    // The record that a body has started is not undone with it.
                     self.keep().await?;
                     self.save().await?;
                 }
@@ -433,7 +433,7 @@ impl<C: Transaction> Scene<C> {
         self.end_undone(lease, Ending::Release(release)).await
     }
 
-    /// Undoes what the body wrote, and ends its attempt.
+    /// Undoes the body's writes, and ends its attempt.
     async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Write, StoreError> {
         let Some(request) = self.state().reserved.clone() else {
             return self.saved(ending.write(&self.transaction, lease)).await;
@@ -441,10 +441,10 @@ impl<C: Transaction> Scene<C> {
         self.transaction.rewind().await?;
         let written = match request.on_crash {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
-            // The reservation was undone, too. It gets the number that it had.
+            // The reservation was undone, too; the new one gets the same number.
             _ => match self.transaction.reserve(&request).await? {
                 Reservation::Reserved { lease, .. } => ending.write(&self.transaction, &lease).await?,
-                // Another transaction came in between, and has the key now. Of this attempt nothing is left.
+                // Another transaction came in between, and has the key now. Nothing of this attempt is left.
                 _ => Write::Done,
             },
         };
@@ -460,7 +460,8 @@ impl<C: Transaction> Scene<C> {
         Ok(())
     }
 
-    /// What is left when the call is over: it was not ended, as its lease was lost or its result could not be recorded.
+    /// Undoes what is left when the call is over: the call was not ended, as its lease was lost or its result could not be
+    /// recorded.
     async fn end(&self) {
         while self.state().saved > 0 {
             if let Err(error) = self.undo().await {
@@ -472,7 +473,7 @@ impl<C: Transaction> Scene<C> {
     }
 
     async fn answer(&self, ask: Ask) {
-        // Whoever asked may be gone; the answer is then nobody's.
+        // The asking call may be gone; then nobody gets the answer.
         let at = &self.transaction;
         match ask {
             Ask::Reserve(request, answer) => drop(answer.send(self.reserve(request).await)),
@@ -515,7 +516,7 @@ impl Ending<'_> {
     }
 }
 
-/// What an error means for the end of an attempt: in this transaction nothing helps but a smaller result.
+/// The meaning of an error for the end of an attempt: in this transaction only a smaller result can help.
 fn ended(error: StoreError) -> StoreError {
     match error.kind() {
         StoreErrorKind::TooLarge | StoreErrorKind::Corrupt | StoreErrorKind::Aborted => error,
@@ -562,7 +563,7 @@ struct Node {
 thread_local! {
     /// The call whose body is being polled on this thread.
     static INSIDE: RefCell<Option<Arc<Node>>> = const { RefCell::new(None) };
-    /// What the transaction that is being polled on this thread has to remember if it is rolled back.
+    /// The journal of the transaction that is being polled on this thread.
     static JOURNAL: RefCell<Option<Arc<Mutex<Journal>>>> = const { RefCell::new(None) };
 }
 
@@ -585,7 +586,7 @@ impl Node {
     }
 }
 
-/// Makes a call the one that is being polled, until it is dropped.
+/// Marks a call as the one that is being polled, until this is dropped.
 struct Inside(Option<Arc<Node>>);
 
 impl Inside {
@@ -600,20 +601,19 @@ impl Drop for Inside {
     }
 }
 
-/// The calls that are under way in one transaction: each is made in the body of the one before it.
+/// The calls under way in one transaction: each is made in the body of the one before it.
 #[derive(Default)]
 struct Calls {
     stack: Mutex<Vec<u64>>,
     changed: Notify,
 }
 
-/// Those of all transactions, and how many know them.
+/// The calls of all transactions, and how many users they have.
 static CALLS: LazyLock<Mutex<KnownCalls>> = LazyLock::new(Mutex::default);
 
 type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;
 
-/// Somebody who knows the calls of a transaction. The last one makes them be forgotten: another transaction may be at the
-/// same place later.
+/// A user of the calls of a transaction. The last one removes them: another transaction may be at the same address later.
 struct Known {
     transaction: usize,
     calls: Arc<Calls>,
@@ -664,7 +664,7 @@ impl Turn {
                 changed.await;
             }
         };
-        // Most of the time nobody has to wait, and no timer is needed.
+        // Most calls don't have to wait, and then need no timer.
         let mut free = pin!(free);
         let at_once = poll_fn(|cx| Poll::Ready(free.as_mut().poll(cx).is_ready())).await;
         if !at_once && race(free, SystemClock::default().sleep(TURN_LIMIT)).await.is_none() {
@@ -686,17 +686,17 @@ impl Drop for Turn {
 
 // ---- Transactions that the library begins and commits ------------------------------------------------------------------
 
-/// What has to be known of a transaction once it was rolled back.
+/// What must be known of a transaction after its rollback.
 #[derive(Default)]
 pub(crate) struct Journal {
     /// The errors that were recorded in it.
     pub(crate) failed: Vec<FailedRecord>,
-    /// Whether a statement of the library's met another transaction, so that all of it is best tried again.
+    /// Whether a statement of the library's met another transaction, so that the whole transaction is best tried again.
     #[cfg_attr(not(feature = "postgres"), allow(dead_code, reason = "SQLite has no conflicts of transactions"))]
     pub(crate) conflict: bool,
 }
 
-/// A recorded error, of which the record went with its transaction.
+/// A recorded error whose record was rolled back with its transaction.
 pub(crate) struct FailedRecord {
     pub(crate) place: String,
     request: Reserve,
@@ -704,7 +704,7 @@ pub(crate) struct FailedRecord {
 }
 
 impl FailedRecord {
-    /// Writes the record, and nothing else; says whether it was written.
+    /// Writes the record, and nothing else. Returns whether it was written.
     pub(crate) async fn write<C: Transaction>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
             Reservation::Reserved { lease, .. } => Ok(transaction.finish(&lease, &self.finish).await? == Write::Done),
@@ -746,7 +746,7 @@ impl<F: Future> Future for Journaled<F> {
     }
 }
 
-/// What is done in a transaction, how the calls in it ended, and what has to be known of it.
+/// Runs `work` in a transaction. Returns its result, how the calls in it ended, and its journal.
 pub(crate) async fn observe_journaled<T, E>(
     work: impl Future<Output = Result<T, E>>,
 ) -> (Result<T, E>, Outcome, Journal) {
@@ -756,7 +756,7 @@ pub(crate) async fn observe_journaled<T, E>(
     (result, outcome, journal)
 }
 
-/// What a transaction that was not committed leaves of an outcome.
+/// The outcome after a transaction that was not committed.
 pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
     let disposition = match outcome.disposition() {
         Disposition::Retry { after } => Disposition::Retry { after },
@@ -765,8 +765,8 @@ pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
     Outcome { recorded: false, result_stored: false, disposition, ..outcome }
 }
 
-/// What a transaction that was rolled back leaves of an outcome, if that its handlers failed is `recorded` now, or is not
-/// to be, or can't be.
+/// The outcome after a transaction that was rolled back. `recorded`: whether the failures of its handlers are recorded now,
+/// are not to be, or can't be.
 pub(crate) fn rolled_back(outcome: Outcome, recorded: &Result<bool, StoreError>) -> Outcome {
     match recorded {
         Ok(true) => outcome.committed(),
@@ -775,7 +775,7 @@ pub(crate) fn rolled_back(outcome: Outcome, recorded: &Result<bool, StoreError>)
     }
 }
 
-/// How often a transaction is tried that another one has got in the way of.
+/// How often a transaction is tried that conflicts with others.
 #[cfg(feature = "postgres")]
 pub(crate) const TRIES: u32 = 5;
 
@@ -785,7 +785,7 @@ pub(crate) async fn pause_before(next: u32) {
     SystemClock::default().sleep(Duration::from_millis(10 << next.min(6))).await;
 }
 
-/// The store of one call: hands everything to the future of the call, which has the transaction.
+/// The store of one call: passes everything to the future of the call, which has the transaction.
 struct Mailbox {
     this: Weak<Mailbox>,
     name: &'static str,
@@ -808,7 +808,7 @@ impl Mailbox {
         answer.await.map_err(|_| over())?
     }
 
-    /// A write, refused once the call is over: the transaction alone decides then what is left of its record.
+    /// A write. It is refused once the call is over: then the transaction alone decides what is left of its record.
     async fn write(&self, ask: impl FnOnce(Sender<Write>) -> Ask) -> Result<Write, StoreError> {
         if self.asks.is_closed() { Ok(Write::Refused) } else { self.ask(ask).await }
     }

@@ -38,7 +38,7 @@ impl Instant {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// The point `duration` later; the end of time where that overflows.
+    /// The point `duration` later; the end of time if that overflows.
     #[must_use]
     pub const fn saturating_add(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(duration))
@@ -48,7 +48,7 @@ impl Instant {
 /// A future that is ready when a [`Clock`] has moved on far enough.
 pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Where the library takes time and randomness from.
+/// The source of the library's time and randomness.
 ///
 /// [`SystemClock`] is the real one. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
@@ -63,8 +63,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
     /// Runs `task`, which no caller waits for: a renewal, or the late write of a call that is gone.
     ///
-    /// The real clock runs it on a thread of the library's own. A clock of tests runs it where the test runs, so that the
-    /// test decides what happens when.
+    /// The real clock runs it on a thread of the library's own. A clock for tests runs it where the test runs, so that the
+    /// test decides the order of events.
     fn spawn(&self, task: Task);
 }
 

@@ -15,8 +15,8 @@ pub(crate) fn wall_millis() -> i64 {
 
 /// The machine's clock, tokio's timers, and the randomness of the operating system.
 ///
-/// Steps of the wall clock don't touch it. On Linux and Android it counts the time for which the machine was suspended, so
-/// that a lease which lapsed meanwhile is known to have lapsed.
+/// Steps of the wall clock don't affect it. On Linux and Android it counts the time for which the machine was suspended, so
+/// that a lease that lapsed meanwhile is known to have lapsed.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
@@ -50,7 +50,7 @@ impl Clock for SystemClock {
 
     fn entropy(&self) -> u128 {
         let mut bits = [0; 16];
-        // A token that repeats lets two bodies run under one reservation; there is nothing to go on with.
+        // A repeated token lets two bodies run under one reservation; without randomness there is no way to go on.
         getrandom::fill(&mut bits).expect("the operating system has randomness");
         u128::from_ne_bytes(bits)
     }

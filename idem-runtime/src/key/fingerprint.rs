@@ -12,7 +12,7 @@
 //! | an array | `[`, its elements, `]` |
 //! | an object | `{`, how many entries there are, and for each SHA-256 of its name and SHA-256 of its value, sorted |
 //!
-//! Lengths and counts are eight bytes, big-endian. Of entries with one name the last one counts.
+//! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last one counts.
 
 use std::fmt::{self, Display, Write as _};
 use std::io;
@@ -23,15 +23,15 @@ use sha2::{Digest, Sha256};
 
 use super::Key;
 
-/// A hash of a payload: the same key with another fingerprint is a misuse.
+/// A hash of a payload: the same key with a different fingerprint is a misuse.
 ///
-/// Values that serde writes as equal JSON have equal fingerprints, and others don't. A number counts by its value, as the text
-/// of the JSON has it: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`. NaN
-/// and the infinities are `null`, as an absent value is. The order of struct fields and of map entries doesn't matter. Nothing
-/// depends on the build, the machine or the order of a `HashMap`.
+/// Values that serde writes as equal JSON have equal fingerprints, and others don't. A number counts by its value in the
+/// text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`.
+/// NaN and the infinities are `null`, as an absent value is. The order of struct fields and of map entries doesn't matter.
+/// Nothing depends on the build, the machine or the order of a `HashMap`.
 ///
-/// The first byte is the [version](Fingerprint::version) of all this. Fingerprints of different versions say nothing about each
-/// other.
+/// The first byte is the [version](Fingerprint::version) of these rules. Fingerprints of different versions can't be
+/// compared.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fingerprint([u8; Self::BYTES]);
 
@@ -44,8 +44,8 @@ impl Fingerprint {
     /// The fingerprint of `value`.
     ///
     /// # Errors
-    /// [`FingerprintError`] if the value's own `Serialize` fails, so that nothing is known about it. It is never read as
-    /// "no fingerprint".
+    /// [`FingerprintError`] if the value's own `Serialize` fails, so that nothing is known about the value. A failure never
+    /// counts as "no fingerprint".
     ///
     /// ```
     /// use idem_runtime::Fingerprint;
@@ -76,7 +76,7 @@ impl Fingerprint {
         self.0[0]
     }
 
-    /// Whether the two are of one version. If they are not, nobody can tell whether they are of one payload.
+    /// Whether both have the same version. If not, it is unknown whether they are of one payload.
     pub const fn is_comparable(&self, other: &Self) -> bool {
         self.version() == other.version()
     }
@@ -119,11 +119,11 @@ impl ser::Error for FingerprintError {
     }
 }
 
-/// A key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the parent key and
-/// the name, which is short and plain enough for every API with idempotency keys.
+/// A key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the parent key
+/// and the name. It is short and plain enough for every API with idempotency keys.
 ///
-/// It depends on nothing else. Two applications need namespaces of their own, or they make the same keys; and a parent key that
-/// is used again after its retention makes the keys that it made before, for which the other side may still have yesterday's
+/// It depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent key that is
+/// used again after its retention makes the same keys as before, for which the other side may still have yesterday's
 /// answer.
 pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     let mut hash = Sha256::new_with_prefix(b"idem child key 1\n");
@@ -154,7 +154,7 @@ fn text(hash: &mut Sha256, tag: u8, bytes: &[u8]) {
     hash.update(bytes);
 }
 
-/// What stands for a name or a value in an object.
+/// The hash that stands for a name or a value in an object.
 fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
     let mut hash = Sha256::new();
     value.serialize(Hasher(&mut hash))?;
@@ -175,10 +175,10 @@ impl Hasher<'_> {
         let (digits, exponent) = rest.split_once(['e', 'E']).unwrap_or((rest, "0"));
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let Ok(exponent) = exponent.parse::<i64>() else {
-            // Nobody writes such a number but as a text (serde_json's `arbitrary_precision`), and nobody computes with it.
+            // Only a text can be such a number (serde_json's `arbitrary_precision`), and nobody computes with it.
             return text(self.0, b'N', written.as_bytes());
         };
-        // The zeros at both ends go; `exponent` belongs to the last digit that stays.
+        // The zeros at both ends are dropped; `exponent` belongs to the last digit that stays.
         let (mut whole, mut significant) = (whole, fraction.trim_end_matches('0'));
         let mut exponent = i128::from(exponent) - significant.len() as i128;
         if significant.is_empty() {
@@ -204,8 +204,8 @@ impl Hasher<'_> {
     }
 }
 
-/// A float as `serde_json` writes it. The shortest text is not the only one: halfway between two of them (7202.28125 as an
-/// `f32`) others choose the other.
+/// A float as `serde_json` writes it. The shortest text is not unique: halfway between two of them (7202.28125 as an `f32`)
+/// other writers choose the other one.
 #[derive(Default)]
 struct Written {
     text: [u8; 32],
@@ -255,7 +255,7 @@ impl Entries {
     }
 
     fn finish(mut self, hash: &mut Sha256) {
-        // Stable: the last one of a name stays the last one, which is the one that counts for whoever reads JSON.
+        // Stable: of entries with the same name the last one stays last, and that one counts for readers of JSON.
         self.entries.sort_by_key(|[name, _]| *name);
         let counts = |at: usize| self.entries.get(at + 1).is_none_or(|[next, _]| *next != self.entries[at][0]);
         let entries = (0..self.entries.len()).filter(|at| counts(*at));
@@ -280,10 +280,10 @@ impl<'a> Object<'a> {
     }
 }
 
-/// A struct; or one of those in which `serde_json` hands on what no other type of serde can hold.
+/// A struct, or one of those in which `serde_json` passes on values that no other type of serde can hold.
 enum Struct<'a> {
     Fields(Object<'a>),
-    /// The text of a number (feature `arbitrary_precision`, which another crate may have switched on).
+    /// The text of a number (feature `arbitrary_precision`, which another crate may have enabled).
     Number(&'a mut Sha256),
     /// The text of any JSON (feature `raw_value`).
     Raw(&'a mut Sha256),
@@ -585,7 +585,8 @@ impl ser::SerializeStructVariant for Variant<'_> {
     }
 }
 
-/// The name of an entry, which is a text in JSON: `1` is `"1"` there. What JSON has no name for stays what it is.
+/// The name of an entry, which is a text in JSON: `1` is `"1"` there. A value that can't be a name in JSON is hashed as it
+/// is.
 struct Name<'a>(Hasher<'a>);
 
 macro_rules! whole_names {
@@ -800,7 +801,7 @@ mod tests {
             vec![of(16_777_217), of(16_777_217_f64), json("16777217")],
             vec![of(10_u128.pow(23)), of(1e23_f64), of(1e23_f32), json("1e23"), json("100000000000000000000000")],
             vec![of(f32::MAX), of(3.402_823_5e38_f64)],
-            // There are two shortest texts: what counts is which of them is sent.
+            // There are two shortest texts: the one that is sent counts.
             vec![of(7_202.281_3_f32), json("7202.2812")],
             vec![of(f64::NAN), of(f64::INFINITY), of(f32::NEG_INFINITY), of(()), json("null")],
         ] {
@@ -830,7 +831,7 @@ mod tests {
         assert_eq!(of(BTreeMap::from([(Shape::Unit, 0)])), one("Unit"));
         assert_eq!(of(BTreeMap::from([(Some(std::num::Wrapping(7)), 0)])), one("7"));
         assert_eq!(of(Floats), of(BTreeMap::from([("0.1", 1)])));
-        // What JSON has no name for.
+        // Values that can't be names in JSON.
         let nameless = [
             of(BTreeMap::from([((), 0)])),
             of(BTreeMap::from([((1, 2), 0)])),

@@ -1,4 +1,4 @@
-//! Streams that tell when something moves on them.
+//! Streams that report when bytes move on them.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,12 +11,12 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::clock::Instant;
 
-/// Who is told.
+/// What a stream reports to.
 pub(crate) trait Meter {
-    /// Something came.
+    /// Bytes arrived.
     fn heard(&self);
 
-    /// Something was sent.
+    /// Bytes were sent.
     fn sent(&self, bytes: usize);
 }
 
@@ -30,7 +30,7 @@ impl<M: Meter> Meter for Arc<M> {
     }
 }
 
-/// A moment that many may set: the clock's origin, until somebody does.
+/// A moment that many may set; the clock's origin until then.
 #[derive(Debug, Default)]
 pub(crate) struct Moment {
     nanos: AtomicU64,
@@ -47,7 +47,7 @@ impl Moment {
     }
 }
 
-/// A stream whose meter is told what moves on it.
+/// A stream that reports to its meter what moves on it.
 pub(crate) struct Metered<S, M> {
     pub(crate) stream: S,
     pub(crate) meter: M,

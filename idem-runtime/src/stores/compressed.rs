@@ -14,21 +14,21 @@ use crate::store::{Store, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
 
-/// The codec that a record with a compressed result names.
+/// The codec name in a record with a compressed result.
 const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 
 /// A store that compresses large results with zstd, around any other store.
 ///
 /// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and kept so if that made it smaller. A
 /// record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a finished
-/// operation whose result is unavailable ([`Payload::Unreadable`]), never a second run. Consumers of one store all need
-/// the wrapper: one without it is told that codec `idem:zstd` wrote the result. Results that are not compressed are
-/// written as they are, so the wrapper can be added at any time.
+/// operation whose result is unavailable ([`Payload::Unreadable`]), never a second run. All consumers of one store need the
+/// wrapper: one without it is told that codec `idem:zstd` wrote the result. Results that are not compressed are written
+/// unchanged, so the wrapper can be added at any time.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: those of the store it is around.
 /// - *Limits*: those of the store, for the compressed result.
-/// - *Cost*: no call more. Some 1 ms of processor time for 1 MB written, in the task of the handler, less for one read;
-///   about 1 MB for each thread that compresses.
+/// - *Cost*: no further call. Some 1 ms of processor time per 1 MB written, in the task of the handler, and less per 1 MB
+///   read; about 1 MB of memory for each thread that compresses.
 ///
 /// ```
 /// use idem_runtime::{Compressed, MemoryStore};
@@ -39,12 +39,12 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 pub struct Compressed(Arc<Shared>);
 
 impl Compressed {
-    /// Compresses what goes into `store`, with the settings of [`CompressedOptions`] as they stand.
+    /// Compresses what goes into `store`, with the default settings of [`CompressedOptions`].
     pub fn new(store: impl Store) -> Self {
         Self::options().around(store)
     }
 
-    /// Other settings.
+    /// Settings for a store.
     pub fn options() -> CompressedOptions {
         CompressedOptions::default()
     }
@@ -72,18 +72,19 @@ impl Default for CompressedOptions {
 }
 
 impl CompressedOptions {
-    /// The level of zstd, from 1 (the default) to 22; higher ones are smaller and slower, negative ones faster and larger.
+    /// The level of zstd, up to 22 (default: 1). Higher levels give smaller results and are slower; negative ones are
+    /// faster and give larger results.
     pub fn level(self, level: i32) -> Self {
         Self { level, ..self }
     }
 
-    /// Results of more than this many bytes are compressed; 1 KiB unless set.
+    /// Results of more than this many bytes are compressed (default: 1 KiB).
     pub fn above(self, bytes: usize) -> Self {
         Self { above: bytes, ..self }
     }
 
-    /// No result is decompressed to more than this, whatever its record claims, and larger ones are not compressed;
-    /// 64 MiB unless set. Lowering it makes results unavailable that are larger.
+    /// The largest result (default: 64 MiB). No result is decompressed to more than this, whatever its record claims, and
+    /// larger ones are not compressed. Lowering it makes larger results unavailable.
     pub fn max_bytes(self, bytes: usize) -> Self {
         Self { max_bytes: bytes, ..self }
     }
@@ -108,12 +109,12 @@ struct Shared {
 }
 
 thread_local! {
-    // A fresh context costs many times what it takes to compress a small result.
+    // A fresh context costs many times what the compression of a small result does.
     static COMPRESSOR: RefCell<Option<(i32, Compressor<'static>)>> = const { RefCell::new(None) };
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// One frame of `bytes`, the same each time; `None` if zstd fails.
+/// One frame of `bytes`, always the same; `None` if zstd fails.
 fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     COMPRESSOR.with_borrow_mut(|compressor| {
         if compressor.as_ref().is_none_or(|(its, _)| *its != level) {
@@ -126,13 +127,13 @@ fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// How many bytes a frame of `len` bytes can hold: a block has 4 bytes at least, and holds 128 KiB at most. Room for more
-/// is never made, whatever the frame claims.
+/// The most bytes that a frame of `len` bytes can hold: a block has 4 bytes at least, and holds 128 KiB at most. Room for
+/// more is never made, whatever the frame claims.
 const fn most_in(len: usize) -> usize {
     (len / 4).saturating_mul(128 * 1024)
 }
 
-/// The `size` bytes in `frame`; `None` if there are less or more, or others than were put in.
+/// The `size` bytes in `frame`; `None` if there are fewer or more, or others than were put in.
 fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
     if get_frame_content_size(frame).ok()?? != size as u64 || size > most_in(frame.len()) {
         return None;
@@ -142,14 +143,14 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
             *decompressor = Some(Decompressor::new().ok()?);
         }
         let mut out = Vec::with_capacity(size);
-        // Never writes beyond the room it is given.
+        // Never writes beyond the capacity it is given.
         decompressor.as_mut()?.decompress_to_buffer(frame, &mut out).ok()?;
         (out.len() == size).then_some(out)
     })
 }
 
 impl Shared {
-    /// The payload in the form in which it is kept; `None` if that is the one it has.
+    /// The payload in its stored form; `None` if it is stored unchanged.
     fn pack(&self, payload: &Payload) -> Option<Payload> {
         let Payload::Stored { codec, bytes } = payload else { return None };
         let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)

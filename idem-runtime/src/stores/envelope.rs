@@ -1,8 +1,8 @@
-//! Results in another form than their codec gave them: what [`Compressed`](crate::Compressed) and
-//! [`Offloaded`](crate::Offloaded) write into records in place of a result.
+//! Results in another form than their codec's: what [`Compressed`](crate::Compressed) and [`Offloaded`](crate::Offloaded)
+//! write into records in place of a result.
 //!
-//! A record with an envelope names a codec that no handler has, so that a consumer without the wrapper is told so
-//! (`Unavailable::OtherCodec`) instead of reading something else. Version 1, integers big-endian:
+//! A record with an envelope names a codec that no handler has. So a consumer without the wrapper gets
+//! `Unavailable::OtherCodec` instead of reading something else. Version 1, integers big-endian:
 //!
 //! | bytes | content |
 //! |---|---|
@@ -20,11 +20,11 @@ use crate::record::{Finish, Payload, Record, State};
 
 const VERSION: u8 = 1;
 
-/// What is in an envelope.
+/// The form of a result in an envelope.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Form {
-    /// The result as it was: of a codec whose name would be taken for an envelope's, such as another wrapper's.
+    /// The result as it was: the name of its codec, such as another wrapper's, would be taken for an envelope's.
     AsItWas = 0,
     #[cfg(feature = "compressed")]
     Zstd = 1,
@@ -35,7 +35,7 @@ pub(crate) enum Form {
 /// A result in another form.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Envelope {
-    /// What the rest is; a number that this release or this wrapper doesn't know is damage.
+    /// The [`Form`]; a number that this release or this wrapper doesn't know is damage.
     pub(crate) form: u8,
     /// The codec that wrote the result.
     pub(crate) codec: CodecName,
@@ -44,7 +44,7 @@ pub(crate) struct Envelope {
     pub(crate) rest: Bytes,
 }
 
-/// How many bytes an envelope has before its rest.
+/// The size of an envelope without its rest.
 pub(crate) fn header_bytes(codec: &CodecName) -> usize {
     3 + codec.as_str().len() + 8
 }
@@ -63,7 +63,7 @@ pub(crate) fn seal(form: Form, codec: &CodecName, size: usize, rest: &[&[u8]]) -
     out.into()
 }
 
-/// Reads an envelope, or says why not.
+/// Reads an envelope, or returns why it can't be read.
 pub(crate) fn open(bytes: &Bytes) -> Result<Envelope, String> {
     if let Some(later @ VERSION..) = bytes.first()
         && *later != VERSION
@@ -82,8 +82,8 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
     Some(Envelope { form, codec, size, rest })
 }
 
-/// Whether `finish` may have to be written in another form: its result has more than `above` bytes, or a codec whose name is
-/// the envelope's own.
+/// Whether `finish` may have to be written in another form: its result has more than `above` bytes, or its codec has the
+/// envelope's own name.
 pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
     match finish.payload() {
         Payload::Stored { codec, bytes } => *codec == envelope || bytes.len() > above,
@@ -107,7 +107,7 @@ pub(crate) fn payload_of(record: &mut Record) -> Option<&mut Payload> {
     }
 }
 
-/// The payload that takes the place of one that can't be read.
+/// The payload in place of one that can't be read.
 pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> Payload {
     Payload::Unreadable { reason: reason.into() }
 }

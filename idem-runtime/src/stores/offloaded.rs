@@ -17,7 +17,7 @@ use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
 
-/// The codec that a record names whose result is in an object.
+/// The codec name in a record whose result is in an object.
 const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
 const DIGEST_BYTES: usize = 32;
 /// The first pause between two tries of a call of the object store; it doubles up to [`LONGEST_PAUSE`].
@@ -29,27 +29,27 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///
 /// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished; the
 /// record keeps its path, size and SHA-256. So records stay small, and a store with a limit, such as `DynamoDB`, takes
-/// results of any size (raise `max_result_bytes` of the policy as well, which is 256 KiB unless set).
+/// results of any size (raise `max_result_bytes` of the policy as well; default: 256 KiB).
 ///
-/// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely there.
-/// - *Durability*: the record's is that of the store; the result is there while its object is. A result whose object is
+/// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely uploaded.
+/// - *Durability*: the record's is that of the store; the result lasts while its object does. A result whose object is
 ///   missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
-///   ([`Payload::Unreadable`], an error for the caller): the operation is finished all the same, and never runs again.
+///   ([`Payload::Unreadable`], an error for the caller): the operation is still finished, and never runs again.
 /// - *Limits*: those of the object store for one `PUT`.
-/// - *Cost*: for a large result one `PUT` more at the first run and one `GET` more at each replay; for others nothing.
+/// - *Cost*: for a large result, one `PUT` more at the first run and one `GET` more at each replay; for others, nothing.
 ///
-/// **If the object store fails while a result is recorded,** the upload is tried again for [`timeout`] (at most a third
-/// of the lease); then the result goes into the record itself. If the store finds it too large, the completion is
-/// recorded without its result. The effect has happened, so no failure of the object store lets it happen again.
+/// **If the object store fails while a result is recorded,** the upload is retried for [`timeout`] (at most a third of the
+/// lease); then the result goes into the record itself. If the store finds it too large, the completion is recorded without
+/// its result. The effect has happened, so no failure of the object store lets it happen again.
 ///
-/// **Objects are removed by the object store.** Give the prefix a lifecycle rule that removes objects some time after
-/// the longest `ttl`, never sooner: an object is as old as its record, give or take the upload. What this store removes
-/// itself is the object of an attempt that lost its lease. An attempt that dies between object and record, or whose
-/// result is given up by an operator, leaves its object to that rule.
+/// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
+/// longest `ttl`, never sooner: an object is as old as its record, give or take the upload. This store itself removes only
+/// the object of an attempt that lost its lease. An attempt that dies between object and record, or whose result an
+/// operator gives up, leaves its object to that rule.
 ///
-/// Objects are called `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
-/// prefix. Consumers of one store all need the wrapper: one without it is told that codec `idem:object` wrote the
-/// result. Small results are written as they are, so the wrapper can be added at any time.
+/// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a prefix.
+/// All consumers of one store need the wrapper: one without it is told that codec `idem:object` wrote the result. Small
+/// results are written unchanged, so the wrapper can be added at any time.
 ///
 /// [`timeout`]: OffloadedOptions::timeout
 ///
@@ -64,13 +64,12 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub struct Offloaded(Arc<Shared>);
 
 impl Offloaded {
-    /// Keeps large results in `objects` and everything else in `store`, with the settings of [`OffloadedOptions`] as they
-    /// stand.
+    /// Keeps large results in `objects` and everything else in `store`, with the default settings of [`OffloadedOptions`].
     pub fn new(store: impl Store, objects: Arc<dyn ObjectStore>) -> Self {
         Self::options().around(store, objects)
     }
 
-    /// Other settings.
+    /// Settings for a store.
     pub fn options() -> OffloadedOptions {
         OffloadedOptions::default()
     }
@@ -92,7 +91,7 @@ pub struct OffloadedOptions {
     upkeep_objects: Option<Arc<dyn ObjectStore>>,
 }
 
-/// Without the object store, whose own form may hold credentials.
+/// Without the object store, whose `Debug` form may hold credentials.
 impl fmt::Debug for OffloadedOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("OffloadedOptions");
@@ -108,28 +107,29 @@ impl Default for OffloadedOptions {
 }
 
 impl OffloadedOptions {
-    /// The folder in the object store; `idem` unless set. Results that are under another one are still found.
+    /// The folder in the object store (default: `idem`). Results in another folder are still found.
     pub fn prefix(self, prefix: &str) -> Self {
         Self { prefix: Path::from(prefix), ..self }
     }
 
-    /// Results of more than this many bytes become objects; 64 KiB unless set.
+    /// Results of more than this many bytes become objects (default: 64 KiB).
     pub fn above(self, bytes: usize) -> Self {
         Self { above: bytes, ..self }
     }
 
-    /// How long a call of this store waits for the object store, with all its tries; 10 s unless set. An upload takes no
+    /// How long a call of this store waits for the object store, with all its tries (default: 10 s). An upload takes no
     /// more than a third of the lease.
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// The object store for results that are recorded late, by a thread of the library, because their call was cancelled;
-    /// the one of all other calls unless set.
+    /// The object store for results that a thread of the library records late, because their call was cancelled (default:
+    /// the one of all other calls).
     ///
-    /// Most object stores of the network keep connections that belong to the runtime on which they were opened: if a handler
-    /// blocks that, an upload over one of them waits. It is given up after a third of the lease, and the result goes into
-    /// the record itself, which a store with a limit records without it. A second client of the same bucket avoids that.
+    /// Most object stores of the network keep connections that belong to the runtime that opened them: if a handler blocks
+    /// that runtime, an upload over one of them waits. The upload is given up after a third of the lease, and the result
+    /// goes into the record itself; a store with a limit then records the completion without it. A second client of the
+    /// same bucket avoids that.
     pub fn upkeep_objects(self, objects: Arc<dyn ObjectStore>) -> Self {
         Self { upkeep_objects: Some(objects), ..self }
     }
@@ -159,7 +159,7 @@ struct Shared {
     upkeep: OnceLock<Arc<Shared>>,
 }
 
-/// Without the object store, whose own form may hold credentials.
+/// Without the object store, whose `Debug` form may hold credentials.
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Offloaded");
@@ -167,11 +167,11 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Why an object is not to be had. The words are our own: those of an object store may quote requests.
+/// Why an object can't be retrieved. The words are this library's: those of an object store may quote requests.
 enum Failure {
-    /// It won't be there later either.
+    /// It will not be there later either.
     Gone(&'static str),
-    /// It may be there, but not for whoever asks like this.
+    /// It may be there, but this request is refused.
     Refused(&'static str),
     /// The same call may succeed if it is repeated.
     Passing(&'static str),
@@ -192,7 +192,7 @@ impl From<Error> for Failure {
             Error::PermissionDenied { .. } => Self::Refused("the object store denies access to its object"),
             Error::Unauthenticated { .. } => Self::Refused("the object store refuses the credentials"),
             Error::Generic { .. } => Self::Passing("the object store failed"),
-            // A task that could not be joined comes with another feature of the object store.
+            // The variant for a task that could not be joined exists only with another feature of the object store.
             _ => Self::Refused("the object store can't do what is asked for"),
         }
     }
@@ -204,15 +204,16 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Shared {
-    /// Where this attempt keeps this result. Another result of the same attempt has another place, so that a repeated
-    /// `finish` that changes nothing does not change the object either. The token is hashed: it is no part of a name.
+    /// The path of this result of this attempt. Another result of the same attempt has another path, so that a repeated
+    /// `finish` that changes nothing does not change the object either. The owner token is hashed: it must not show in a
+    /// name.
     fn path(&self, lease: &Lease, digest: &[u8]) -> Path {
         let key = Sha256::digest(lease.key.as_str());
         let attempt = Sha256::new().chain_update(lease.owner.as_bytes()).chain_update(digest).finalize();
         self.options.prefix.clone().join(hex(&key)).join(hex(&attempt[..16]))
     }
 
-    /// Tries a call of the object store until it succeeds, fails for good, or `limit` is over.
+    /// Repeats a call of the object store until it succeeds, fails for good, or `limit` is over.
     async fn try_for<T, F>(&self, limit: Duration, call: impl Fn() -> F) -> Result<T, Failure>
     where
         F: Future<Output = Result<T, Failure>>,
@@ -234,7 +235,7 @@ impl Shared {
     }
 
     async fn upload(&self, lease: &Lease, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
-        // The lease of a handler that was ready at once is not renewed meanwhile.
+        // The lease of a handler that was ready at once is not renewed during the upload.
         let limit = self.options.timeout.min(lease.lease / 3);
         self.try_for(limit, || async {
             self.objects.put(path, PutPayload::from_bytes(bytes.clone())).await?;
@@ -243,7 +244,7 @@ impl Shared {
         .await
     }
 
-    /// Nobody waits for more than the attempt: what can't be removed is left to the lifecycle rule.
+    /// Tries once to remove an object; what can't be removed is left to the lifecycle rule.
     async fn remove(&self, path: &Path) {
         let clock = self.inner.heartbeats().clock();
         if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
@@ -251,7 +252,7 @@ impl Shared {
         }
     }
 
-    /// Writes a finish whose result is not, or not as it is, part of the record.
+    /// Writes a finish whose result is not part of the record, or not in its original form.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
         let Payload::Stored { codec, bytes } = finish.payload() else {
             return self.inner.finish(lease, finish).await;
@@ -265,7 +266,8 @@ impl Shared {
                     let bytes = envelope::seal(Form::Object, codec, bytes.len(), &rest);
                     let offloaded = envelope::replaced(finish, Payload::Stored { codec: CODEC, bytes });
                     let written = self.inner.finish(lease, &offloaded).await;
-                    // Only if no write of this attempt can have landed, nor will: a record must not lose its object.
+                    // Only if no write of this attempt can have taken effect, or still will: a record must not lose its
+                    // object.
                     match &written {
                         Ok(Write::Refused) => self.remove(&path).await,
                         Err(error) if error.kind() == StoreErrorKind::TooLarge => self.remove(&path).await,
@@ -305,7 +307,7 @@ impl Shared {
         let bytes = self
             .try_for(self.options.timeout, || async {
                 let object = self.objects.get(&path).await?;
-                // Looked at before the object is read, so that no more is read than was written.
+                // Checked before the object is read, so that no more is read than was written.
                 if object.meta.size != size {
                     return Err(Failure::Gone("its object has another size"));
                 }

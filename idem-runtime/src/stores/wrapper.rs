@@ -1,11 +1,11 @@
-//! What wrappers have in common: they are stores around another one, and hand most calls on.
+//! What wrappers share: they are stores around another one, and pass most calls on.
 
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::store::Store;
 
-/// The upkeep handle of a wrapper around a store: the same wrapper around that store's, made once. If the store makes no
-/// difference, neither does the wrapper.
+/// The upkeep handle of a wrapper around a store: the same wrapper around the store's upkeep handle, made once. If the
+/// store has no separate upkeep handle, neither has the wrapper.
 pub(crate) fn upkeep<W: Store>(
     this: &Weak<W>,
     inner: &Arc<dyn Store>,
@@ -23,8 +23,8 @@ pub(crate) fn upkeep<W: Store>(
     }
 }
 
-/// The methods of [`Store`](crate::Store) in which no wrapper differs from the store it is around, for a type with the
-/// fields `this` (its own `Weak`) and `inner` (that store).
+/// The methods of [`Store`](crate::Store) that every wrapper passes on unchanged, for a type with the fields `this` (its
+/// own `Weak`) and `inner` (the store it is around).
 macro_rules! hand_on {
     () => {
         fn name(&self) -> &'static str {

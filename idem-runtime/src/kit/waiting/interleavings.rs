@@ -9,7 +9,7 @@ use super::*;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::explore;
 
-/// A key whose attempt ends, as a store shows it.
+/// Two keys whose attempts end, as a store shows them.
 #[derive(Default)]
 struct Running {
     waiting: Waiting,
@@ -35,7 +35,7 @@ impl Running {
     }
 }
 
-/// Whoever has joined before an attempt ends is woken by its end; when nobody waits, nothing is left.
+/// A waiter that has joined before an attempt ends is woken by its end; when nobody waits, nothing is left.
 #[test]
 fn no_wake_up_is_lost_and_nothing_is_left() {
     explore(|| {
@@ -47,7 +47,7 @@ fn no_wake_up_is_lost_and_nothing_is_left() {
                 thread::spawn(move || running.wait(key))
             })
             .collect();
-        // One that gives up takes the entry of no other away.
+        // A waiter that gives up removes no other's entry.
         let gives_up = Arc::clone(&running);
         threads.push(thread::spawn(move || drop(gives_up.waiting.join(KEYS[0]))));
         let ends = Arc::clone(&running);

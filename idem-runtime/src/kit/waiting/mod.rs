@@ -11,11 +11,11 @@ use crate::sync::{Mutex, lock};
 #[cfg(all(test, shuttle))]
 mod interleavings;
 
-/// Who waits for what.
+/// The waiters of each key.
 #[derive(Default, Debug)]
 pub(crate) struct Waiting(Mutex<HashMap<String, Waiters>>);
 
-/// Those who wait for one key, and how many they are.
+/// The waiters of one key, and their number.
 #[derive(Default, Debug)]
 struct Waiters {
     woken: Arc<Notify>,
@@ -23,7 +23,7 @@ struct Waiters {
 }
 
 impl Waiting {
-    /// Waits for `key` until the answer is dropped.
+    /// Waits for `key` until the returned waiter is dropped.
     pub(crate) fn join(&self, key: &str) -> Waiter<'_> {
         let mut waiting = lock(&self.0);
         let waiters = waiting.entry(key.to_owned()).or_default();
@@ -31,21 +31,21 @@ impl Waiting {
         Waiter { waiting: self, key: key.to_owned(), woken: Arc::clone(&waiters.woken) }
     }
 
-    /// Wakes whoever waits for `key`.
+    /// Wakes all waiters of `key`.
     pub(crate) fn wake(&self, key: &str) {
         if let Some(waiters) = lock(&self.0).get(key) {
             waiters.woken.notify_waiters();
         }
     }
 
-    /// Wakes everybody: a wake-up may have got lost.
+    /// Wakes all waiters: a wake-up may have got lost.
     #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
     pub(crate) fn wake_all(&self) {
         lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
     }
 }
 
-/// One waiting duplicate; the last one for a key takes the entry away.
+/// One waiting duplicate; the last one for a key removes the entry.
 pub(crate) struct Waiter<'a> {
     waiting: &'a Waiting,
     key: String,

@@ -22,29 +22,29 @@ mod interleavings;
 
 /// No renewal task is running, so no beat is planned.
 const NEVER: u64 = u64::MAX;
-/// The renewal task is looking through the leases: whoever registers one now must tell it to look again.
+/// The renewal task is scanning the leases: a lease that is registered now must make it scan again.
 const LOOKING: u64 = NEVER - 1;
 /// A power of two; enough that the threads of a large machine rarely meet at one lock.
 const SHARDS: usize = 16;
-/// The renewal task looks up at least this often, so that it ends soon after the last handler.
+/// The renewal task wakes at least this often, so that it ends soon after the last handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// A renewal task that is late by this much may be that of the parent process, which is not there after a `fork()`.
+/// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
 const OVERDUE: Duration = Duration::from_secs(1);
 
-/// The leases that one store handle keeps alive, and the writes it has still to make.
+/// The leases that one store handle keeps alive, and the late writes that it has still to make.
 ///
-/// Every store owns one and hands it out from [`Store::heartbeats`]. A handler is registered before it is first polled, so
-/// that one which never yields keeps its lease as well. A single task looks what is due and asks for it through
-/// [`Store::upkeep`], by [`Clock::spawn`]: with the real clock on a thread of the library's own, which no handler blocks.
-/// Renewals that got no answer are asked for again while the first ones are under way, and each lease is answered by itself:
-/// a key, a node or a connection that is stuck costs no other lease.
+/// Every store owns one and returns it from [`Store::heartbeats`]. A handler is registered before it is first polled, so
+/// that even one that never yields keeps its lease. A single task finds the leases that are due and renews them through
+/// [`Store::upkeep`], by [`Clock::spawn`]: with the real clock on a thread of the library's own, which no handler blocks. A
+/// renewal without an answer is repeated while the first one is under way, and each lease is answered by itself: a key, a
+/// node or a connection that is stuck costs no other lease.
 ///
 /// The task starts with the first handler, ends some seconds after the last one, and starts anew in the child of a `fork()`.
 pub struct Heartbeats(Arc<Leases>);
 
 struct Leases {
     clock: Arc<dyn Clock>,
-    /// `None`: tokens come from the system's randomness, each by itself.
+    /// `None`: each token comes from the system's randomness.
     owners: Option<Owners>,
     shards: [Mutex<Shard>; SHARDS],
     /// A lease that is due before this must wake the renewal task: nanoseconds since the clock's origin, [`LOOKING`] or
@@ -57,13 +57,13 @@ struct Leases {
     beats: bool,
     /// Wakes the renewal task for a lease that is due before `next_beat`.
     earlier: Notify,
-    /// Writes and renewals under way that nobody's call waits for.
+    /// Late writes and renewals under way, which no call waits for.
     under_way: AtomicUsize,
     flushed: Notify,
     /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
-    /// Whether the process is taken for dead, by a test.
+    /// Whether a test treats the process as dead.
     abandoned: AtomicBool,
 }
 
@@ -91,25 +91,25 @@ impl Hasher for TokenHasher {
 pub(crate) enum Standing {
     /// Its lease is held.
     Held,
-    /// Its lease is over by the clock of this process. It is being renewed, and the body waits for that.
+    /// Its lease has lapsed by the clock of this process. It is being renewed, and the body waits for that.
     Lapsed,
-    /// The store said that the lease is somebody else's.
+    /// The store said that the lease is no longer this attempt's.
     Lost,
-    /// The body has run for longer than its policy allows; its lease is not renewed any more.
+    /// The body has run for longer than its policy allows; its lease is no longer renewed.
     TimedOut,
 }
 
 struct Registered {
-    /// Of the call, so that the renewal task keeps no store open.
+    /// The call's own handle, so that the renewal task keeps no store open.
     store: Arc<dyn Store>,
     lease: Lease,
-    /// When the last confirmed reservation or renewal was asked for: the lease is held for its length from here.
+    /// When the last confirmed reservation or renewal was sent: the lease is held for its length from then on.
     confirmed_at: Instant,
     due: Instant,
-    /// When the last renewal was asked for, whether or not it has an answer.
+    /// When the last renewal was sent, answered or not.
     asked_at: Instant,
     stop_at: Instant,
-    /// Anything but [`Standing::Lapsed`], which the clock says.
+    /// Never [`Standing::Lapsed`]: that follows from the clock.
     standing: Standing,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     waker: Option<Waker>,
@@ -124,7 +124,7 @@ impl Registered {
         self.confirmed_at.saturating_add(self.lease.lease)
     }
 
-    /// When the renewal task has to look at this lease again.
+    /// When the renewal task must look at this lease again.
     fn next(&self) -> Instant {
         self.due.min(self.stop_at)
     }
@@ -142,14 +142,14 @@ impl Heartbeats {
         Self::of(clock, None, true)
     }
 
-    /// The heartbeats of a store whose records no other process sees: one that is forked has a copy of its own. Owner tokens
+    /// The heartbeats of a store whose records no other process sees: a forked process has a copy of its own. Owner tokens
     /// are counted from a random start.
     pub fn in_process(clock: Arc<dyn Clock>) -> Self {
         let owners = Owners::new(clock.entropy());
         Self::of(clock, Some(owners), true)
     }
 
-    /// No heartbeats: for a store whose reservations need no lease, because they end with something else.
+    /// No heartbeats: for a store whose reservations need no lease, because something else ends them.
     pub fn none(clock: Arc<dyn Clock>) -> Self {
         Self::of(clock, None, false)
     }
@@ -177,7 +177,7 @@ impl Heartbeats {
         &*self.0.clock
     }
 
-    /// Whether leases are renewed at all; if not, they end with something else, such as a transaction.
+    /// Whether leases are renewed at all; if not, something else ends them, such as a transaction.
     pub(crate) fn renews(&self) -> bool {
         self.0.beats
     }
@@ -200,8 +200,8 @@ impl Heartbeats {
         self.0.live()
     }
 
-    /// Waits until every late write and renewal is through: those of handlers that were cancelled or panicked, and the
-    /// beat that is under way. Call it on shutdown, after the handlers have ended and before the process does.
+    /// Waits until every late write and renewal is done: those of handlers that were cancelled or panicked, and the beat
+    /// that is under way. Call it on shutdown, after the handlers have ended and before the process does.
     ///
     /// # Cancel safety
     /// Cancel safe; the writes go on.
@@ -216,44 +216,45 @@ impl Heartbeats {
         }
     }
 
-    /// From here on nothing is renewed, released or written late by this handle, as if its process had died: for tests and
-    /// demonstrations with several handles in one process (`MemoryStore::peer`).
+    /// From here on this handle renews nothing, releases nothing and writes nothing late, as if its process had died: for
+    /// tests and demonstrations with several handles in one process (`MemoryStore::peer`).
     pub fn abandon(&self) {
         self.0.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Whether calls of this handle may write when nobody waits for them.
+    /// Whether calls of this handle may write after they are gone.
     pub(crate) fn writes_late(&self) -> bool {
         self.0.beats && !self.0.abandoned.load(Ordering::SeqCst)
     }
 
-    /// The store has answered.
+    /// Notes that the store has answered.
     pub(crate) fn store_answered(&self) {
         if self.0.down_since.load(Ordering::Relaxed) != NEVER {
             self.0.down_since.store(NEVER, Ordering::Relaxed);
         }
     }
 
-    /// The store has not answered; for how long so far.
+    /// Notes that the store has not answered. Returns for how long it has not.
     pub(crate) fn store_failed(&self) -> Duration {
         let now = nanos(self.clock().now());
         let down_since = self.0.down_since.fetch_min(now, Ordering::Relaxed).min(now);
         Duration::from_nanos(now - down_since)
     }
 
-    /// Whether this is the first time that it is asked.
+    /// Whether this is the first call: a warning is logged once.
     pub(crate) fn warns_now(&self) -> bool {
         !self.0.warned.swap(true, Ordering::Relaxed)
     }
 
-    /// Work that [`flush`](Heartbeats::flush) waits for, until the answer is dropped.
+    /// Work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
     pub(crate) fn under_way(&self) -> UnderWay {
         UnderWay::new(&self.0)
     }
 
     /// Keeps `lease` alive until it is deregistered, and for at most `timeout`.
     pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, timeout: Duration) {
-        // A store in memory is a copy in the child of a `fork()`, as are the records of its parent: a beat that is late tells.
+        // In the child of a `fork()`, a store in memory is a copy, as are its parent's records: only a late beat reveals
+        // the fork.
         let planned = self.0.next_beat.load(Ordering::SeqCst);
         let overdue = planned < nanos(confirmed_at).saturating_sub(span(OVERDUE));
         if (self.0.owners.is_none() || overdue) && self.is_forked() {
@@ -295,7 +296,7 @@ impl Heartbeats {
             if now < registered.held_until() {
                 (Standing::Held, false)
             } else {
-                // At once, but once: a call may be polled often while the store is slow.
+                // Due at once, but only once: a call may be polled often while the store is slow.
                 let unasked = registered.asked_at < registered.held_until();
                 if unasked {
                     registered.due = registered.due.min(now);
@@ -303,15 +304,15 @@ impl Heartbeats {
                 (Standing::Lapsed, unasked)
             }
         };
-        // The runtime of the renewal task may have shut down, or be another process's.
+        // The runtime of the renewal task may have shut down, or belong to another process.
         if unasked || self.0.next_beat.load(Ordering::SeqCst) == NEVER {
             self.expect_beat();
         }
         standing
     }
 
-    /// No time limit and no beat ends the attempt of `owner` any more: its body has returned, and what is left is for the
-    /// store to accept or to refuse.
+    /// From here on no time limit and no beat ends the attempt of `owner`: its body has returned, and the store alone
+    /// accepts or refuses the rest.
     pub(crate) fn body_returned(&self, owner: Owner) {
         if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
@@ -319,19 +320,19 @@ impl Heartbeats {
         }
     }
 
-    /// Stops the heartbeat and says when the lease was last confirmed.
+    /// Stops the heartbeat. Returns when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: Owner) -> Option<Instant> {
         lock(self.0.shard(owner)).remove(&owner).map(|registered| registered.confirmed_at)
     }
 
-    /// Notes a renewal that somebody else made at `asked_at`.
+    /// Notes a renewal that was made elsewhere, and sent at `asked_at`.
     pub(crate) fn confirmed(&self, owner: Owner, asked_at: Instant) {
         if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
         }
     }
 
-    /// When the last confirmed reservation or renewal of `owner` was asked for.
+    /// When the last confirmed reservation or renewal of `owner` was sent.
     pub(crate) fn confirmed_at(&self, owner: Owner) -> Option<Instant> {
         lock(self.0.shard(owner)).get(&owner).map(|registered| registered.confirmed_at)
     }
@@ -355,8 +356,8 @@ impl Heartbeats {
         }
     }
 
-    /// How long `lease` may still be held, if it was last confirmed at `confirmed_at` or by a beat since. What a beat was
-    /// refused doesn't count: the record may be that of this attempt, ended.
+    /// How long `lease` may still be held, if it was last confirmed at `confirmed_at` or by a later beat. A refused beat
+    /// does not count: the record may be that of this attempt, ended.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         if !self.0.beats {
             return lease.lease;
@@ -366,10 +367,11 @@ impl Heartbeats {
         confirmed_at.saturating_add(lease.lease).saturating_since(self.0.clock.now())
     }
 
-    /// Makes sure that the renewal task looks again.
+    /// Makes sure that the renewal task scans again.
     fn expect_beat(&self) {
-        // The lease is in its shard already. The task publishes `next_beat` only after it has looked there, and one that
-        // ends looks again after it has given its place back: either it sees the lease, or we wake it, or start another.
+        // The lease is already in its shard. The task publishes `next_beat` only after it has scanned the shards, and a
+        // task that ends scans again after it has given its place back. So either it sees the lease, or we wake it, or we
+        // start another.
         if self.0.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
             self.0.earlier.notify_one();
             return;
@@ -380,13 +382,13 @@ impl Heartbeats {
         self.clock().spawn(Box::pin(beat(Running { leases: Arc::clone(&self.0), process, has_ended: false })));
     }
 
-    /// Whether the renewal task is that of the process which this one was forked off.
+    /// Whether the renewal task is that of the parent process, from which this one was forked.
     fn is_forked(&self) -> bool {
         let process = self.0.process.load(Ordering::SeqCst);
         process != 0 && process != std::process::id()
     }
 
-    /// In the child of a `fork()`: what is registered is the parent's, and its threads are not here.
+    /// In the child of a `fork()`: the registered leases are the parent's, and its threads don't exist here.
     fn start_anew(&self) {
         if self.0.owners.is_none() {
             self.0
@@ -400,7 +402,7 @@ impl Heartbeats {
 }
 
 impl Drop for Heartbeats {
-    /// A renewal task that sleeps has nothing to wait for.
+    /// A sleeping renewal task has nothing left to wait for.
     fn drop(&mut self) {
         self.0.earlier.notify_one();
     }
@@ -415,7 +417,7 @@ impl Leases {
         self.shards.iter().map(|shard| lock(shard).len()).sum()
     }
 
-    /// The leases that are due by `now` or soon after, and when to look again. Bodies whose time is over are told so.
+    /// The leases that are due by `now` or soon after, and when to look again. Wakes the bodies whose time is over.
     fn due(&self, now: Instant) -> (Due, Instant) {
         let mut due = Due::default();
         if self.abandoned.load(Ordering::SeqCst) {
@@ -435,7 +437,7 @@ impl Leases {
                 if registered.due <= now.saturating_add(beat / 8) {
                     due.store.get_or_insert_with(|| Arc::clone(&registered.store));
                     due.leases.push(registered.lease.clone());
-                    // Asked for again before the answer comes: this call may be stuck at another lease.
+                    // Due again before the answer comes: this call may be stuck at another lease.
                     registered.due = now.saturating_add(beat / 2);
                     registered.asked_at = now;
                 }
@@ -446,7 +448,7 @@ impl Leases {
         (due, next)
     }
 
-    /// Enters what the store said of `lease`, which was asked about at `asked_at`.
+    /// Enters the store's answer about `lease`, requested at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Write) {
         let mut shard = lock(self.shard(lease.owner));
         // The owner may have another attempt by now, if its request was answered anew.
@@ -468,7 +470,7 @@ impl Leases {
         }
     }
 
-    /// Has those of `leases` that got no answer asked for again, sooner than if nobody had said so.
+    /// Makes those of `leases` that got no answer due again, sooner than while their call was under way.
     fn unanswered(&self, leases: &[Lease], asked_at: Instant) {
         let now = self.clock.now();
         let mut sooner = false;
@@ -500,8 +502,8 @@ fn nanos(instant: Instant) -> u64 {
     span(instant.since_origin())
 }
 
-/// Says that a renewal task is running. Dropped by a runtime that shuts down, it wakes the handlers that are left, on
-/// whatever runtime they are, and the first of them starts a new task.
+/// Marks a renewal task as running. If a runtime that shuts down drops it, it wakes the remaining handlers, on whatever
+/// runtime they are, and the first of them starts a new task.
 struct Running {
     leases: Arc<Leases>,
     process: u32,
@@ -510,10 +512,10 @@ struct Running {
 }
 
 impl Running {
-    /// Ends the task if no lease is left, and says whether it has.
+    /// Ends the task if no lease is left. Returns whether it has ended.
     ///
-    /// Whoever registers a lease while the task is about to end takes it for running, and its body may never yield: the
-    /// task looks again after it has said that it ends.
+    /// A call that registers a lease while the task is about to end takes it for running, and its body may never yield: so
+    /// the task scans again after it has declared its end.
     fn end(&mut self) -> bool {
         let leases = &self.leases;
         leases.next_beat.store(NEVER, Ordering::SeqCst);
@@ -576,7 +578,7 @@ async fn beat(mut running: Running) {
     }
 }
 
-/// One call for all leases that are due together. Those that get no answer in it are asked for in others.
+/// One call for all leases that are due together. Leases without an answer in it are renewed by other calls.
 async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
     let leases = &under_way.0;
     let answer = |at: usize, write| {
@@ -584,7 +586,7 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
             leases.enter(lease, asked_at, write);
         }
     };
-    // A call that takes longer keeps no lease, and others have been asked since.
+    // A call that takes longer keeps no lease, and others have been made since.
     let longest = due.iter().map(|lease| lease.lease).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewed = race(upkeep.renew(&due, &answer), leases.clock.sleep(longest)).await;

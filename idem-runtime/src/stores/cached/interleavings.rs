@@ -17,8 +17,8 @@ fn finish(store: &impl Store, lease: &Lease) {
     assert_eq!(written.expect("answered"), Write::Done);
 }
 
-/// A store in which attempt 1 is finished, and a cache in front of it that does not know. Time stands still: who is not
-/// woken waits for ever.
+/// A store in which attempt 1 is finished, and a cache in front of it that does not know. Time stands still: a duplicate
+/// that is not woken waits for ever.
 fn finished() -> (MemoryStore, Cached) {
     let store = MemoryStore::with_clock(TestClock::default());
     match reserve(&store) {
@@ -28,7 +28,7 @@ fn finished() -> (MemoryStore, Cached) {
     (store.clone(), Cached::new(store))
 }
 
-/// The attempt that is replayed; whoever gets a new one finishes it.
+/// Returns the attempt that is replayed; finishes a new attempt if it gets one.
 fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {
@@ -48,7 +48,7 @@ fn assert_nothing_is_left(store: &Cached) {
     }
 }
 
-/// Whoever has joined another's question has an answer, also when that one gives up.
+/// A duplicate that has joined another's question gets an answer, even if that one gives up.
 #[test]
 fn whoever_joins_is_answered() {
     explore(|| {
@@ -73,7 +73,7 @@ fn whoever_joins_is_answered() {
     });
 }
 
-/// After a `reopen` nobody is told what was reopened, whatever was being asked meanwhile.
+/// After a `reopen` no duplicate gets the reopened result, whatever was being asked meanwhile.
 #[test]
 fn what_was_reopened_is_not_replayed() {
     explore(|| {

@@ -21,44 +21,44 @@ use crate::store::{Store, StoreError, StoreFuture, forward};
 use crate::stores::wrapper::{self, hand_on};
 use crate::sync::{Mutex, MutexGuard, lock};
 
-/// A power of two; enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
+/// A power of two: enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
 /// default cache holds results of megabytes.
 const MOST_SHARDS: usize = 16;
 /// A shard with less room than this is not worth having.
 const LEAST_ENTRIES: usize = 64;
 const LEAST_BYTES: usize = 1024 * 1024;
-/// What an entry takes beside its key and its result, about.
+/// What an entry takes besides its key and its result, about.
 const ENTRY_BYTES: usize = 384;
 /// How many owners of writes a shard remembers.
 const WRITERS: usize = 256;
-/// How long a duplicate waits for what another one of its key has asked. That one may not be polled any more, and must not
-/// keep anybody waiting for long.
+/// How long a duplicate waits for the answer to another one of its key. That one may not be polled any more, and must not
+/// delay others for long.
 const LONGEST_JOIN: Duration = Duration::from_millis(100);
 /// Later than every point in time.
 const NEVER: Instant = Instant::new(Duration::MAX);
 
 /// A bounded cache of finished records in this process, in front of any other store: a replay that hits costs no call.
 ///
-/// Only what can't change is kept: completed and failed records, never pending, released or interrupted ones. A hit is
-/// decided by [`Record::meet`], so the fingerprint is checked as everywhere. An entry lives no longer than the retention
-/// of its record, by the process's monotonic clock. What this process finished itself is kept at once. What
-/// another process finished is kept from its second replay on, which reads the record together with what is left of its
-/// retention; the first two replays cost one call each, as they would without the cache.
+/// Only what can't change is kept: completed and failed records, never pending, released or interrupted ones.
+/// [`Record::meet`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than the
+/// retention of its record, by the process's monotonic clock. A record that this process finished is kept at once. A record
+/// that another process finished is kept from its second replay on, which reads it together with the rest of its retention;
+/// the first two replays cost one call each, as they would without the cache.
 ///
 /// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have
-/// it without a call if it is a finished record. Any other answer is not shared: each then asks for itself.
+/// it without a call if it is a finished record. Any other answer is not shared: each duplicate then asks for itself.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: those of the store. The cache never answers that a key is free.
-/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them what
-///   was not asked for lately is dropped, and costs a call again. Results of more than 1 MiB are kept only if they are
-///   less than a sixteenth of the bytes.
+/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them,
+///   records that were not asked for recently are dropped, and cost a call again. Results of more than 1 MiB are kept only
+///   if they are less than a sixteenth of the bytes.
 /// - *Cost*: none for a hit; otherwise that of the store, and the memory.
 ///
-/// **Operators.** A [`reopen`](Store::reopen) through this cache, or through a [`peer`](Cached::peer), takes effect at once.
-/// One in another process is noticed within [`max_age`](CachedOptions::max_age); until then duplicates get the old
-/// result here. The same goes for records that the server itself has lost.
+/// **Operators.** A [`reopen`](Store::reopen) through this cache, or through a [`peer`](Cached::peer), takes effect at
+/// once. One in another process is noticed within [`max_age`](CachedOptions::max_age); until then duplicates get the old
+/// result here. The same holds for records that the server itself has lost.
 ///
-/// In front of a store inside the user's own transaction it keeps nothing: a rollback would make it lie.
+/// In front of a store inside the user's own transaction it keeps nothing: a rollback would make its answers wrong.
 ///
 /// Clones share the cache.
 ///
@@ -71,25 +71,26 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 pub struct Cached(Arc<Shared>);
 
 impl Cached {
-    /// Caches finished records of `store`, with the settings of [`CachedOptions`] as they stand.
+    /// Caches finished records of `store`, with the default settings of [`CachedOptions`].
     pub fn new(store: impl Store) -> Self {
         Self::options().around(store)
     }
 
-    /// Other settings.
+    /// Settings for a cache.
     pub fn options() -> CachedOptions {
         CachedOptions::default()
     }
 
-    /// The same cache in front of `store`, another handle to the same records, where a process has several: one per
-    /// runtime, for example. With caches of their own, each would notice a `reopen` of the other only in time.
+    /// The same cache in front of `store`, another handle to the same records, for a process that has several: one per
+    /// runtime, for example. With caches of their own, each would notice a `reopen` through the other only after
+    /// [`max_age`](CachedOptions::max_age).
     #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn peer(&self, store: impl Store) -> Self {
         Self::open(store.handle(), Arc::clone(&self.0.cache))
     }
 
-    /// How many finished records are held, those included whose time is over and that were not asked for since.
+    /// How many finished records are held, including expired ones that were not asked for since.
     pub fn len(&self) -> usize {
         self.0.cache.shards.iter().map(|shard| lock(shard).ring.len()).sum()
     }
@@ -99,7 +100,7 @@ impl Cached {
         self.len() == 0
     }
 
-    /// How many bytes that takes, about.
+    /// How many bytes the records take, about.
     pub fn bytes(&self) -> usize {
         self.0.cache.shards.iter().map(|shard| lock(shard).bytes).sum()
     }
@@ -133,17 +134,17 @@ impl Default for CachedOptions {
 }
 
 impl CachedOptions {
-    /// How many records are held; 100 000 unless set.
+    /// The most records that are held (default: 100 000).
     pub fn max_entries(self, max_entries: usize) -> Self {
         Self { max_entries, ..self }
     }
 
-    /// How many bytes the records take, with their keys and what the cache needs for each; 64 MiB unless set.
+    /// The most bytes that the records take, with their keys and what the cache needs for each (default: 64 MiB).
     pub fn max_bytes(self, max_bytes: usize) -> Self {
         Self { max_bytes, ..self }
     }
 
-    /// After what time a record is read again; 60 s unless set. A longer time saves calls, one a record and `max_age`; a
+    /// After what time a record is read again (default: 60 s). A longer time saves calls (one per record and `max_age`); a
     /// shorter one notices a `reopen` of another process sooner.
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
@@ -170,7 +171,7 @@ struct Shared {
     this: Weak<Shared>,
     inner: Arc<dyn Store>,
     cache: Arc<Cache>,
-    /// Whether what the store says is there to stay: what it says inside a transaction may be rolled back.
+    /// Whether the answers of the store are there to stay: inside a transaction they may be rolled back.
     keeps: bool,
     upkeep: OnceLock<Arc<Shared>>,
 }
@@ -183,7 +184,7 @@ impl fmt::Debug for Shared {
 
 struct Cache {
     shards: Box<[Mutex<Shard>]>,
-    /// In each shard, like the bytes.
+    /// Per shard, like the bytes.
     max_entries: usize,
     max_bytes: usize,
     max_age: Duration,
@@ -194,14 +195,14 @@ struct Cache {
 #[derive(Default)]
 struct Shard {
     entries: HashMap<Key, Entry, BuildHasherDefault<KeyHasher>>,
-    /// The keys of all entries, for the hand of a clock that drops what was not touched since it last came by.
+    /// The keys of all entries, in a ring: its hand drops entries that were not touched since it last came by.
     ring: Vec<Key>,
     hand: usize,
     bytes: usize,
     /// Entries that are being made while the store is asked, each with a number of its own.
     making: Vec<Making>,
     made: u64,
-    /// Whose results may have landed: owners of the latest writes, under way, done, or never answered.
+    /// The owners of the latest writes, whose results may have taken effect: under way, done, or never answered.
     writers: VecDeque<Owner>,
     /// The reservations under way that others of their key may join.
     flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
@@ -209,10 +210,10 @@ struct Shard {
 
 /// A reservation under way.
 struct Flight {
-    /// Whose it is: another handle may be of another runtime, which may stand still.
+    /// The handle that made it: another handle may be of another runtime, which may stand still.
     of: Weak<Shared>,
     landed: Arc<Notify>,
-    /// The answer, if it is a finished record that stays as it is.
+    /// The answer, if it is a final record.
     record: OnceLock<Record>,
 }
 
@@ -226,7 +227,7 @@ struct Leading<'a> {
 impl Drop for Leading<'_> {
     fn drop(&mut self) {
         let mut shard = self.cache.shard(self.key);
-        // What is there may be the next one: nobody joins what a `reopen` has outdated.
+        // The flight there may be the next one: after a `reopen` no duplicate joins this outdated one.
         if shard.flights.get(self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
             shard.flights.remove(self.key);
         }
@@ -237,11 +238,11 @@ impl Drop for Leading<'_> {
 
 /// A key that is known to be finished.
 struct Entry {
-    /// The record, while it need not be read again.
+    /// The record, once it was read or written here.
     record: Option<Record>,
-    /// When it is to be read again.
+    /// When it must be read again.
     fresh_until: Instant,
-    /// When its retention is over, at the latest.
+    /// When its retention ends, at the latest.
     ends_at: Instant,
     bytes: usize,
     touched: bool,
@@ -251,7 +252,7 @@ struct Entry {
 
 enum Known {
     Nothing,
-    /// It is finished; the record is to be read.
+    /// It is finished; the record must be read.
     Finished,
     Answer(Reservation),
 }
@@ -263,7 +264,7 @@ struct Making {
     from: u32,
 }
 
-/// An entry that is being made. Whatever shows meanwhile that the record isn't final any more keeps it from being entered.
+/// An entry that is being made. It is not entered if anything shows meanwhile that the record isn't final any more.
 struct Ticket<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -290,7 +291,7 @@ impl Shard {
         }
     }
 
-    /// What is known of the key of `request`.
+    /// What is known about the key of `request`.
     fn look_up(&mut self, request: &Reserve, now: Instant) -> Known {
         match self.entries.get_mut(&request.key) {
             None => Known::Nothing,
@@ -311,7 +312,7 @@ impl Shard {
         }
     }
 
-    /// Drops one entry: one that is over, or that was not touched since the hand last came by.
+    /// Drops one entry: one that has expired, or that was not touched since the hand last came by.
     fn evict(&mut self, now: Instant) {
         while !self.ring.is_empty() {
             if self.hand >= self.ring.len() {
@@ -322,7 +323,7 @@ impl Shard {
                 Some(entry) if entry.touched && entry.ends_at > now => entry.touched = false,
                 _ => {
                     self.remove(&key);
-                    // The last one has moved here, and it is the newest.
+                    // The last entry has moved here, and it is the newest.
                     self.hand += 1;
                     return;
                 }
@@ -341,7 +342,7 @@ impl Cache {
         lock(&self.shards[key.shard(self.shards.len())])
     }
 
-    /// To be taken before the store is asked for what will be entered.
+    /// Takes a ticket, which must happen before the store is asked for the record.
     fn ticket<'a>(&'a self, key: &'a Key) -> Ticket<'a> {
         let asked_at = self.now();
         let mut shard = self.shard(key);
@@ -356,9 +357,9 @@ impl Cache {
         self.enter(ticket, record, left, |_| true);
     }
 
-    /// Enters a record that was just written, with all of its retention.
+    /// Enters a record that was just written, with its full retention.
     fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
-        // What is there already was written or read before: a repeated write changes and prolongs nothing.
+        // An existing record was written or read before: a repeated write changes and prolongs nothing.
         self.enter(ticket, record, ttl, |entry| entry.record.is_none());
     }
 
@@ -369,7 +370,7 @@ impl Cache {
         if !is_final(record) || Self::bytes_of(ticket.key, Some(record)) > self.max_bytes {
             return;
         }
-        // Bytes of its own: those of a store may be a part of something much larger.
+        // A copy of the bytes: those of a store may be a part of something much larger.
         let record = with_own_bytes(record);
         let mut shard = self.shard(ticket.key);
         let mut making = shard.making.iter();
@@ -379,7 +380,7 @@ impl Cache {
         }
     }
 
-    /// Notes that `key` is finished, until nobody knows when.
+    /// Notes that `key` is finished; until when is unknown.
     fn note_finished(&self, key: &Key) {
         let mut shard = self.shard(key);
         if !shard.entries.contains_key(key) {
@@ -409,7 +410,7 @@ impl Cache {
         shard.entries.insert(key.clone(), Entry { record, fresh_until, ends_at, bytes, touched: false, at });
     }
 
-    /// Forgets what is known of `key` up to the attempt before `from`: that is the earliest that may be finished now.
+    /// Forgets what is known about `key` before attempt `from`, the earliest that may be finished now.
     fn outdate(&self, key: &Key, from: u32) {
         let mut shard = self.shard(key);
         let outdated = |entry: &Entry| entry.record.as_ref().is_none_or(|record| record.attempt < from);
@@ -422,7 +423,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Forgets everything that is known of `key`.
+    /// Forgets everything that is known about `key`.
     fn forget(&self, key: &Key) {
         let mut shard = self.shard(key);
         shard.remove(key);
@@ -430,7 +431,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Notes a write of `owner`, and says whether it is the only one that may have landed.
+    /// Notes a write of `owner`. Returns whether it is the only one that may have taken effect.
     fn note_writer(&self, key: &Key, owner: Owner) -> bool {
         let mut shard = self.shard(key);
         if shard.writers.contains(&owner) {
@@ -448,9 +449,9 @@ impl Cache {
     }
 }
 
-/// Whether the record never changes within its retention, and neither does what is read of it.
+/// Whether neither the record nor what is read of it changes within its retention.
 fn is_final(record: &Record) -> bool {
-    // What can't be read now may be read later.
+    // A result that can't be read now may be readable later.
     record.state.payload().is_some_and(|payload| !matches!(payload, Payload::Unreadable { .. }))
 }
 
@@ -479,7 +480,7 @@ impl Shared {
         match &answer {
             Reservation::Finished(record) if is_final(record) => self.cache.note_finished(&request.key),
             Reservation::Pending { attempt, .. } => self.cache.outdate(&request.key, *attempt),
-            // The one may be read better later, the other is said of a record in any state.
+            // An unreadable result may be readable later; a mismatch is answered for a record in any state.
             Reservation::Finished(_) | Reservation::Mismatch { .. } => {}
             _ => self.cache.forget(&request.key),
         }
@@ -490,7 +491,7 @@ impl Shared {
         if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
     }
 
-    /// Asks for everybody who joins meanwhile.
+    /// Asks for all duplicates that join meanwhile.
     async fn lead(
         &self,
         request: &Reserve,
@@ -501,14 +502,14 @@ impl Shared {
         if let Ok(Reservation::Finished(record)) = &answer
             && is_final(record)
         {
-            // Nobody else sets it.
+            // Only the leader sets it.
             let _ = leading.flight.record.set(record.clone());
         }
         answer
     }
 
-    /// Waits for what another duplicate has asked, and asks as well unless that is a finished record: whose attempt is
-    /// pending, and whose reservation failed, is said to each one in its own words.
+    /// Waits for the answer to another duplicate, and asks as well unless that is a finished record: a pending attempt and
+    /// a failure are answered to each duplicate by the store itself.
     async fn join(
         &self,
         request: &Reserve,
@@ -528,10 +529,10 @@ impl Shared {
         }
     }
 
-    /// Reserves a key that is known to be finished, by reading its record together with what is left of its retention.
+    /// Reserves a key that is known to be finished, by reading its record together with the rest of its retention.
     async fn read(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
-        // An error says nothing here: whoever may not read may reserve.
+        // An error decides nothing here: a caller that may not read may still reserve.
         if let Ok(Some(Inspection { record, expires_in, .. })) = self.inner.inspect(&request.key).await
             && record.is_finished()
             && !expires_in.is_zero()
@@ -574,7 +575,7 @@ impl Store for Shared {
             return StoreFuture::new(self.ask(request, is_finished));
         }
         let flight = Arc::clone(flight);
-        // Made while the lock is held, so that the landing finds it.
+        // Created while the lock is held, so that the landing notifies it.
         let landed = Arc::clone(&flight.landed).notified_owned();
         drop(shard);
         StoreFuture::new(self.join(request, flight, landed))
@@ -587,7 +588,7 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let (key, owner) = (&lease.key, lease.owner);
             let ticket = self.cache.ticket(key);
-            // Of several writes that may have landed nobody knows which one is recorded, and since when.
+            // Of several writes that may have taken effect, it is unknown which one is recorded, and since when.
             let only = self.cache.note_writer(key, owner);
             let written = self.inner.finish(lease, finish).await;
             match &written {
@@ -607,7 +608,7 @@ impl Store for Shared {
 
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
         StoreFuture::new(async move {
-            // Afterwards: what is entered meanwhile may have been read before.
+            // Forgotten afterwards: a record that was entered meanwhile may have been read before.
             let _forgotten = Forgotten(&self.cache, key);
             self.inner.reopen(key, attempt).await
         })

@@ -1,4 +1,4 @@
-//! What DynamoDB's answers mean, and whether a write can have landed that was not confirmed.
+//! What DynamoDB's answers mean, and whether an unconfirmed write may have taken effect.
 
 use std::error::Error;
 use std::io;
@@ -20,15 +20,15 @@ use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 use super::item::Attributes;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// The tries that the SDK makes of one call. It repeats by itself what the user's client tells it to repeat, so a call that
-/// ends with a refusal may have taken effect before.
+/// The tries that the SDK makes of one call. It repeats by itself what the user's client tells it to, so a call that ends
+/// with a refusal may have taken effect before.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Tries(Arc<Counts>);
 
 #[derive(Default, Debug)]
 struct Counts {
     sent: AtomicUsize,
-    /// Those of them that DynamoDB has not refused.
+    /// The tries among them that DynamoDB has not refused.
     open: AtomicUsize,
     /// The `Date` of the first answer, in seconds since 1970.
     date: OnceLock<i64>,
@@ -40,12 +40,12 @@ impl Tries {
         self.0.sent.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether all that was sent has been refused, so that nothing was written.
+    /// Whether every sent try was refused, so that nothing was written.
     pub(super) fn none_open(&self) -> bool {
         self.open() == 0
     }
 
-    /// When DynamoDB answered first, by its own clock: this second since 1970.
+    /// When DynamoDB first answered, by its own clock, in seconds since 1970.
     pub(super) fn date(&self) -> Option<i64> {
         self.0.date.get().copied()
     }
@@ -89,8 +89,8 @@ impl Intercept for Tries {
     }
 }
 
-/// An answer that says whether DynamoDB gave it. Every request asks for the consumed capacity: whatever else answers with
-/// status 200 (a portal, a proxy, nothing at all) would otherwise read as "written" or as "no such item".
+/// An answer that shows whether DynamoDB gave it. Every request asks for the consumed capacity. Anything else that answers
+/// with status 200 (a portal, a proxy, nothing at all) would otherwise read as "written" or as "no such item".
 pub(super) trait Genuine {
     fn is_genuine(&self) -> bool;
 }
@@ -130,15 +130,15 @@ macro_rules! conditional {
 
 conditional!(PutItemError, UpdateItemError);
 
-/// What became of a conditional write.
+/// The outcome of a conditional write.
 #[derive(Debug)]
 pub(super) enum Written {
     Done,
-    /// The condition did not hold; what it met.
+    /// The condition did not hold; with the item that it met, if any.
     Refused(Option<Attributes>),
 }
 
-/// What `answer` says of a write.
+/// The outcome of a write with this `answer`.
 pub(super) fn written<T: Genuine, E: Conditional>(
     answer: Result<T, SdkError<E, HttpResponse>>,
     tries: &Tries,
@@ -165,7 +165,7 @@ pub(super) fn genuine<T: Genuine>(output: T) -> Result<T, StoreError> {
     Err(StoreError::new(StoreErrorKind::Unknown, message))
 }
 
-/// The failure that `error` is.
+/// The error of the store for `error`.
 ///
 /// The error itself is not kept as a source: it holds the answer with its headers, and the answer may hold a payload.
 pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
@@ -178,7 +178,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
         SdkError::ConstructionFailure(_) => (Misconfigured, format!("the request can't be made: {}", causes(error))),
         _ if tries.none_sent() => (Unavailable, format!("the request could not be sent: {}", causes(error))),
         SdkError::DispatchFailure(failure) => {
-            // A connection that was refused has carried nothing, but an earlier try may have.
+            // A refused connection has carried nothing, but an earlier try may have.
             let refused = failure.as_connector_error().is_some_and(|error| is_refused(error)) && tries.open() == 1;
             let kind = if refused { Unavailable } else { Unknown };
             (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
@@ -227,10 +227,10 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
         | "ValidationException" => Misconfigured,
         _ => Unknown,
     };
-    // Open is a try that was answered with a status of the server's own failure; and whatever this one was refused for, an
-    // earlier one may have taken effect.
+    // A try that was answered with a failure of the server stays open. Whatever this try was refused for, an earlier one
+    // may have taken effect.
     let kind = if tries.none_open() { kind } else { Unknown };
-    // Others than these may quote the request or its signature.
+    // Other messages may quote the request or its signature.
     let told = match code {
         "ResourceNotFoundException" | "AccessDeniedException" | "ValidationException" => format!(": {said}"),
         _ => String::new(),
@@ -238,7 +238,7 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
     StoreError::new(kind, format!("DynamoDB refused with status {status}, {code}{told}"))
 }
 
-/// Why something could not be sent: no part of a request is in there.
+/// Why something could not be sent. It holds no part of the request.
 fn causes(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use crate::record::format::FormatError;
 use crate::record::{Parts, Record, State, signed_millis};
 
-/// What DynamoDB calls an item.
+/// The attributes of an item by name.
 pub(super) type Attributes = HashMap<String, AttributeValue>;
 
 /// The largest item that DynamoDB holds, names of attributes included.
@@ -28,7 +28,7 @@ pub(super) const TTL_MS: &str = "ttl_ms";
 const CODEC: &str = "codec";
 const RESULT: &str = "result";
 const RESULT_BYTES: &str = "result_bytes";
-/// When the lease lapses, in milliseconds since 1970 by the clock of its owner; there while the record is pending.
+/// When the lease lapses, in milliseconds since 1970 by the clock of its owner; present while the record is pending.
 pub(super) const LAPSES_AT: &str = "lapses_at";
 /// When the retention ends, in milliseconds since 1970 by the clock of the last writer.
 pub(super) const EXPIRES_AT: &str = "expires_at";
@@ -41,7 +41,7 @@ pub(super) const PURGE_AT: &str = "purge_at";
 pub(super) struct Times {
     pub(super) lapses_at: i64,
     pub(super) expires_at: i64,
-    /// In seconds. Rounded up, and later by the skew: every clock has seen the end of the retention by then.
+    /// In seconds, rounded up and later by the skew: by then every clock has passed the end of the retention.
     pub(super) purge_at: i64,
 }
 
@@ -99,7 +99,7 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
     attributes.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// A record and its times, as they were found.
+/// A record and its times, as found.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) record: Record,
@@ -110,7 +110,7 @@ pub(super) struct Found {
 
 /// Reads what [`write`] wrote.
 pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
-    // Somebody else's items need have none of our attributes; an item of ours lacks none that its state needs.
+    // Foreign items may have none of these attributes; a record has all that its state needs.
     let format = match item.get(FORMAT) {
         None => return Err(FormatError::Foreign),
         Some(format) => integer(format).ok_or(FormatError::Foreign)?,
@@ -133,12 +133,12 @@ pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
 }
 
 fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
-    // An attribute of another type than ours is damage, not absence.
+    // An attribute of an unexpected type is damage, not absence.
     let optional = |name: &str| match item.get(name) {
         None => Some(None),
         Some(number) => integer(number).map(Some),
     };
-    // What a later version keeps under these names is its own affair: only its number is looked at.
+    // A later version may keep anything under these names: only its format number is looked at.
     let ours = format == Parts::VERSION;
     let (empty, nothing): (&[u8], _) = (&[], 0);
     Some(Parts {

@@ -1,9 +1,9 @@
 //! Records in a DynamoDB table.
 //!
-//! A record is one item, with an attribute for each of its parts. Every write is conditional, and a write that is refused
-//! answers with the item that it met, so a replay is one call: the reservation that did not happen. DynamoDB has no clock
-//! that a condition could ask. Times are written by the clock of the writer, and nobody acts on a time before
-//! `max_clock_skew` more has passed by its own.
+//! A record is one item, with an attribute for each of its parts. Every write is conditional, and a refused write answers
+//! with the item that it met, so a replay is one call: the refused reservation. DynamoDB has no clock that a condition
+//! could read. Times are written by the clock of the writer, and no machine acts on a time before `max_clock_skew` more has
+//! passed by its own clock.
 
 mod answer;
 mod item;
@@ -38,50 +38,51 @@ use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, Store
 use crate::sync::PerProcess;
 
 /// How often a reservation or an operator's decision looks again at a record that has changed meanwhile, and the pauses in
-/// between. Each time another attempt has got ahead, so the loop ends by itself; the limit guards against bugs, of others
+/// between. Each retry means that another attempt won, so the loop ends by itself; the limit guards against bugs, of others
 /// too.
 const LOOKS: usize = 20;
 const FIRST_LOOK_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_LOOK_PAUSE: Duration = Duration::from_millis(50);
-/// How many leases are renewed at a time.
+/// The most renewals under way at a time.
 const RENEWED_AT_ONCE: usize = 32;
-/// A renewal that takes longer is not counted among those any more: it holds up no other.
+/// After this long, a renewal no longer counts among those: it holds up no other.
 const SLOW: Duration = Duration::from_millis(250);
-/// How long a waiting duplicate pauses between two looks: at first, and at most.
+/// The pauses of a waiting duplicate between two looks: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A store in a DynamoDB table.
 ///
-/// - *Atomicity*: one conditional write for each step; DynamoDB decides the winner. No scan, no read that may be stale.
+/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No scan, no read that may be stale.
 ///   Use one region for a table: replicas of a global table with eventual consistency would each let an attempt run.
 /// - *Clock*: those of the machines that use the table, which may differ by
-///   [`max_clock_skew`](DynamoOptions::max_clock_skew), 1 s unless set. A takeover waits for that much longer than the
-///   lease; farther apart, an attempt may be taken over while its lease still holds.
+///   [`max_clock_skew`](DynamoOptions::max_clock_skew) (default: 1 s). A takeover waits for that much longer than the
+///   lease; if clocks differ by more, an attempt may be taken over while its lease still holds.
 /// - *Durability*: DynamoDB's own: a confirmed write is on several disks, and none is lost.
-/// - *Limits*: items of 400 KB with everything in them. A result that does not fit is refused before it is sent
+/// - *Limits*: items of 400 KB, everything included. A result that does not fit is refused before it is sent
 ///   ([`StoreErrorKind::TooLarge`]), and the operation is recorded without it. The TTL of the table deletes records some
 ///   days after their retention; until then they count as absent.
-/// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and beat;
-///   three for a takeover and for another attempt after a release. A refused write costs capacity by the size of the item
-///   it meets, as a write of it would. A duplicate that waits for another process looks after 50 ms and then less and less
-///   often, down to every second.
+/// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and
+///   beat; three for a takeover and for another attempt after a release. A refused write costs capacity by the size of the
+///   item it meets, as a write of that item would. A duplicate that waits for another process looks after 50 ms and then
+///   less and less often, down to once a second.
 ///
 /// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key` (a
-/// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) makes it. The
-/// store needs to be allowed `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`.
+/// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The
+/// store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`.
 ///
 /// Clones share the client, heartbeats and waiting duplicates.
 ///
-/// **Connections of its own for leases.** Renewals and late writes run on a thread of the library, so that a handler which
-/// blocks its runtime keeps its lease. They must not use connections that were opened on that runtime: whatever is sent over
-/// those waits for it. A client that was given no HTTP client has one of its own, and the store makes another client with the
-/// same settings for this work, with connections and cached credentials apart. One that was given an HTTP client
-/// (`http_client`) shares it: give [`upkeep_client`](DynamoOptions::upkeep_client) a second one then.
+/// **Connections of its own for leases.** Renewals and late writes run on a thread of the library, so that a handler that
+/// blocks its runtime keeps its lease. They must not use connections that were opened on that runtime: requests over those
+/// wait for it. A client that was given no HTTP client has one of its own; for this work the store then makes another
+/// client with the same settings, with connections and cached credentials apart. A client that was given an HTTP client
+/// (`http_client`) shares it with the store's other client: then pass [`upkeep_client`](DynamoOptions::upkeep_client) a
+/// second one.
 ///
-/// **`fork`.** A child makes a client of its own in the same way. With an HTTP client that was given, its calls may be
-/// put on connections of the parent, where nobody answers them, and take [`call_timeout`](DynamoOptions::call_timeout) until
-/// those are used up: make client and store in the child.
+/// **`fork`.** A child makes a client of its own in the same way. With an HTTP client that was given, its calls may be put
+/// on connections of the parent, where nobody answers them, and take [`call_timeout`](DynamoOptions::call_timeout) until
+/// those connections are used up: make client and store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -101,7 +102,7 @@ impl DynamoStore {
     /// ```
     pub const CLOUDFORMATION: &'static str = include_str!("table.json");
 
-    /// A store in `table`. Nothing is sent: what is wrong with table, credentials or network, the first call tells.
+    /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
     pub fn new(client: Client, table: impl Into<String>) -> Self {
         Self::options().open(client, table)
     }
@@ -111,8 +112,8 @@ impl DynamoStore {
         DynamoOptions::default()
     }
 
-    /// Creates the table, billed by request, unless it is there, and waits until it can be used; for tests and first
-    /// steps. In production, make it by [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a like of it.
+    /// Creates the table, billed by request, unless it exists, and waits until it can be used; for tests and first steps.
+    /// In production, create it with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar template.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the client
@@ -124,7 +125,7 @@ impl DynamoStore {
         self.0.create_table().await
     }
 
-    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
         self.0.heartbeats.flush().await;
     }
@@ -146,7 +147,7 @@ struct Shared {
     this: Weak<Shared>,
     heartbeats: Arc<Heartbeats>,
     client: Connections,
-    /// The handle with connections of its own; `None` in that one.
+    /// The handle for upkeep, with connections of its own; `None` in that one.
     upkeep: Option<Arc<Shared>>,
     table: String,
     prefix: String,
@@ -155,7 +156,7 @@ struct Shared {
     call_timeout: Duration,
     wall_clock: WallClock,
     waiting: Arc<Waiting>,
-    /// Whether the clock here was last seen to be too far off.
+    /// Whether the clock here was too far off when it was last compared.
     warned: Arc<AtomicBool>,
 }
 
@@ -172,12 +173,12 @@ impl Connections {
     }
 }
 
-/// A client that shares no connection with `client`, unless that was given an HTTP client: nobody can tell what that shares.
+/// A client that shares no connection with `client`, unless that was given an HTTP client: what that shares is unknown.
 fn apart_from(client: &Client) -> Client {
     match client.config().http_client() {
         Some(_) => client.clone(),
-        // The default HTTP client is made with each client. A cache of credentials that another runtime is filling may be
-        // waited for as long as that is blocked.
+        // The default HTTP client is made with each client. The cache of credentials is separate, too: if another runtime
+        // is filling a shared one, this client would wait for as long as that runtime is blocked.
         None => Client::from_conf(client.config().to_builder().identity_cache(IdentityCache::lazy().build()).build()),
     }
 }
@@ -207,7 +208,7 @@ impl Terms {
     }
 }
 
-/// Adds the terms to a request. Every name goes by `#name`: some of ours are words of DynamoDB's.
+/// Adds the terms to a request. Every name goes by `#name`: some of them are reserved words of DynamoDB's.
 macro_rules! with_terms {
     ($request:expr, $terms:expr) => {{
         let Terms { names, values } = $terms;
@@ -231,7 +232,7 @@ impl Shared {
 
     /// The latest time that has passed by every clock.
     fn passed(&self, now: i64) -> i64 {
-        // One millisecond less: who wrote the time had seen a part of one that was not counted.
+        // One millisecond less: the written time left out the fraction of a millisecond that its writer's clock had passed.
         now.saturating_sub(self.skew).saturating_sub(1)
     }
 
@@ -245,7 +246,7 @@ impl Shared {
     }
 
     /// Warns once if the clock here is farther off DynamoDB's than it may be off that of another machine, as far as the
-    /// `Date` of an answer to a call that `began` then shows it. Nothing is decided by it.
+    /// `Date` of an answer shows. The call began at `began`, by the clock here. Nothing is decided by it.
     fn compare_clocks(&self, began: i64, tries: &Tries) {
         let Some(date) = tries.date() else { return };
         let earliest = date.saturating_mul(1000);
@@ -265,12 +266,12 @@ impl Shared {
         }
     }
 
-    /// Until when a call of the store has to end that begins now.
+    /// When a call of the store that begins now must end.
     fn deadline(&self) -> Instant {
         self.heartbeats.clock().now().saturating_add(self.call_timeout)
     }
 
-    /// What `call` answers before `until`.
+    /// The answer of `call`, if it comes before `until`.
     async fn bounded<T>(&self, until: Instant, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
         let (began, clock) = (self.now(), self.heartbeats.clock());
         let answer = race(call, clock.sleep(until.saturating_since(clock.now()))).await;
@@ -329,7 +330,7 @@ impl Shared {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// The item `name`, or these attributes of it.
+    /// The item `name`, or only these attributes of it.
     async fn get(
         &self,
         until: Instant,
@@ -355,8 +356,7 @@ impl Shared {
         Ok(answer::genuine(answer)?.item)
     }
 
-    /// What a refused write has met. Nothing in the answer means that there is no item, which is looked up before it is
-    /// believed.
+    /// The item that a refused write has met. If the answer holds none, a look-up makes sure that there is none.
     async fn met(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
         match met {
             Some(met) => Ok(Some(met)),
@@ -405,7 +405,7 @@ impl Shared {
         Err(changes_too_often())
     }
 
-    /// The first two looks have no pause in between: to find a record that has expired, or has just changed, is no bad sign.
+    /// No pause between the first two looks: a record that has expired, or has just changed, is no bad sign.
     async fn pause_before(&self, look: usize) {
         if let Some(times) = look.checked_sub(2) {
             let pause = FIRST_LOOK_PAUSE.saturating_mul(1 << times.min(16)).min(LONGEST_LOOK_PAUSE);
@@ -413,12 +413,12 @@ impl Shared {
         }
     }
 
-    /// Writes the record of a first attempt, if there is none whose retention still runs.
+    /// Writes the record of a first attempt, unless there is one whose retention still runs.
     async fn put_first(&self, until: Instant, name: &str, request: &Reserve) -> Result<Written, StoreError> {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
-        // What the times of another version mean only that version knows.
+        // Only another version knows what its times mean.
         let terms = Terms::default()
             .names(&[KEY, FORMAT, EXPIRES_AT])
             .value("format", number(Parts::VERSION))
@@ -427,7 +427,7 @@ impl Shared {
             .await
     }
 
-    /// Puts `item` in place of the record that was met, if it still is the one that was met.
+    /// Puts `item` in place of the record `met`, if that is unchanged.
     async fn replace(&self, until: Instant, met: &Found, item: Attributes) -> Result<Written, StoreError> {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
@@ -438,7 +438,7 @@ impl Shared {
             .value("starts", number(parts.starts));
         let same = "#owner = :owner AND #state = :state AND #attempt = :attempt AND #starts = :starts";
         match met.record.state {
-            // Renewed meanwhile, it is the owner's again.
+            // A record that was renewed meanwhile is its owner's again.
             State::Pending { .. } => {
                 let terms = terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at));
                 self.put(until, item, &format!("{same} AND #lapses_at = :lapses_at"), terms).await
@@ -464,12 +464,12 @@ impl Shared {
     /// The record that refused a write, unless its retention has ended: an earlier write of the same attempt may have made
     /// it.
     async fn refusing(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
-        // What can't be read is somebody else's.
+        // An item that can't be read is not this attempt's.
         let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
-    /// What a write that ends an attempt is answered if it was refused.
+    /// The answer to a write that should end an attempt and was refused.
     async fn ended(
         &self,
         until: Instant,
@@ -494,7 +494,7 @@ impl Shared {
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A renewal that arrives late must not cut short what a later one has confirmed.
+        // A renewal that arrives late must not shorten what a later one has confirmed.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(until, &name, update, &condition, terms).await? {
             Written::Done => Ok(Write::Done),
@@ -507,7 +507,7 @@ impl Shared {
         }
     }
 
-    /// Renews `leases`, some at a time. One that takes long holds up no other.
+    /// Renews `leases`, some at a time. A slow one holds up no other.
     async fn renew_each(&self, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
         let clock = self.heartbeats.clock();
         let mut waiting = leases.iter().enumerate();
@@ -541,7 +541,7 @@ impl Shared {
                     call: Box::pin(self.renew_one(lease)),
                     quick: Some(clock.sleep(SLOW)),
                 }));
-                // What was just added has to be polled.
+                // The added renewals must be polled.
                 if under_way.len() == before {
                     return if under_way.is_empty() { Poll::Ready(()) } else { Poll::Pending };
                 }
@@ -575,7 +575,7 @@ impl Shared {
         let now = self.now();
         let state = release.state();
         let letter = text(state.letter());
-        // The attempt number is the record's own: a caller that never heard the answer to its reservation doesn't know it.
+        // The attempt number is the record's own: a caller that never got the answer to its reservation does not know it.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
@@ -635,7 +635,7 @@ impl Shared {
         let waiter = self.waiting.join(name);
         let mut pause = FIRST_PAUSE;
         loop {
-            // Heard from before the look on, so that an end in between is not missed.
+            // Enabled before the look, so that an end in between is not missed.
             let mut woken = pin!(waiter.woken());
             woken.as_mut().enable();
             match self.is_pending(name, attempt).await {
@@ -656,11 +656,11 @@ impl Shared {
 struct Renewal<'a> {
     at: usize,
     call: Pin<Box<dyn Future<Output = Result<Write, StoreError>> + Send + 'a>>,
-    /// Until this is ready it is counted among those under way.
+    /// Until this is ready, the renewal counts among those under way.
     quick: Option<Sleep>,
 }
 
-/// The condition of a release: the pending record is its owner's, and retained.
+/// The condition of a release: the record is pending, of this owner, and retained.
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
 /// The condition of a renewal and of a finish: the pending record is of this very attempt.
@@ -747,10 +747,10 @@ fn corrupt(error: FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// The record in an item that may be anybody's, when its lease lapses and when its retention ends: for tests.
+/// The record in an untrusted item, when its lease lapses and when its retention ends: for tests.
 ///
 /// # Errors
-/// It is no record.
+/// If the item is no record.
 #[cfg(feature = "conformance")]
 pub fn read_item(item: Attributes) -> Result<(Record, i64, i64), StoreError> {
     item::read(item).map(|found| (found.record, found.lapses_at, found.expires_at)).map_err(corrupt)

@@ -72,28 +72,29 @@ impl fmt::Debug for DynamoOptions {
 }
 
 impl DynamoOptions {
-    /// What every key in the table begins with; nothing where nothing is said. Applications that share a table and must
-    /// not share operations need different ones.
+    /// The prefix of every key in the table (default: none). Applications that share a table but must not share operations
+    /// need different prefixes.
     #[must_use]
     pub fn prefix(self, prefix: impl Into<String>) -> Self {
         Self { prefix: prefix.into(), ..self }
     }
 
-    /// How far apart the clocks of two machines that use the table may be; 1 s where nothing is said, which machines that
-    /// follow a time server keep many times over. The same for all of them.
+    /// How far apart the clocks of two machines that use the table may be (default: 1 s). Machines that follow a time
+    /// server stay far below that. Use the same value on all of them.
     ///
-    /// DynamoDB has no clock that a condition could ask, so a record says when its lease lapses by the clock of its owner.
-    /// Others take over only once that time *and this much more* has passed by their own clocks: a lease that is not
-    /// renewed blocks its key for itself and up to twice this long. If two clocks are farther apart, an attempt can be taken
-    /// over while its lease still holds. A clock that is seen to be off DynamoDB's own by more is warned of.
+    /// DynamoDB has no clock that a condition could read, so a record says when its lease lapses by the clock of its owner.
+    /// Others take over only once that time *and this skew* have passed by their own clocks: a lease that is not renewed
+    /// blocks its key for its own length and up to twice the skew. If two clocks are farther apart, an attempt can be taken
+    /// over while its lease still holds. The store logs a warning if the clock here is seen to be farther off DynamoDB's
+    /// own.
     #[must_use]
     pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
         Self { max_clock_skew, ..self }
     }
 
-    /// How long one call of the store may take, all requests and tries of the client included; 3 s where nothing is said.
-    /// Keep it well below the shortest beat (a third of the lease). After it the write may have landed, and is repeated with
-    /// the same owner token.
+    /// The time limit of one call of the store, all requests and tries of the client included (default: 3 s). Keep it well
+    /// below the shortest beat (a third of the lease). After a time-out the write may have taken effect; it is repeated
+    /// with the same owner token.
     #[must_use]
     pub fn call_timeout(self, call_timeout: Duration) -> Self {
         Self { call_timeout, ..self }
@@ -105,17 +106,17 @@ impl DynamoOptions {
         Self { wall_clock: Arc::new(millis), ..self }
     }
 
-    /// The client that renews leases and makes late writes, on a thread of the library. Where nothing is said, one with the
-    /// settings of the store's own client, which shares no connection with it unless an HTTP client was given to that.
+    /// The client that renews leases and makes late writes, on a thread of the library (default: one with the settings of
+    /// the store's own client, which shares no connection with it unless that was given an HTTP client).
     ///
-    /// Give one with an HTTP client of its own then. Requests over a connection wait for the runtime on which it was opened,
-    /// and leases would be lost if a handler blocks that.
+    /// If it was, pass a client with an HTTP client of its own. Requests over a connection wait for the runtime that opened
+    /// it, and leases would be lost if a handler blocks that runtime.
     #[must_use]
     pub fn upkeep_client(self, upkeep_client: Client) -> Self {
         Self { upkeep_client: Some(upkeep_client), ..self }
     }
 
-    /// A store in `table`. Nothing is sent: what is wrong with table, credentials or network, the first call tells.
+    /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
     pub fn open(self, client: Client, table: impl Into<String>) -> DynamoStore {
         let Self { prefix, max_clock_skew, call_timeout, wall_clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
@@ -166,7 +167,7 @@ impl Shared {
             .key_schema(hash.build().map_err(unmade)?);
         match request.send().await {
             Ok(_) => Ok(()),
-            // It is there, or another process is creating it now.
+            // It exists, or another process is creating it now.
             Err(error) if error.code() == Some("ResourceInUseException") => Ok(()),
             Err(error) => Err(failed(&error)),
         }
@@ -187,7 +188,7 @@ impl Shared {
                         return Ok(());
                     }
                 }
-                // Said for a moment of a table that is being created.
+                // Reported for a moment while the table is being created.
                 Err(error) if error.code() == Some("ResourceNotFoundException") => {}
                 Err(error) => return Err(failed(&error)),
             }
@@ -220,7 +221,7 @@ impl Shared {
     }
 }
 
-/// Refuses a table whose keys are others than ours.
+/// Refuses a table with other keys.
 fn check(table: &TableDescription) -> Result<(), StoreError> {
     let keys = table.key_schema();
     let fits = keys.len() == 1

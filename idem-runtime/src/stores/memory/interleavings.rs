@@ -29,7 +29,7 @@ fn result() -> Finish {
     Finish::Completed(Payload::Unencodable)
 }
 
-/// How many records and entries of waiters there are, counted.
+/// The number of records and of waiters' entries, counted.
 fn counted(store: &MemoryStore) -> (usize, usize) {
     let shards = store.0.records.shards.iter().map(lock);
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
@@ -53,7 +53,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
             }
             Reservation::Pending { attempt, .. } => {
                 let waiting = store.wait(&request.key, attempt, LEASE);
-                // It counts as waiting before it is first polled.
+                // It counts as waiting before its first poll.
                 thread::yield_now();
                 block_on(waiting).expect("answered");
             }
@@ -66,7 +66,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     }
 }
 
-/// One winner at a time, and whoever waits for it is woken when it ends: time stands still, so nothing else ends a wait.
+/// One attempt wins at a time, and its end wakes the waiters: time stands still, so nothing else ends a wait.
 #[test]
 fn one_wins_and_those_who_wait_are_woken() {
     explore(|| {
@@ -87,7 +87,7 @@ fn one_wins_and_those_who_wait_are_woken() {
     });
 }
 
-/// A lapsed attempt and those who would take it over: one of them has it, and who waits for it is woken by a takeover, too.
+/// A lapsed attempt finishes while others try to take it over: exactly one of them succeeds. A takeover wakes waiters, too.
 #[test]
 fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     explore(|| {
@@ -131,7 +131,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     });
 }
 
-/// Those who give up waiting leave nothing behind, and those who stay are woken.
+/// Waiters that give up leave nothing behind, and those that stay are woken.
 #[test]
 fn who_gives_up_leaves_nothing() {
     explore(|| {
@@ -161,7 +161,7 @@ fn who_gives_up_leaves_nothing() {
     });
 }
 
-/// A full store with expired records: as many new ones find room as there is, and no more, whoever cleans up.
+/// A full store with expired records: as many new ones find room as there is, and no more, whichever thread cleans up.
 #[test]
 fn room_is_given_once() {
     explore(|| {
@@ -173,7 +173,7 @@ fn room_is_given_once() {
             assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
         }
         clock.advance(TTL);
-        // The keys of two that have expired are among them.
+        // Two of these keys have expired records.
         let threads: Vec<_> = (1..5)
             .map(|key| {
                 let store = store.clone();

@@ -26,22 +26,22 @@ const SHARDS: usize = 64;
 /// How many expired records a reservation cleans up: more than one, so that they can't pile up.
 const SWEEP: usize = 2;
 
-/// A store in the memory of this process, for tests and for duplicates that one process sees.
+/// A store in the memory of this process, for tests and for duplicates within one process.
 ///
-/// - *Atomicity*: one lock per shard decides the winner.
+/// - *Atomicity*: one lock per shard decides which attempt wins.
 /// - *Clock*: the process's monotonic clock, or the one given to [`with_clock`](MemoryStore::with_clock).
 /// - *Durability*: none. A restart forgets everything, and other processes don't see it.
 /// - *Limits*: as many records as [`with_capacity`](MemoryStore::with_capacity) allows. A full store refuses new keys
 ///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are cleaned up
 ///   as new ones arrive.
-/// - *Cost*: one look-up a step, no allocation beyond key and result.
+/// - *Cost*: one look-up per step, no allocation beyond key and result.
 ///
 /// Clones share the records.
 #[derive(Clone, Debug)]
 pub struct MemoryStore(Arc<Shared>);
 
 impl MemoryStore {
-    /// How many records a store holds where nothing else is said.
+    /// The default capacity, in records.
     pub const DEFAULT_CAPACITY: usize = 1_000_000;
 
     /// An empty store for [`DEFAULT_CAPACITY`](MemoryStore::DEFAULT_CAPACITY) records.
@@ -70,28 +70,27 @@ impl MemoryStore {
         Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
     }
 
-    /// The same store, with what tells this application's operations from those of others, for the keys that handlers hand
-    /// on (default: empty). See [`Attempt::child_key`](crate::Attempt::child_key), which it enters; the records don't
-    /// depend on it.
+    /// The same store, with the name of this application for its child keys (default: empty). It enters
+    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
     #[must_use]
     pub fn with_namespace(self, namespace: impl Into<Arc<str>>) -> Self {
         Self::open(Arc::clone(&self.0.records), Arc::clone(&self.0.heartbeats), namespace.into())
     }
 
-    /// Another handle to the same records, with heartbeats of its own: what another process would have. For tests of
-    /// processes that die, and for one handle per runtime where a process has several.
+    /// Another handle to the same records, with heartbeats of its own, as another process would have. For tests of
+    /// processes that die, and for one handle per runtime if a process has several.
     #[must_use]
     pub fn peer(&self) -> Self {
         let heartbeats = Arc::new(Heartbeats::in_process(self.0.heartbeats.clock_handle()));
         Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
     }
 
-    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
         self.0.heartbeats.flush().await;
     }
 
-    /// How many records are held, expired ones that wait for their clean-up included.
+    /// How many records are held, including expired ones that wait for their clean-up.
     pub fn len(&self) -> usize {
         self.0.records.len.load(Ordering::Relaxed)
     }
@@ -133,14 +132,14 @@ struct Records {
 struct Shard {
     /// Nothing is due before this: [`Slot::listed_at`] of the first in `order`.
     next_due: Nanos,
-    /// Where in `slots` a key is, by its hash.
+    /// The place of each key in `slots`, by its hash.
     places: HashTable<u32>,
     slots: Slots,
     order: Order,
     waiters: HashMap<Key, Waiters, BuildHasherDefault<KeyHasher>>,
 }
 
-/// Those who wait for one key, and how many they are.
+/// The waiters of one key, and their number.
 #[derive(Debug, Default)]
 struct Waiters {
     woken: Arc<Notify>,
@@ -155,7 +154,7 @@ impl Default for Shard {
 }
 
 impl Shard {
-    /// The place of a record that may have expired.
+    /// The place of a record, which may have expired.
     fn place(&self, key: &Key) -> Option<u32> {
         let hash = key.short_hash();
         let is_it = |place: &u32| self.slots.get(*place).is_of(hash, key);
@@ -175,19 +174,19 @@ impl Shard {
         self.order.push(place, &self.slots);
     }
 
-    /// Counts the retention of the record at `place` anew, now that it has changed.
+    /// Restarts the retention of the record at `place`, which has changed.
     fn date(&mut self, place: u32, ttl: Nanos, now: Nanos) {
         let slot = self.slots.get_mut(place);
         slot.date(ttl, now);
         if slot.expires_at < slot.listed_at {
-            // Only if the `ttl` has become shorter, or if the attempt has run for longer than that: worth a search.
+            // Only if the `ttl` has become shorter, or if the attempt has run for longer than the `ttl`: worth a search.
             slot.listed_at = slot.expires_at;
             self.next_due = self.next_due.min(slot.listed_at);
             self.order.sooner(place, &self.slots);
         }
     }
 
-    /// Removes up to `limit` expired records and says how many.
+    /// Removes up to `limit` expired records. Returns how many.
     fn sweep(&mut self, now: Nanos, limit: usize) -> usize {
         let mut removed = 0;
         while self.next_due <= now && removed < limit {
@@ -209,7 +208,7 @@ impl Shard {
         removed
     }
 
-    /// Wakes whoever waits for `key`.
+    /// Wakes all waiters of `key`.
     fn wake(&mut self, key: &Key) {
         if !self.waiters.is_empty()
             && let Some(waiters) = self.waiters.remove(key)
@@ -219,7 +218,7 @@ impl Shard {
     }
 }
 
-/// As many bits as a table wants, at both ends.
+/// Spreads the hash over 64 bits: a table uses those at both ends.
 fn spread(hash: u32) -> u64 {
     u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -254,7 +253,7 @@ impl Shared {
         }
     }
 
-    /// Takes room for one more record.
+    /// Claims room for one more record.
     fn claim_room(&self) -> bool {
         let grow = |len| (len < self.records.capacity).then_some(len + 1);
         self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
@@ -292,8 +291,8 @@ impl Shared {
         Ok(Reservation::Reserved { lease, takeover })
     }
 
-    /// Compare-and-set on the attempt, or for a release on its owner token: `end` is done to a pending record; one that is
-    /// ended already is recognised.
+    /// Compare-and-set on the attempt, or for a release on its owner token: applies `end` to a pending record. An earlier
+    /// copy of the same write is recognised.
     fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Write {
         let now = self.now();
         let mut shard = lock(self.shard(&lease.key));
@@ -386,7 +385,7 @@ impl Store for Shared {
             let waiters = shard.waiters.entry(key.clone()).or_default();
             waiters.count += 1;
             let woken = Arc::clone(&waiters.woken);
-            // Made while the lock is held, so that the next write to the record finds it.
+            // Created while the lock is held, so that the next write to the record notifies it.
             (Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())
         };
         let sleep = self.heartbeats.clock().sleep(at_most);
@@ -422,7 +421,7 @@ impl Store for Shared {
     }
 }
 
-/// A waiting duplicate; the last one to give up takes its entry away.
+/// A waiting duplicate; the last one to give up removes the entry.
 struct Waiter<'a> {
     shard: &'a Mutex<Shard>,
     key: &'a Key,
@@ -432,7 +431,7 @@ struct Waiter<'a> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let mut shard = lock(self.shard);
-        // Those who were woken have lost their entry, and the one that is there may be of others.
+        // Woken waiters have lost their entry, and the present one may be of others.
         if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
             waiters.count -= 1;
             if waiters.count == 0 {

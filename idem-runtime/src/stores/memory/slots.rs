@@ -1,8 +1,8 @@
-//! Records of one shard, each in as few bytes as it takes, and the order in which they expire.
+//! The records of one shard, each in as few bytes as possible, and the order in which they expire.
 //!
-//! Everything here is an index into chunks of slots: a chunk never moves and is never half empty for long, where a map of
-//! records would be up to twice as large as what it holds. What a record doesn't need in its state, it doesn't have: a
-//! pending one shares the text of its key with its call, a finished one keeps key and result in one allocation.
+//! Everything here is an index into chunks of slots. A chunk never moves and is never half empty for long; a map of records
+//! would be up to twice as large as what it holds. A record has only what its state needs: a pending one shares the text of
+//! its key with its call, a finished one keeps key and result in one allocation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,18 +21,18 @@ const CHUNK: usize = 32;
 /// The end of the list of vacant slots.
 const NONE: u32 = u32::MAX;
 
-/// A record, when its retention ends, and when that is looked at.
+/// A record, when its retention ends, and when that is checked.
 pub(super) struct Slot {
     owner: Owner,
     attempt: u32,
     starts: u32,
     pub(super) expires_at: Nanos,
-    /// Its place in the [`Order`]; never later than it expires, and often sooner: what is renewed is not listed anew.
+    /// Its position in the [`Order`]; never later than its expiry, and often sooner: a renewed record is not listed anew.
     pub(super) listed_at: Nanos,
     body: Body,
 }
 
-/// The rest of a record, behind the first bits of the hash of its key.
+/// The rest of a record, and the first bits of the hash of its key.
 enum Body {
     Vacant {
         next: u32,
@@ -43,7 +43,7 @@ enum Body {
         head: Head,
         hash: u32,
         bytes: Arc<[u8]>,
-        /// Of a pending record.
+        /// Meaningful while the record is pending.
         lease: Nanos,
         ttl: Nanos,
     },
@@ -68,7 +68,7 @@ enum Stage {
     Interrupted,
 }
 
-/// How the bytes of a slot begin: with a fingerprint, if there is one, and the stored form of the key.
+/// The start of a slot's bytes: a fingerprint, if there is one, and the stored form of the key.
 #[derive(Clone, Copy)]
 struct Head(u16);
 
@@ -99,8 +99,8 @@ impl Head {
     }
 }
 
-/// What follows the head in the bytes of a finished record: the name of a codec of this length and the result, or what
-/// the other numbers say.
+/// What follows the head in the bytes of a finished record. The length of a codec's name: that name and the result. Any
+/// other number is one of the constants.
 #[derive(Clone, Copy)]
 struct Form(u8);
 
@@ -109,7 +109,7 @@ impl Form {
     const UNENCODABLE: u8 = 0x11;
     const UNREADABLE: u8 = 0x12;
 
-    /// Head and payload in one allocation of exactly their size.
+    /// Writes head and payload into one allocation of exactly their size.
     fn write(head: &[u8], payload: &Payload) -> (Self, Bytes) {
         let size;
         let (form, name, rest): (u8, &[u8], &[u8]) = match payload {
@@ -129,7 +129,7 @@ impl Form {
         bytes.extend_from_slice(name);
         bytes.extend_from_slice(rest);
         let bytes = Bytes::from(bytes);
-        // `Bytes` makes what its clones share when it is first cloned: here, so that no replay allocates it.
+        // The first clone of `Bytes` allocates what all clones share: made here, so that no replay allocates it.
         drop(bytes.clone());
         (Self(form), bytes)
     }
@@ -150,7 +150,7 @@ impl Form {
 }
 
 impl Slot {
-    /// A slot that is listed `ttl` from now: when it expires if it is finished at once, so that it need not be moved then.
+    /// A slot that is listed `ttl` from now: its expiry if it is finished at once, so that it need not be moved then.
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
         let Record { owner, attempt, starts, fingerprint, state } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
@@ -159,7 +159,7 @@ impl Slot {
         slot
     }
 
-    /// Replaces the record; its time is another matter.
+    /// Replaces the record, but not its times.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, starts, fingerprint, state } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
@@ -174,8 +174,8 @@ impl Slot {
         };
     }
 
-    /// Counts lease and retention of a pending record anew. The reading of the clock may be an old one; what a later one has
-    /// confirmed is never cut short.
+    /// Restarts lease and retention of a pending record. `now` may be an old reading of the clock: what a later one has
+    /// confirmed is never shortened.
     pub(super) fn renew(&mut self, now: Nanos) {
         if let Body::Open { stage: Stage::Pending(_), lease, ttl, .. } = self.body {
             self.expires_at = self.expires_at.max(now + lease + ttl);
@@ -194,7 +194,7 @@ impl Slot {
         matches!(self.body, Body::Open { stage: Stage::Pending(_), .. })
     }
 
-    /// When the lease of a pending record lapses: its retention is a `ttl` longer.
+    /// How long until the lease of a pending record lapses: its retention is a `ttl` longer.
     pub(super) fn lapses_in(&self, now: Nanos) -> Duration {
         let ttl = match self.body {
             Body::Open { ttl, .. } => ttl,
@@ -229,7 +229,7 @@ impl Slot {
         };
     }
 
-    /// Ends a pending attempt without one.
+    /// Ends a pending attempt without a result.
     pub(super) fn release(&mut self, release: Release) {
         let Body::Open { stage, .. } = &mut self.body else { return };
         match release {
@@ -269,7 +269,7 @@ impl Slot {
     }
 }
 
-/// Shows nothing of it: results don't reach logs.
+/// Shows no content: results must not reach logs.
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Slot")
@@ -305,7 +305,7 @@ impl Stage {
     }
 }
 
-/// Slots by their places, which last as long as they are taken.
+/// Slots by their places, which are valid while they are taken.
 #[derive(Debug)]
 pub(super) struct Slots {
     chunks: Vec<Vec<Slot>>,
@@ -357,20 +357,20 @@ impl Slots {
         self.vacant = place;
         self.taken -= 1;
         if self.taken == 0 && self.chunks.len() > 1 {
-            // What a burst has taken is given back once it is over.
+            // The memory of a burst is given back once it is over.
             *self = Self::default();
         }
     }
 }
 
-/// Makes room for one more by an eighth of what there is: half as much again would be room that most stores never use.
+/// Makes room by an eighth of what there is: half as much again would be room that most stores never use.
 fn grow<T>(items: &mut Vec<T>, least: usize) {
     if items.len() == items.capacity() {
         items.reserve_exact((items.len() / 8).max(least));
     }
 }
 
-/// The places of all records, as a heap: the one that is listed first is in front.
+/// The places of all records, as a heap: the first one listed is in front.
 #[derive(Debug, Default)]
 pub(super) struct Order(Vec<Listed>);
 
@@ -388,7 +388,7 @@ impl Order {
         self.0.first().map(|listed| listed.0)
     }
 
-    /// When the first one is listed; later than everything if there is none.
+    /// When the first one is listed; the largest number if there is none.
     pub(super) fn first_due(&self, slots: &Slots) -> Nanos {
         self.0.first().map_or(Nanos::MAX, |first| first.at(slots))
     }
@@ -399,14 +399,14 @@ impl Order {
         self.up(self.0.len() - 1, slots);
     }
 
-    /// Finds the right position for one that is listed sooner than it was.
+    /// Moves a place that is listed sooner than before.
     pub(super) fn sooner(&mut self, place: u32, slots: &Slots) {
         if let Some(at) = self.0.iter().position(|listed| listed.0 == place) {
             self.up(at, slots);
         }
     }
 
-    /// Finds the right position for the first one, which is listed later than it was.
+    /// Moves the first place, which is listed later than before.
     pub(super) fn first_is_later(&mut self, slots: &Slots) {
         self.down(slots);
     }
@@ -470,7 +470,7 @@ mod tests {
         }
     }
 
-    /// Whatever is listed, moved sooner or later, or removed: the first one is the one that is due first.
+    /// Whatever is listed, moved or removed: the first place is the one that is due first.
     #[test]
     fn the_first_one_is_due_first() {
         let (mut slots, mut order) = (Slots::default(), Order::default());

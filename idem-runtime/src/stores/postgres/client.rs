@@ -16,24 +16,24 @@ use super::sql::Statement;
 use crate::clock::{Clock, Instant};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// What to do about a pooler that was not expected.
+/// What to do about an unexpected pooler.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
-/// What a statement does if it lands.
+/// What a statement does if the server runs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Effect {
     Reads,
     Writes,
-    /// The same, with a result of so many bytes.
+    /// Writes, with a result of so many bytes.
     Records(usize),
 }
 
-/// For each of so many bytes that are sent an answer may take as long as without any. What is under way to the server can't be
+/// For every so many bytes sent, the answer may take one more time limit. What is still under way to the server can't be
 /// seen: the system takes megabytes of it at once.
 const SENT_WITHIN_LIMIT: usize = 256 * 1024;
 
 impl Effect {
-    /// How long nothing may be heard of an exchange where that is `limit` for a short one.
+    /// How long an exchange may hear nothing, if `limit` is for a short one.
     fn limit(self, limit: Duration) -> Duration {
         match self {
             Self::Records(bytes) => {
@@ -45,21 +45,21 @@ impl Effect {
     }
 }
 
-/// An operation that was not done, or perhaps was; one failure may be the answer to many operations.
+/// The failure of an operation that was not done, or perhaps was; it may be the answer to many operations.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
 pub(super) struct Failure {
     pub(super) kind: StoreErrorKind,
     message: Arc<str>,
-    /// Whether one operation of a batch may be to blame for all of it.
+    /// Whether one operation of a batch may be to blame for the whole failure.
     pub(super) blames_one: bool,
-    /// Whether nothing was written, and the same again has every chance.
+    /// Whether nothing was written and a retry is likely to succeed.
     pub(super) is_deadlock: bool,
-    /// Whether the connection is of no more use.
+    /// Whether the connection is unusable afterwards.
     gives_up: bool,
-    /// Whether the server may still be at it.
+    /// Whether the server may still be working on the operation.
     is_late: bool,
-    /// Whether somebody's open transaction holds what the operation needs.
+    /// Whether an open transaction of another session holds what the operation needs.
     pub(super) is_locked: bool,
 }
 
@@ -86,7 +86,7 @@ impl Failure {
         Self::new(StoreErrorKind::Unknown, "the answer got lost on its way")
     }
 
-    /// The same for an operation that brings no result.
+    /// The same for an operation without a result: its own parameters are never too large.
     pub(super) fn without_result(self) -> Self {
         match self.kind {
             StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
@@ -98,7 +98,7 @@ impl Failure {
         Self { gives_up: true, ..self }
     }
 
-    /// The same for a statement that writes nothing.
+    /// The same for a statement of this `effect`: one that only reads leaves nothing unknown.
     fn of(self, effect: Effect) -> Self {
         match (effect, self.kind) {
             (Effect::Reads, StoreErrorKind::Unknown) => Self { kind: StoreErrorKind::Unavailable, ..self },
@@ -106,11 +106,11 @@ impl Failure {
         }
     }
 
-    /// The server refused. What it says of values (its `DETAIL`) is left out: it may quote a result or an owner token.
+    /// The server refused. The `DETAIL` of its error is left out: it may quote a result or an owner token.
     fn refused(error: &DbError) -> Self {
         let code = error.code();
         let (kind, advice) = match code.code() {
-            // Only a pooler says so.
+            // Only a pooler reports this.
             "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
             code => meaning(code, error.message()),
         };
@@ -133,18 +133,18 @@ impl Failure {
     fn broken(error: &Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
-            // Everything else is a connection that ended or talks nonsense; how far the server got nobody knows.
+            // Any other error is a connection that ended or sent nonsense; how far the server got is unknown.
             None => Self::new(StoreErrorKind::Unknown, format!("the connection broke: {}", told(error))).giving_up(),
         }
     }
 
-    /// A connection that could not be made.
+    /// A connection that could not be opened.
     pub(super) fn not_connected(error: &Error) -> Self {
         let failure = match error.as_db_error() {
             Some(error) => Self::refused(error),
             None => {
                 let text = error.to_string();
-                // A certificate that is not trusted is no matter of time.
+                // A retry does not help against an untrusted certificate.
                 let cause = error.source().and_then(|cause| cause.downcast_ref::<std::io::Error>());
                 let untrusted = cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::InvalidData);
                 let refused = ["authentication", "invalid configuration", "invalid connection string"];
@@ -173,7 +173,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
         "40003" => (Unknown, "the connection broke before the answer came"),
-        // Nothing was written; there may be room soon, or for less.
+        // Nothing was written; there may be room later, or for a smaller record.
         "53100" => (Full, "its disk is full"),
         "53200" => (Full, "it has no memory for more"),
         "53300" => (Unavailable, "it has as many connections as it allows"),
@@ -181,7 +181,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
         "57P03" => (Unavailable, "it is starting up or shutting down"),
         "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-        // What it says of a value whose parts, or whose whole, are larger than it can be.
+        // How the server reports a value that is too large, or has a part that is.
         "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
             "08" | "57" => (Unknown, "the connection broke before the answer came"),
@@ -198,7 +198,7 @@ impl From<Failure> for StoreError {
     }
 }
 
-/// An error of the driver that is none of the server's, and what caused it. Those hold neither values nor passwords.
+/// The text of an error of the driver, not of the server, and its cause. It holds neither values nor passwords.
 pub(super) fn told(error: &Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
@@ -206,7 +206,7 @@ pub(super) fn told(error: &Error) -> String {
     }
 }
 
-/// A parameter of a statement. The driver logs parameters, so this one does not show itself.
+/// A parameter of a statement. The driver logs parameters, so this one hides its value.
 pub(super) struct Hidden<T>(pub(super) T);
 
 impl<T> fmt::Debug for Hidden<T> {
@@ -232,9 +232,9 @@ pub(super) struct Database {
     sessions: Sessions,
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    /// Whether a connection is one session of the server, which remembers statements.
+    /// Whether a connection is one session of the server, which keeps prepared statements.
     prepares: bool,
-    /// How many connections may be used by anything but renewals, if those are to find one free at all times.
+    /// The connections that anything but a renewal may use, if renewals are to find one free at all times.
     spare: Option<Semaphore>,
 }
 
@@ -243,7 +243,7 @@ impl Database {
         Self { sessions, clock, timeout, prepares, spare: None }
     }
 
-    /// The same, with all connections but one for renewals.
+    /// The same, with all connections but one reserved for renewals.
     pub(super) fn for_renewals(self) -> Self {
         Self { spare: Some(Semaphore::new(1)), ..self }
     }
@@ -256,12 +256,12 @@ impl Database {
         self.timeout
     }
 
-    /// When anything was last sent or received.
+    /// When bytes were last exchanged.
     pub(super) fn moved(&self) -> Instant {
         self.sessions.moved()
     }
 
-    /// The rows that `statement` answers, all of it in one transaction of its own.
+    /// Runs `statement` in a transaction of its own and returns its rows.
     pub(super) async fn query(
         &self,
         statement: &Statement,
@@ -281,7 +281,7 @@ impl Database {
         self.ready_in(statement, None).await?.query(params, effect).await
     }
 
-    /// A connection on which nothing is left to do but to send `statement`: whether it is still wanted can be asked now.
+    /// A connection that is ready to send `statement` at once, so that the caller can still check whether it is wanted.
     pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, Failure> {
         let room = match &self.spare {
             Some(spare) => {
@@ -310,7 +310,7 @@ impl Database {
         Ok(ready)
     }
 
-    /// Statements without parameters or rows.
+    /// Runs statements without parameters or rows.
     pub(super) async fn execute(&self, text: &str) -> Result<(), Failure> {
         let connection = self.sessions.take().await?;
         let exchange = async { connection.batch_execute(text).await.map_err(|error| Failure::broken(&error)) };
@@ -340,9 +340,9 @@ pub(super) struct Ready<'a> {
 }
 
 impl Ready<'_> {
-    /// The rows that the statement answers.
+    /// Returns the rows of the statement.
     ///
-    /// They are there once the server says that it is ready again, which is after the commit; a row alone proves nothing.
+    /// They are returned once the server is ready again, which is after the commit; a row alone proves nothing.
     pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, Failure> {
         let answer = match &self.prepared {
             Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,
@@ -359,7 +359,7 @@ impl Ready<'_> {
         let Database { clock, timeout, .. } = self.database;
         let limit = effect.limit(*timeout);
         let longest = clock.now().saturating_add(limit.saturating_mul(LONGEST));
-        // Beyond that, also a server that goes on sending is given up.
+        // After that, a server that keeps sending is given up, too.
         let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
         match unless_stuck(&**clock, limit, moved, exchange).await {
             Some(answer) => answer.map_err(|error| Failure::broken(&error)),
@@ -367,7 +367,7 @@ impl Ready<'_> {
         }
     }
 
-    /// What becomes of the connection after `failure`.
+    /// Gives the connection up if `failure` has made it unusable.
     fn failed(self, failure: Failure) -> Failure {
         if failure.gives_up {
             self.connection.give_up(failure.is_late);

@@ -1,8 +1,8 @@
 //! Records in a table of a PostgreSQL server.
 //!
-//! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads the row that is
-//! there: no replay locks a row or writes one. Whatever changes a row is one `UPDATE` that compares the owner token, and
-//! every time is the server's `now()`. No transaction is open while a handler runs.
+//! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads an existing row: a
+//! replay neither locks nor writes one. Every change of a row is one `UPDATE` that compares the owner token, and every time
+//! is the server's `statement_timestamp()`. No transaction is open while a handler runs.
 
 mod client;
 mod lanes;
@@ -45,26 +45,26 @@ use crate::record::{
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::{PerProcess, Process};
 
-/// How often a call looks at a record before it gives up: each time another attempt has got ahead, or another session has
-/// locked the row.
+/// How often a call looks at a record before it gives up. Each retry means that another attempt won, or that another
+/// session has locked the row.
 const LOOKS: u32 = 20;
-/// The longest pause between two looks. All of them together take about a second.
+/// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
-/// What is said after the last one.
+/// The error after the last look.
 const LOOKED: &str = "the record was locked by another session, or changed, each time it was looked at";
-/// How many leases one statement renews: a bound on how long it keeps their rows from those that finish.
+/// How many leases one statement renews: it bounds how long their rows are locked against attempts that finish.
 const RENEWED_AT_ONCE: usize = 500;
-/// How often a lease whose record is locked is asked for again, in some 60 ms.
+/// How often a lease whose record is locked is tried again, within some 60 ms.
 const RENEWED_AGAIN: u32 = 6;
-/// How many of the last 256 reservations, about, have to be replays for the next to look before it reserves.
+/// How many of the last 256 reservations, about, must have been replays for the next one to look before it reserves.
 const MOSTLY: u32 = 128;
 /// Rows that the background purge looks at in one statement.
 const PURGED_AT_ONCE: u32 = 500;
-/// Connections for renewals and late writes. At least one of them does nothing but renew.
+/// Connections for renewals and late writes. At least one of them only renews.
 const UPKEEP_CONNECTIONS: usize = 2;
 
-/// The pause before look number `look`, from zero on. The second one comes at once: what could not be seen yet mostly can
-/// be by now.
+/// The pause before look number `look`, counted from zero. The second look comes at once: a row that the first could not
+/// see yet is mostly visible by now.
 async fn pause(clock: &dyn Clock, look: u32) {
     if let Some(doublings) = look.checked_sub(2) {
         clock.sleep(Duration::from_millis(1 << doublings.min(6)).min(LONGEST_PAUSE)).await;
@@ -73,21 +73,21 @@ async fn pause(clock: &dyn Clock, look: u32) {
 
 /// A store in a PostgreSQL server, 12 or newer.
 ///
-/// - *Atomicity*: the primary key decides who is first, `UPDATE`s that compare the owner token decide the rest. Each is a
-///   transaction of its own.
-/// - *Clock*: the server's. A clock step of the server, or a failover to one whose clock differs, moves leases and
-///   retentions with it.
-/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on, as they are unless somebody turned them
-///   off, nothing acknowledged is lost in a crash; [`connect`](PostgresStore::connect) logs a warning otherwise. A
-///   failover to a standby that is not synchronous forgets what had not reached it.
-/// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 1 GB. Rows are deleted by
-///   [`purge`](PostgresStore::purge) only, or by [`purge_every`](PostgresOptions::purge_every).
-/// - *Cost*: two statements for a first run, one for a replay or a running attempt; those of concurrent tasks leave
-///   together and share one commit, a lone one never waits. A heartbeat is one statement for up to 500 leases.
+/// - *Atomicity*: the primary key decides which attempt reserves a key; `UPDATE`s that compare the owner token decide the
+///   rest. Each is a transaction of its own.
+/// - *Clock*: the server's. A clock step of the server, or a failover to one whose clock differs, shifts leases and
+///   retentions.
+/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on (the server's default), a crash loses nothing
+///   acknowledged; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a standby that is not
+///   synchronous forgets what had not reached it.
+/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to 1 GB. Rows are deleted
+///   only by [`purge`](PostgresStore::purge) or [`purge_every`](PostgresOptions::purge_every).
+/// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are sent
+///   together and share one commit; a lone one never waits. A heartbeat is one statement for up to 500 leases.
 ///
-/// The table is made by [`ensure_schema`](PostgresOptions::ensure_schema), or by migrations of your own from
-/// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. They live on the tokio runtime they were made
-/// on.
+/// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
+/// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
+/// connections of its own, which end with it.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -101,13 +101,12 @@ pub struct PostgresStore(Arc<Shared>);
 
 impl PostgresStore {
     /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs as
-    /// libpq takes them. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); without it
-    /// nothing is encrypted. Of several hosts the one that takes writes is used. [`PostgresOptions`] has more settings.
+    /// libpq takes them. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); without it nothing
+    /// is encrypted. Of several hosts, the one that accepts writes is used. [`PostgresOptions`] has more settings.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
-    /// something else, a standby, and a table that is not there or is another version's;
-    /// [`StoreErrorKind::Unavailable`] if nobody answers.
+    /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not PostgreSQL, a
+    /// standby, or a table that is missing or of another version; [`StoreErrorKind::Unavailable`] if no server answers.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }
@@ -117,7 +116,7 @@ impl PostgresStore {
         PostgresOptions::default()
     }
 
-    /// The statements that make the table in a schema of this name, for migrations of your own. They may be run again.
+    /// The statements that create the table in a schema of this name, for your own migrations. They may be run repeatedly.
     ///
     /// ```
     /// # use idem_runtime::PostgresStore;
@@ -127,18 +126,18 @@ impl PostgresStore {
         sql::ddl(schema)
     }
 
-    /// Deletes expired records, looking at no more than `batch` rows, and says how many that were.
+    /// Deletes expired records, looking at `batch` rows at most. Returns how many it deleted.
     ///
-    /// One statement. Rows that somebody is writing to are left for the next time, and records that were renewed since
-    /// are put off. Whether a record is purged changes nothing but the size of the table.
+    /// It is one statement. Rows that another session is writing are left for the next purge, and records that were renewed
+    /// since are put off. Purging changes nothing but the size of the table.
     ///
     /// # Errors
-    /// [`StoreError`] if the server did not confirm; it may be repeated.
+    /// [`StoreError`] if the server did not confirm; the call may be repeated.
     pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
         Ok(self.0.purge(batch).await?.0)
     }
 
-    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
         self.0.common.heartbeats.flush().await;
     }
@@ -159,34 +158,34 @@ forward! { () PostgresStore => shared; }
 struct Shared {
     this: Weak<Shared>,
     common: Arc<Common>,
-    /// How many connections each runtime has at most.
+    /// The most connections of each runtime.
     connections: usize,
     /// Whether this is the handle for renewals and late writes.
     is_upkeep: bool,
-    /// Shared by all processes, as it has no connection before somebody in a process uses it.
+    /// Shared with forked processes: it has no connection before its first use in a process.
     upkeep: OnceLock<Arc<Shared>>,
     mine: PerProcess<Mine>,
 }
 
-/// What does not depend on who uses it, and where.
+/// The state that is the same for every handle, process and runtime.
 struct Common {
     heartbeats: Arc<Heartbeats>,
     clock: Arc<dyn Clock>,
     schema: Box<str>,
     namespace: Box<str>,
     response_timeout: Duration,
-    /// Whether a connection is one session of the server.
+    /// Whether a connection is one session of the server: it is not behind a pooler.
     has_sessions: bool,
     sql: Arc<Statements>,
     calls: Source,
     upkeep: Source,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
-    /// The one that opened the store.
+    /// The process that opened the store.
     process: Process,
 }
 
-/// What one process has.
+/// The state of one process.
 #[derive(Default)]
 struct Mine {
     runtimes: PerRuntime<Local>,
@@ -194,7 +193,7 @@ struct Mine {
     purger: OnceLock<oneshot::Sender<()>>,
 }
 
-/// What one runtime has: connections and tasks that end with it.
+/// The state of one runtime: connections and tasks that end with it.
 struct Local {
     server: Arc<Server>,
     reserves: Lanes<Reserves>,
@@ -208,13 +207,13 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// The connections, and what is said over them.
+/// The connections, and the statements sent over them.
 #[derive(Debug)]
 struct Server {
     database: Database,
     sql: Arc<Statements>,
-    /// Held by the batch of first runs, or of their ends, that is in flight. Taking turns, each gathers what all tasks
-    /// want, and their commits are half as many.
+    /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch gathers
+    /// the operations of all tasks; that halves the commits.
     turn: Semaphore,
 }
 
@@ -242,11 +241,11 @@ impl Ask for Server {
 /// Reservations.
 struct Reserves {
     server: Arc<Server>,
-    /// How many of 256 reservations were replays lately.
+    /// The share of replays among recent reservations, in 256ths.
     replays: AtomicU32,
 }
 
-/// A key as the sorted batches need it: every process locks rows in the same order, so none waits in a circle.
+/// The order of a batch by key. Every process locks rows in the same order, so that none waits in a circle.
 fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
     let mut order: Vec<usize> = (0..operations.len()).collect();
     order.sort_by(|a, b| key(&operations[*a]).cmp(key(&operations[*b])));
@@ -254,12 +253,12 @@ fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
 }
 
 impl Reserves {
-    /// Whether most reservations were replays lately: then a plain look is all that most of them need.
+    /// Whether most recent reservations were replays: then a plain look is enough for most.
     fn expects_replays(&self) -> bool {
         self.replays.load(Ordering::Relaxed) >= MOSTLY
     }
 
-    /// Notes how many of `asked` reservations met a record that had finished.
+    /// Notes how many of `asked` reservations met a finished record.
     fn note(&self, replays: usize, asked: usize) {
         let before = self.replays.load(Ordering::Relaxed);
         let now = u32::try_from(256 * replays / asked.max(1)).unwrap_or(256);
@@ -268,7 +267,7 @@ impl Reserves {
         self.replays.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
     }
 
-    /// Asks for one of the requests of each key that is still `Unseen`, if anybody waits for it.
+    /// Sends one of the requests for each key that is still `Unseen`, if its caller still waits.
     async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
         let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
         let mut places: HashMap<&str, usize> = HashMap::new();
@@ -294,7 +293,7 @@ impl Reserves {
             [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls];
         for row in &ready.query(&params, Effect::Writes).await? {
             if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
-                // A record that was purged while this one was made is history.
+                // The old row, purged while this statement made a new one, no longer counts.
                 if !matches!(keys[*at].met, Met::Made) {
                     keys[*at].met = sql::met_in_a_batch(row);
                 }
@@ -307,7 +306,7 @@ impl Reserves {
 /// The requests in a batch that are for one key.
 struct OfKey<'a> {
     places: &'a [usize],
-    /// Which of them was sent.
+    /// The request that was sent.
     asked: Option<usize>,
     met: Met,
 }
@@ -340,7 +339,7 @@ impl Work for Reserves {
     }
 
     fn turn(&self) -> Option<&Semaphore> {
-        // Replays write nothing, and keep the client busy rather than the disk.
+        // Replays write nothing: they keep the client busy rather than the disk.
         (!self.expects_replays()).then_some(&self.server.turn)
     }
 
@@ -400,7 +399,7 @@ impl Work for Reserves {
         for OfKey { places, asked, met } in keys {
             for place in places {
                 answers[*place] = match (&met, asked) {
-                    // One of them has it, and the others meet what it has made.
+                    // One request made the record; the others meet it.
                     (Met::Made, Some(asked)) if asked != *place => {
                         let first = &batch[asked].operation;
                         Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
@@ -456,7 +455,7 @@ impl Work for Ends {
     type Answer = bool;
 
     const LANES: usize = 1;
-    // Whoever has handed over the end of an attempt may be gone, and the attempt has ended all the same.
+    // An attempt has ended even if the caller that handed over its end is gone.
     const OUTLIVES: bool = true;
 
     fn database(&self) -> &Database {
@@ -484,7 +483,8 @@ impl Work for Ends {
         let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
         let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
-        // Of several ends of one key each has a statement of its own: in one, which of them counts would be anybody's guess.
+        // Of several ends of one key, each has a statement of its own: within one, it would be undefined which of them
+        // counts.
         let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
         let mut turn = 0;
         loop {
@@ -502,12 +502,12 @@ impl Work for Ends {
 }
 
 impl Common {
-    /// What a runtime gets, the first one of a process or another.
+    /// The state of a runtime; `is_first` if it is the first one of its process.
     fn local(&self, is_upkeep: bool, connections: usize, is_first: bool) -> Local {
         let (clock, limit) = (&self.clock, self.response_timeout);
         let source = match &self.calls {
             _ if is_upkeep => self.upkeep.clone(),
-            // Its connections end with the runtime that made them, and are those of the parent in a forked process.
+            // The pool's connections end with the runtime that opened them, and in a forked process they are the parent's.
             Source::Pool(pool) if !is_first || !self.process.is_this() => Source::LikePool(pool.clone()),
             calls => calls.clone(),
         };
@@ -536,7 +536,7 @@ impl Shared {
         })
     }
 
-    /// What the current runtime has.
+    /// The state of the current runtime.
     fn here(&self) -> Result<Here<'_, Local>, StoreError> {
         let mine = self.mine.here();
         let make = |is_first| self.common.local(self.is_upkeep, self.connections, is_first);
@@ -552,7 +552,7 @@ impl Shared {
         Ok(here)
     }
 
-    /// The same for what can be handed over: a caller outside of any runtime has tasks of another one do it.
+    /// The same for operations that can be handed over: for a caller outside of any runtime, tasks of another one run them.
     fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
         self.here().or_else(|error| self.mine.here().runtimes.any().ok_or(error))
     }
@@ -565,11 +565,11 @@ impl Shared {
                     return Ok(Reservation::Reserved { lease: Record::first(request).lease(request), takeover: false });
                 }
                 Met::Found(found) => *found.map_err(corrupt)?,
-                // It is there for the next statement.
+                // The next statement sees the record.
                 Met::Unseen => continue,
                 Met::LeftOut => {
                     let here = self.here()?;
-                    // In a box, as below: most calls need no room for it.
+                    // Boxed, as below: most calls don't get here, but would carry its size inline.
                     match Box::pin(here.server.sql.look_at(&*here.server, request.key.as_str())).await? {
                         Some(found) => found,
                         None => continue,
@@ -593,15 +593,15 @@ impl Shared {
         Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
     }
 
-    /// What is recorded for `key`, unless it has expired.
+    /// The record of `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
         let here = self.here()?;
         let found = here.server.sql.look_at(&*here.server, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
     }
 
-    /// Compare-and-set on the attempt, or for a release on its owner token: a pending record becomes `state`; one that is
-    /// there already is recognised.
+    /// Turns a pending record into `state`, by compare-and-set on the attempt, or for a release on its owner token. An
+    /// earlier copy of the same write is recognised.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
@@ -612,7 +612,7 @@ impl Shared {
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
-                // Locked by another session, or made after it was found missing.
+                // Locked by another session, or made after the statement found it missing.
                 Some(found)
                     if found.is_pending()
                         && found.owner == lease.owner
@@ -625,8 +625,8 @@ impl Shared {
         Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
     }
 
-    /// Renews those of `leases` that are at `places`, and answers for each: one that is not renewed is refused, unless only a
-    /// lock of another session's was in the way. Those are what is left.
+    /// Renews the `leases` at `places` and answers each. A lease that is not renewed is refused, unless only a lock of
+    /// another session was in the way. Returns the places of these.
     async fn renew_some(
         &self,
         leases: &[Lease],
@@ -638,7 +638,7 @@ impl Shared {
         let asked = Asked::new(leases, places);
         let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
             Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
-            // One was locked while the statement was under way; the next one leaves it alone.
+            // A row was locked while the statement was under way; the next statement leaves it alone.
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
         };
@@ -658,7 +658,7 @@ impl Shared {
         Ok(locked)
     }
 
-    /// Asks again for those that were locked, a few times: another statement of the library holds them for a moment at most.
+    /// Retries the locked leases a few times: another statement of the library holds a lock for a moment at most.
     async fn renew_locked(&self, leases: &[Lease], places: &[usize], answer: &Answers<'_>) -> Result<(), StoreError> {
         let mut locked = places.to_vec();
         for look in 2..2 + RENEWED_AGAIN {
@@ -682,7 +682,8 @@ impl Shared {
         Ok((count(0), count(1)))
     }
 
-    /// Purges every `interval`, until the answer is dropped, beside renewals and late writes: whoever calls may stand still.
+    /// Purges every `interval` until the returned sender is dropped. It uses the connections for upkeep, as the caller's
+    /// runtime may stand still.
     fn start_purger(&self, interval: Duration) -> oneshot::Sender<()> {
         let (upkeep, clock) = (Arc::downgrade(self.upkeep_of()), Arc::clone(&self.common.clock));
         let (sender, mut over) = oneshot::channel();
@@ -704,7 +705,7 @@ impl Shared {
         sender
     }
 
-    /// What renews and writes late.
+    /// The handle that renews leases and writes late.
     fn upkeep_of(&self) -> &Arc<Shared> {
         self.upkeep.get_or_init(|| Self::new(Arc::clone(&self.common), UPKEEP_CONNECTIONS, true))
     }
@@ -734,7 +735,7 @@ impl<'a> Asked<'a> {
         }
     }
 
-    /// Those of them that the statement answers.
+    /// The attempts among them that the statement returns.
     async fn of(
         &self,
         database: &Database,
@@ -786,14 +787,14 @@ impl Store for Shared {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
-            // Two at a time keep the server busy, and leave connections to those that start and finish.
+            // Two at a time keep the server busy, and leave connections to attempts that start and finish.
             let chunks: Vec<_> = order.chunks(RENEWED_AT_ONCE).collect();
             let mut halves = [0, 1].map(|half| {
                 let chunks = chunks.iter().skip(half).step_by(2);
                 Box::pin(async move {
                     let (mut locked, mut renewed) = (Vec::new(), Ok(()));
                     for places in chunks {
-                        // What can't be done for some must not keep the others waiting.
+                        // A failure of some leases must not keep the others waiting.
                         match self.renew_some(leases, places, answer).await {
                             Ok(some) => locked.extend(some),
                             Err(error) => renewed = Err(error),
@@ -854,10 +855,10 @@ impl Store for Shared {
     }
 }
 
-/// What a row that may be anybody's says; `None` if that is that the record was made just now. For tests.
+/// Reads an untrusted row, for tests. `None`: the statement has just made the record.
 ///
 /// # Errors
-/// It is no record.
+/// If the row is no record.
 #[cfg(feature = "conformance")]
 pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
     match sql::met(row) {

@@ -1,4 +1,4 @@
-//! How to connect, and what the server has to be.
+//! How to connect, and what the server must be.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +16,10 @@ use crate::clock::SystemClock;
 use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::Process;
 
-/// The oldest server whose statements are the ones used here.
+/// The oldest server that knows all statements used here.
 const OLDEST: i64 = 120_000;
-/// How long a statement waits for one key, which only a transaction of the user's holds for longer than a commit takes. All
-/// others that are in the statement wait with it.
+/// How long a statement waits for one key. Only a transaction of the user's holds a key for longer than a commit takes. All
+/// other operations in the statement wait with it.
 const LOCK_TIMEOUT_MS: u32 = 1000;
 /// The same for renewals and late writes: a row that is locked while such a statement is under way must not cost a lease.
 const UPKEEP_LOCK_TIMEOUT_MS: u32 = 100;
@@ -64,40 +64,40 @@ impl Default for PostgresOptions {
 }
 
 impl PostgresOptions {
-    /// The schema that holds the table; `idem` where nothing is said. Applications that share a database and must not
-    /// share operations need different ones. At most 58 bytes.
+    /// The schema that holds the table (default: `idem`). Applications that share a database but must not share operations
+    /// need different schemas. At most 58 bytes.
     #[must_use]
     pub fn schema(self, schema: impl Into<String>) -> Self {
         Self { schema: schema.into(), ..self }
     }
 
-    /// The name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key)); none where
-    /// nothing is said. Two applications with tables of their own may have the same scope and key: with different names
-    /// they never hand the same child key to a third party. Nothing else depends on it. Once child keys are in use it must
-    /// stay as it is: another name gives other child keys, also to an operation that is tried again.
-    /// [`Within::namespace`](crate::Within::namespace) is the same inside of a transaction.
+    /// The name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
+    /// Two applications with tables of their own may have the same scope and key: with different names they never pass the
+    /// same child key to a third party. Nothing else depends on it. Don't change it once child keys are in use: another
+    /// name gives other child keys, even to an operation that is retried. [`Within::namespace`](crate::Within::namespace)
+    /// is the same inside of a transaction.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// Makes the schema and the table if they are not there; any number of processes may do so at once. The login needs
-    /// the right to create a schema then. Without it they have to be there: see [`PostgresStore::schema_sql`].
+    /// Creates the schema and the table if they are missing; any number of processes may do so at once. The login then
+    /// needs the right to create a schema. Without this option they must exist: see [`PostgresStore::schema_sql`].
     #[must_use]
     pub fn ensure_schema(self) -> Self {
         Self { ensure_schema: true, ..self }
     }
 
-    /// How many connections there are at most, beside the one that listens; 6 where nothing is said. Operations of any
-    /// number of tasks share them.
+    /// The most connections for calls, in each runtime (default: 6); up to two for renewals and late writes and one that
+    /// listens are extra. Operations of any number of tasks share them.
     #[must_use]
     pub fn pool_size(self, pool_size: usize) -> Self {
         Self { pool_size: pool_size.max(1), ..self }
     }
 
-    /// How long one exchange with the server may take; 5 s where nothing is said. Keep it well below the shortest beat (a
-    /// third of the lease). After it the write may have landed, and is repeated with the same owner token. It is also the
-    /// `statement_timeout` of the store's connections, except behind PgBouncer.
+    /// The time limit of one exchange with the server (default: 5 s). Keep it well below the shortest beat (a third of the
+    /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token. The
+    /// `statement_timeout` of connections that the store opens is twelve times as long, except behind PgBouncer.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
@@ -105,15 +105,15 @@ impl PostgresOptions {
 
     /// The server is reached through PgBouncer, or another pooler, that gives each transaction a session of its own.
     ///
-    /// Nothing is kept in a session then: statements have no names and are planned each time, and a duplicate that waits
-    /// for a running attempt asks every 50 ms instead of being woken.
+    /// A session then keeps nothing: statements have no names and are planned each time, and a duplicate that waits for a
+    /// running attempt polls every 50 ms instead of being woken.
     #[must_use]
     pub fn behind_pgbouncer(self) -> Self {
         Self { behind_pgbouncer: true, ..self }
     }
 
-    /// Deletes expired records in the background, in batches, every `interval`; the task ends with the store. Where
-    /// nothing is said they stay until somebody calls [`PostgresStore::purge`].
+    /// Deletes expired records in the background, in batches, every `interval` (default: never, only
+    /// [`PostgresStore::purge`] does). The task ends with the store.
     #[must_use]
     pub fn purge_every(self, interval: Duration) -> Self {
         Self { purge_every: Some(interval), ..self }
@@ -124,10 +124,10 @@ impl PostgresOptions {
     /// # Errors
     /// As [`PostgresStore::connect`].
     pub async fn connect(self, url: &str) -> Result<PostgresStore, StoreError> {
-        // With our TLS every certificate is checked in full, so that both words mean the same.
+        // This store's TLS checks every certificate in full, so both words mean the same.
         let checked = url.replace("sslmode=verify-full", "sslmode=require");
         let mut config: Config = checked.parse().map_err(|error: tokio_postgres::Error| {
-            // What is wrong with it may quote it, and it may hold a password.
+            // The parser's error may quote the URL, which may hold a password.
             let detail = std::error::Error::source(&error).map(ToString::to_string);
             let detail = detail.filter(|_| !url.contains('@') && !url.contains("password"));
             let detail = detail.unwrap_or_else(|| "write `postgres://[user[:password]@]host[:port][/database]`".into());
@@ -147,8 +147,8 @@ impl PostgresOptions {
 
     /// Uses the user's own pool, which may serve other work too.
     ///
-    /// What belongs to the pool is the pool's: its size, its TLS, its login. Its connections can't listen, so a duplicate
-    /// that waits for a running attempt asks every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
+    /// Its size, its TLS and its login are the pool's own. Its connections can't listen, so a duplicate that waits for a
+    /// running attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
     ///
     /// # Errors
     /// As [`PostgresStore::connect`].
@@ -156,7 +156,7 @@ impl PostgresOptions {
         self.open(Source::Pool(pool.clone()), Source::LikePool(pool), None).await
     }
 
-    /// Settings of the connections that are ours.
+    /// Settings of the connections that this store opens.
     fn complete(&self, config: &mut Config, lock_timeout: u32) {
         if config.get_connect_timeout().is_none() {
             config.connect_timeout(self.response_timeout);
@@ -168,12 +168,12 @@ impl PostgresOptions {
         if config.get_application_name().is_none() {
             config.application_name("idem");
         }
-        // A pooler refuses settings of a session.
+        // A pooler refuses session settings.
         if !self.behind_pgbouncer {
-            // Sending a long answer over a slow line takes time, too. What is given up earlier is cancelled.
+            // A long answer takes time to send over a slow network. An exchange that is given up earlier is cancelled.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
-            // One way to every row, by its key: also right after the table was empty, and always in the same order. So
-            // there is nothing to plan anew for each call.
+            // Allows one path to every row, by its key: even right after the table was empty, and always in the same order.
+            // So no call has anything to plan anew.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
@@ -233,7 +233,7 @@ impl PostgresOptions {
 /// How the connections of `config` are encrypted.
 fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     if config.get_ssl_mode() != SslMode::Require {
-        // `prefer`, the driver's default, protects from nobody, and fails where a certificate is not trusted.
+        // `prefer`, the driver's default, protects from no attacker, and fails if a certificate is not trusted.
         config.ssl_mode(SslMode::Disable);
         return Ok(Tls::Off);
     }
@@ -241,8 +241,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     return Err(misconfigured("`sslmode=require` needs the feature `postgres-tls` of idem-runtime".to_owned()));
     #[cfg(feature = "postgres-tls")]
     {
-        // Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would
-        // panic.
+        // Keeps the cryptography provider that the application has chosen; without any, TLS would panic.
         let _ = rustls::crypto::ring::default_provider().install_default();
         match tokio_postgres_rustls::MakeRustlsConnect::with_native_certs() {
             Ok((tls, _)) => Ok(Tls::On(tls)),
@@ -252,7 +251,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 }
 
 impl Server {
-    /// Whether the table is there. Everything else that is not as it has to be is an error.
+    /// Whether the table exists. Anything else that is wrong is an error.
     async fn check(&self, schema: &str) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server does not answer as PostgreSQL does".to_owned());
@@ -303,7 +302,7 @@ impl Server {
     }
 }
 
-/// Whether a comment on a table says that it is one of this version; whatever follows is the administrator's.
+/// Whether the comment on a table names this version; the rest of the comment is the administrator's.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
 }

@@ -1,9 +1,9 @@
-//! What a store has for each runtime that calls it, and for each process.
+//! The state of a store for each runtime that calls it, and for each process.
 //!
-//! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still while
-//! it is not driven, and end with it. So every runtime that calls has its own. A process that was forked off has nothing of
-//! its parent's but memory: there, everything is made anew, and what was the parent's is never touched again. To drop a
-//! connection would end the parent's session.
+//! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still
+//! while it is not driven, and end with it. So every runtime that calls has its own. A forked process inherits only its
+//! parent's memory: it makes everything anew, and never touches what was the parent's. Dropping a connection would end the
+//! parent's session.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -15,7 +15,7 @@ use crate::sync::lock;
 
 /// A value for each runtime.
 pub(super) struct PerRuntime<T> {
-    /// That of the first one, for which nothing is locked. Most programs have no other.
+    /// The value of the first runtime, for which nothing is locked. Most programs have no other.
     first: OnceLock<Local<T>>,
     others: Mutex<Vec<Arc<Local<T>>>>,
 }
@@ -66,7 +66,7 @@ impl<T> Deref for Here<'_, T> {
 }
 
 impl<T> PerRuntime<T> {
-    /// The value of the current runtime, which `make` makes if there is none; it is told whether this is the first one.
+    /// The value of the current runtime. If there is none, `make` makes it, and is told whether this is the first runtime.
     /// `None` outside of a runtime.
     pub(super) fn here(&self, make: impl Fn(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
@@ -78,7 +78,7 @@ impl<T> PerRuntime<T> {
         if let Some(local) = others.iter().find(|local| local.runtime == runtime.id()) {
             return Some(Here(Place::Other(Arc::clone(local))));
         }
-        // Those whose runtime is gone are of no more use to anybody.
+        // Values of runtimes that have ended are of no use any more.
         others.retain(|local| !local.alive.is_finished());
         let local = Arc::new(Local::new(&runtime, || make(false)));
         others.push(Arc::clone(&local));

@@ -1,7 +1,7 @@
--- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` does the same, for any name of the schema.
+-- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` runs the same, for a schema of any name.
 --
--- `listed_at` is when the purge looks at a row, no later than `expires_at`: the only indexed time. A record that finishes
--- as planned leaves it as it is, so that its completion changes no index. The fill factor keeps room for that in the page.
+-- `listed_at` is when the purge looks at a row, no later than `expires_at`. It is the only indexed time: a record that
+-- finishes as planned keeps it, so that its completion changes no index. The fill factor leaves room for that in the page.
 CREATE SCHEMA IF NOT EXISTS "idem";
 
 CREATE TABLE IF NOT EXISTS "idem".records (

@@ -22,9 +22,9 @@ use crate::kit::metered::{Meter, Metered, Moment};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
-/// How often another connection is tried when the pool's turns out to be broken.
+/// How often another connection is taken when the pool's turns out to be broken.
 const CONNECTIONS: usize = 64;
-/// How many times its limit an exchange may take at most, however many bytes go on arriving.
+/// The most time limits that an exchange may take, however many bytes keep arriving.
 pub(super) const LONGEST: u32 = 12;
 
 /// How connections are encrypted.
@@ -38,15 +38,15 @@ pub(super) enum Tls {
 /// Where connections come from.
 #[derive(Clone)]
 pub(super) enum Source {
-    /// They are ours.
+    /// Opened by this store.
     Config(Box<Config>, Tls),
-    /// They are those of the user's own pool.
+    /// Those of the user's own pool.
     Pool(Pool),
-    /// They are ours, and made as the user's own pool makes them.
+    /// Opened by this store, as the user's own pool opens them.
     LikePool(Pool),
 }
 
-/// When bytes were last exchanged, by a clock.
+/// When bytes were last exchanged.
 #[derive(Clone)]
 pub(super) struct Exchanged {
     clock: Arc<dyn Clock>,
@@ -60,7 +60,7 @@ impl Exchanged {
         Self { clock, on_connection: Arc::default(), on_any: Arc::default() }
     }
 
-    /// That of one more connection of the runtime.
+    /// The same for another connection of the runtime.
     fn another(&self) -> Self {
         Self { on_connection: Arc::default(), ..self.clone() }
     }
@@ -78,8 +78,8 @@ impl Meter for Exchanged {
     }
 }
 
-/// What `future` gives, or `None` once nothing has `moved` for `limit`: who is being answered is not given up, if the answer
-/// is long and the line is slow.
+/// Runs `future`; `None` once nothing has `moved` for `limit`. So an exchange whose answer is arriving is not given up,
+/// however long the answer and slow the network.
 pub(super) async fn unless_stuck<F: Future>(
     clock: &dyn Clock,
     limit: Duration,
@@ -99,7 +99,7 @@ pub(super) async fn unless_stuck<F: Future>(
     None
 }
 
-/// A connection, and the statements that its session has read already.
+/// A connection, and the statements that are prepared in its session.
 pub(super) struct Session {
     client: SomeClient,
     prepared: Mutex<HashMap<usize, tokio_postgres::Statement>>,
@@ -125,7 +125,7 @@ impl Deref for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // At once: what is in flight on it is of no more interest.
+        // At once: anything in flight on it no longer matters.
         if let SomeClient::Ours(_, task) = &self.client {
             task.abort();
         }
@@ -135,7 +135,7 @@ impl Drop for Session {
 /// The connections of one runtime.
 pub(super) struct Sessions {
     source: Source,
-    /// The latest one is used first: a lone task then talks to one backend, which is awake.
+    /// The latest one is used first: a lone task then uses one backend, which is awake.
     idle: Mutex<Vec<Session>>,
     room: Semaphore,
     limit: Duration,
@@ -151,12 +151,12 @@ impl Sessions {
         &*self.exchanged.clock
     }
 
-    /// When anything was last sent or received on any of them.
+    /// When bytes were last exchanged on any of them.
     pub(super) fn moved(&self) -> Instant {
         self.exchanged.on_any.get()
     }
 
-    /// A connection that nobody else uses.
+    /// A connection for exclusive use.
     pub(super) async fn take(&self) -> Result<Taken<'_>, Failure> {
         if let Some(taken) = self.take_idle() {
             return Ok(taken);
@@ -171,7 +171,7 @@ impl Sessions {
         taken.await.unwrap_or_else(late)
     }
 
-    /// One that is there already, for which nobody has to wait.
+    /// An idle connection, if it takes no waiting.
     fn take_idle(&self) -> Option<Taken<'_>> {
         let room = self.room.try_acquire().ok()?;
         let session = lock(&self.idle).pop().filter(|session| !session.is_closed())?;
@@ -184,7 +184,7 @@ impl Sessions {
         loop {
             let idle = lock(&self.idle).pop();
             let session = match idle {
-                // One that broke while it lay there has sent nothing.
+                // A connection that broke while idle has sent nothing.
                 Some(session) if session.is_closed() => continue,
                 Some(session) => session,
                 None => self.connect().await?,
@@ -230,7 +230,7 @@ impl Sessions {
         Ok(Session { client, prepared: Mutex::default(), exchanged })
     }
 
-    /// Asks the server to end what it still does for a connection that nobody waits for any more.
+    /// Asks the server to end what it still does on a connection that no caller waits for.
     fn cancel(&self, session: Session) {
         let Source::Config(config, tls) = &self.source else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
@@ -251,11 +251,11 @@ impl Sessions {
     }
 }
 
-/// A connection that is used by one exchange at a time, and goes back to the others afterwards.
+/// A connection in use by one exchange; it becomes idle again afterwards.
 pub(super) struct Taken<'a>(Kind<'a>);
 
 enum Kind<'a> {
-    // The place is given back after the connection.
+    // The permit is given back after the connection.
     Ours { session: Option<Session>, sessions: &'a Sessions, _room: SemaphorePermit<'a> },
     Theirs { object: Option<Object> },
 }
@@ -273,7 +273,7 @@ impl Deref for Taken<'_> {
 }
 
 impl Taken<'_> {
-    /// The statement as this session knows it.
+    /// The statement as prepared in this session.
     pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
         match &self.0 {
             Kind::Ours { session: Some(session), .. } => {
@@ -292,7 +292,7 @@ impl Taken<'_> {
         }
     }
 
-    /// When anything was last sent or received on it, as far as that can be told.
+    /// When bytes were last exchanged on it, as far as is known.
     pub(super) fn moved(&self) -> Instant {
         match &self.0 {
             Kind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
@@ -300,7 +300,7 @@ impl Taken<'_> {
         }
     }
 
-    /// Gives the connection up. If the server may still be at something, it is asked to end that.
+    /// Gives the connection up. With `cancel`, the server may still be working, and is asked to stop.
     pub(super) fn give_up(mut self, cancel: bool) {
         match &mut self.0 {
             Kind::Ours { session, sessions, .. } => match session.take() {
@@ -323,7 +323,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// Connects, and has a task of this runtime carry what is said.
+/// Connects, and spawns the task that drives the connection.
 async fn spawn<T>(config: &Config, tls: T) -> Result<(Client, AbortHandle), Error>
 where
     T: MakeTlsConnect<Socket>,
@@ -338,7 +338,7 @@ where
     Ok((client, task.abort_handle()))
 }
 
-/// Whether what goes over unencrypted connections can be seen: a server that is reached by a name or an address of its own.
+/// Whether the bytes of unencrypted connections can be seen: all hosts must be reached by a name or an address.
 fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }
@@ -347,8 +347,8 @@ async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client
     if !is_metered(config) {
         return spawn(config, NoTls).await;
     }
-    // The driver hands its socket to whoever encrypts it, and to nobody else. "Encrypted" by [`Plain`], what is sent is the
-    // same as without.
+    // The driver gives its socket only to an encryption layer. [`Plain`] is such a layer, but sends the same bytes as
+    // without it.
     let mut config = config.clone();
     config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
     spawn(&config, Noting { tls: Plain, exchanged: exchanged.clone() }).await
@@ -357,7 +357,7 @@ async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client
 /// An unencrypted connection.
 type Stream = Metered<Socket, Exchanged>;
 
-/// Leaves a connection as it is.
+/// An encryption layer that leaves the connection as it is.
 #[derive(Clone, Copy)]
 struct Plain;
 
@@ -387,7 +387,7 @@ impl TlsStream for Stream {
     }
 }
 
-/// What encrypts as `tls` does, and notes when bytes are exchanged.
+/// Encrypts as `tls` does, and notes when bytes are exchanged.
 #[derive(Clone)]
 struct Noting<T> {
     tls: T,

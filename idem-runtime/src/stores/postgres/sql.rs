@@ -1,10 +1,10 @@
-//! What is said to the server, and how its rows are read: the one place that knows the table.
+//! The statements, and how their rows are read: the one place that knows the table.
 //!
-//! Every time in a statement is the moment at which the server got it (`statement_timestamp()`), for what it reads as for
-//! what it writes. Outside of a transaction that is `now()`. Inside of one of the user's, `now()` is when that began, which
-//! may be before the lease of the record lapsed that the same transaction has to take over.
+//! Every time in a statement is the moment at which the server got it (`statement_timestamp()`), for reads and writes
+//! alike. Outside of a transaction that equals `now()`. Inside one of the user's, `now()` is when the transaction began,
+//! which may be before the lapse of the lease that it has to take over.
 //!
-//! A record that has expired counts as absent in each of them, whether or not it was purged; a row of another format is never
+//! An expired record counts as absent in every statement, whether or not it was purged. A row of another format is never
 //! written to. No statement waits for a row that another session has locked: it leaves the row alone and says so.
 
 use std::error::Error;
@@ -19,21 +19,21 @@ use crate::record::{Finish, Inspection, Parts, Payload, Record, Reserve, State, 
 use crate::store::{StoreError, StoreErrorKind};
 use std::time::Duration;
 
-/// The schema where nothing is said.
+/// The default schema.
 pub(super) const SCHEMA: &str = "idem";
-/// What the comment on the table begins with.
+/// The start of the comment on the table.
 pub(super) const TABLE_VERSION: &str = "idem 1";
-/// The longest name of a schema: the name of the channel has 63 bytes at most.
+/// The longest name of a schema: the name of a channel has 63 bytes at most.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
-/// The largest result: a value of PostgreSQL has less than 1 GiB, and so has the message that brings it.
+/// The largest result: a value of PostgreSQL is smaller than 1 GiB, and so is the message that carries it.
 const MAX_RESULT_BYTES: usize = 1_000_000_000;
 /// A thousand years: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
 
-/// The file for those who run their own migrations.
+/// The file for users that run their own migrations.
 const DDL: &str = include_str!("schema.sql");
 
-/// A name as an identifier.
+/// A name as a quoted identifier.
 fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
@@ -43,9 +43,9 @@ pub(super) fn ddl(schema: &str) -> String {
     DDL.replace("\"idem\"", &quoted(schema))
 }
 
-/// The same, safe to run from many processes at once; one text, so that it is one transaction.
+/// The same, safe to run from many processes at once. It is one text, so that it is one transaction.
 pub(super) fn ensure(schema: &str) -> String {
-    // `IF NOT EXISTS` alone looks first and creates then, and two who look at once both create.
+    // `IF NOT EXISTS` alone looks before it creates: two processes that look at once both create.
     format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema))
 }
 
@@ -59,7 +59,7 @@ pub(super) fn check_size(finish: &Finish) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Where the ends of attempts are published.
+/// The channel on which ends of attempts are published.
 pub(super) fn channel(schema: &str) -> String {
     format!("idem:{schema}")
 }
@@ -76,27 +76,27 @@ pub(super) fn millis(duration: Duration) -> i64 {
 /// A statement and the types of its parameters.
 #[derive(Debug)]
 pub struct Statement {
-    /// Its place among all of them.
+    /// Its index among all statements.
     pub(super) place: usize,
     pub(super) text: String,
     pub(super) types: &'static [Type],
 }
 
-/// All that is ever said about records.
+/// All statements about records.
 #[derive(Debug)]
 pub(super) struct Statements {
     /// `key`: its record, if there is one.
     pub(super) look: Statement,
     /// `keys`: their records, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
-    /// The columns of [`RESERVE`]: makes a record, or finds the one that is there.
+    /// The columns of [`RESERVE`]: makes a record, or finds the existing one.
     pub(super) reserve: Statement,
     /// The same for arrays of them, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
-    /// The columns of [`RESERVE`] and the name of a lock: the same inside of a transaction of the user's, unless another
-    /// one holds the key. One row in any case; see [`Within`].
+    /// The columns of [`RESERVE`] and the number of a lock: the same inside the user's transaction, unless another
+    /// transaction holds the key. Always one row; see [`Within`].
     pub(super) reserve_within: Statement,
-    /// Replaces a record by that of a new attempt if it still is the one that was met.
+    /// Replaces a record by that of a new attempt, if it is still the one that was met.
     pub(super) replace: Statement,
     /// The columns of [`END`]: ends an attempt.
     pub(super) end: Statement,
@@ -104,15 +104,16 @@ pub(super) struct Statements {
     pub(super) end_many: Statement,
     /// `keys, owners, attempts`: renews leases.
     pub(super) renew: Statement,
-    /// The same: those that could have been renewed, but for a lock on their row.
+    /// The same: the leases whose renewal was prevented only by a lock on their row.
     pub(super) held: Statement,
-    /// `key, attempt`: sees to it that the end of the attempt is published; whether it is pending, and whether that was done.
+    /// `key, attempt`: marks the row, so that the end of the attempt is published. Answers whether it is pending, and
+    /// whether it is marked.
     pub(super) mark: Statement,
     /// `key, attempt`: whether the attempt is pending.
     pub(super) is_pending: Statement,
     /// `key, attempt`: lets the next delivery run again.
     pub(super) reopen: Statement,
-    /// `how many`: deletes and lists anew; says how many of both.
+    /// `how many`: deletes expired rows, and lists renewed ones for later; answers how many of each.
     pub(super) purge: Statement,
     /// The lock timeout of this session.
     pub(super) lock_timeout: Statement,
@@ -120,28 +121,28 @@ pub(super) struct Statements {
     pub(super) check: Statement,
 }
 
-/// Results of more bytes than this are left out of a statement that reads many records, so that what it sends back has a
-/// bound: each of them is asked for alone.
+/// A statement that reads many records leaves out results of more bytes than this, so that its answer has a bound. Each
+/// result left out is read alone.
 const IN_A_BATCH: usize = 4096;
-/// What a row is read from, in this order.
+/// The columns that a row is read from, in this order.
 const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.starts, r.fingerprint, r.on_crash_fail, r.lease_ms, \
                       r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp()";
-/// The same for a record that was made just now.
+/// The same for a record that was just made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
                     NULL::timestamptz, NULL::timestamptz";
-/// Where [`RECORD`] is followed by the key.
+/// The index of the key, where it follows [`RECORD`].
 const KEY_AT: usize = 15;
-/// And where, in a statement that reads many records, by whether the result was left out.
+/// In a statement that reads many records, the index of whether the result was left out.
 const LEFT_OUT_AT: usize = 16;
 
-/// What a reservation sets.
+/// The parameters of a reservation.
 const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
 const RESERVE_WITHIN: [Type; 7] =
     [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::INT8];
 const RESERVE_MANY: [Type; 6] =
     [Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::BYTEA_ARRAY, Type::BOOL_ARRAY, Type::INT8_ARRAY, Type::INT8_ARRAY];
-/// What the end of an attempt sets.
+/// The parameters of the end of an attempt.
 const END: [Type; 9] =
     [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8, Type::INT8];
 const END_MANY: [Type; 9] = [
@@ -191,12 +192,12 @@ impl Statements {
                 ms("u.ttl_ms"),
             )
         };
-        // Whoever waits has marked the row, so that an end which nobody waits for takes no lock at its commit.
+        // A waiter has marked the row, so that an end without waiters takes no lock at its commit.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
-        // Whoever has a row locked, in a session of psql or for a moment, must not hold up the others in the statement, nor
-        // the connection. A row whose `xmax` is zero was never locked since it was written. Any other is locked for this
-        // statement first, unless somebody has it.
+        // A row that another session has locked, for a moment or in a forgotten `psql`, must not hold up the others in the
+        // statement, nor the connection. A row whose `xmax` is zero was never locked since it was written. Any other row is
+        // locked for this statement first, unless another session holds it.
         let free = |asked: &str| {
             format!(
                 "(r.xmax = '0'::xid OR r.ctid = ANY (ARRAY(SELECT f.ctid FROM {asked} JOIN {table} AS f ON f.key = a.key \
@@ -204,7 +205,7 @@ impl Statements {
             )
         };
         let (free_one, free_many) = (free("(VALUES ($1)) AS a (key)"), free("unnest($1) AS a (key)"));
-        // A release names no attempt.
+        // A release passes no attempt number.
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, starts = greatest(r.starts - u.refund, 0), \
@@ -231,8 +232,8 @@ impl Statements {
              UNION ALL SELECT {MADE}, made.key, false FROM made",
             make("unnest($1, $2, $3, $4, $5, $6)"),
         );
-        // The lock and not the row says whether another transaction is at it: nobody can see the row, or wait for it for a
-        // bounded time. It ends with its transaction.
+        // The lock, and not the row, tells whether another transaction is using the key: its row is invisible, and can't be
+        // waited for with a time limit. The lock ends with its transaction.
         let reserve_within = format!(
             "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($7) AS is_held), made AS ({}) \
              SELECT {RECORD}, made.key IS NOT NULL, held.is_held \
@@ -252,7 +253,7 @@ impl Statements {
         );
         let held =
             format!("r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'P' AND {there}");
-        // A renewal that was under way when a later one was made must not take time back.
+        // A renewal that a later one has overtaken must not shorten the lease.
         let renew = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
@@ -278,7 +279,7 @@ impl Statements {
              WHERE r.key = $1 AND r.attempt = $2 AND {there} AND (r.state <> 'P' OR r.lapses_at <= {now}) \
              RETURNING {wake}"
         );
-        // Rows that somebody is writing to are left for the next time, so a purge waits for nobody.
+        // Rows that another session is writing are left for the next time, so that a purge never waits.
         let purge = format!(
             "WITH due AS MATERIALIZED (SELECT r.key FROM {table} AS r WHERE r.listed_at <= {now} AND r.format = {VERSION} \
              ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
@@ -287,7 +288,7 @@ impl Statements {
              WHERE r.key = due.key AND r.expires_at > {now} RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept)"
         );
-        // By joins, under one snapshot: `to_regclass` sees what was committed since, and its comment would be missing.
+        // By joins, under one snapshot: `to_regclass` sees a table committed since, whose comment would be missing.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
@@ -327,12 +328,12 @@ impl Statements {
 
 const VERSION: i64 = Parts::VERSION;
 
-/// Where statements are asked: over the pool, each by itself, or inside of a transaction of the user's.
+/// Where statements run: over the pool, each by itself, or inside the user's transaction.
 pub(super) trait Ask {
     type Row: Cells;
     type Error;
 
-    /// The rows that `statement` answers.
+    /// The rows that `statement` returns.
     fn rows(
         &self,
         statement: &Statement,
@@ -342,7 +343,7 @@ pub(super) trait Ask {
 }
 
 impl Statements {
-    /// The record that is there, expired or not.
+    /// The record of `key`, expired or not.
     pub(super) async fn look_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Found>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -354,7 +355,7 @@ impl Statements {
         }
     }
 
-    /// Replaces the record that `request` has met, if it still is the one that was met; says whether it was.
+    /// Replaces the record `met`, if it is still unchanged. Returns whether it was.
     pub(super) async fn replace_met<A: Ask>(
         &self,
         at: &A,
@@ -380,7 +381,7 @@ impl Statements {
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
 
-    /// Ends the attempt that `record` names, if it is pending; says whether it was.
+    /// Ends the attempt that `record` names, if it is pending. Returns whether it was.
     pub(super) async fn end_pending<A: Ask>(
         &self,
         at: &A,
@@ -406,12 +407,12 @@ impl Statements {
     }
 }
 
-/// The number that the attempt which writes `record` at its end has to have: a release may not know it.
+/// The attempt number to compare; `None` for a release, which may not know it.
 pub(super) fn number_of(record: &Record) -> Option<i64> {
     record.is_finished().then_some(record.attempt.into())
 }
 
-/// A row that is none of ours.
+/// The error for a row that is no record.
 pub(super) fn corrupt(error: FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
@@ -468,32 +469,32 @@ impl Found {
         Inspection { expires_in: self.expires_in(), lapses_in, record: self.record }
     }
 
-    /// What a reservation that was made just now is for those who come next.
+    /// The record of a reservation that was just made, as the other requests for the key meet it.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
         Self { record, lapses_at, expires_at, now: Micros(0) }
     }
 }
 
-/// What a statement that reserves or looks said about a key.
+/// The answer of a statement that reserves or looks, about one key.
 #[derive(Clone, Debug)]
 pub(super) enum Met {
     /// The record was made by this statement.
     Made,
-    /// There is one; or what is there is none of ours.
+    /// There is a record, or a row that is no record.
     Found(Result<Box<Found>, FormatError>),
-    /// Somebody made one that this statement could not see yet.
+    /// Another session made a record that this statement could not see yet.
     Unseen,
-    /// There is one, and its result was left out.
+    /// There is a record, but its result was left out.
     LeftOut,
 }
 
-/// The key of a row that says it.
+/// The key in a row, where it follows [`RECORD`].
 pub(super) fn key(row: &Row) -> Option<&str> {
     row.try_get(KEY_AT).ok()
 }
 
-/// What a row of a statement that reads many records says.
+/// Reads a row of a statement that reads many records.
 pub(super) fn met_in_a_batch(row: &Row) -> Met {
     match row.try_get::<_, Option<bool>>(LEFT_OUT_AT) {
         Ok(Some(true)) => Met::LeftOut,
@@ -505,22 +506,22 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
     matches!(row.cell::<Option<T>>(at), Ok(None))
 }
 
-/// What a row says.
+/// Reads a row.
 pub(super) fn met(row: &impl Cells) -> Met {
     match row.cell::<Option<i16>>(0) {
-        // A record that was made just now has no format, nor anything else; of one that lacks it, nothing is known.
+        // A row of a record that was just made is all nulls. A row that lacks only the format is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
         Ok(Some(format)) => Met::Found(found(row, format).map(Box::new)),
         _ => Met::Found(Err(FormatError::Damaged)),
     }
 }
 
-/// The values in a row of whatever driver.
+/// The values in a row, of any driver.
 pub trait Cells {
     /// The value in the column `at`.
     ///
     /// # Errors
-    /// There is none, or one of another type.
+    /// If there is no value, or one of another type.
     fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
 }
 
@@ -530,14 +531,14 @@ impl Cells for Row {
     }
 }
 
-/// What [`Statements::reserve_within`] says.
+/// The answer of [`Statements::reserve_within`].
 pub(super) struct Within {
     /// Whether this transaction holds the key.
     pub(super) is_held: bool,
     pub(super) met: Met,
 }
 
-/// What a row of [`Statements::reserve_within`] says.
+/// Reads a row of [`Statements::reserve_within`].
 pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
     let (is_made, is_held): (bool, bool) = (row.cell(KEY_AT)?, row.cell(KEY_AT + 1)?);
     let met = match met(row) {

@@ -1,7 +1,7 @@
-//! Wakes the duplicates that wait for an attempt of another process.
+//! Wakes the duplicates that wait for an attempt in another process.
 //!
-//! A waiter marks the row; whatever ends the attempt finds the mark and notifies. An attempt that nobody waits for
-//! notifies nobody, and so takes no lock at its commit.
+//! A waiter marks the row; whatever ends the attempt finds the mark and notifies. An attempt without waiters notifies
+//! nobody, and so takes no lock at its commit.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -22,28 +22,28 @@ use crate::future::race;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 
-/// How often a waiter asks if nothing can be listened to.
+/// The polling interval of a waiter that can't listen.
 const POLL: Duration = Duration::from_millis(50);
-/// How often a waiter asks although it is listening: a notification can get lost with its connection.
+/// The polling interval of a waiter that listens: a notification can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
-/// The pause before a connection that broke is made again.
+/// The pause before a broken connection is opened again.
 const RECONNECT: Duration = Duration::from_millis(100);
 
-/// A connection that listens.
+/// The settings of a connection that listens.
 #[derive(Clone)]
 pub(super) struct Listener {
     pub(super) config: Config,
     pub(super) tls: Tls,
 }
 
-/// What became of the mark on the row of a running attempt.
+/// The result of marking the row of a running attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mark {
     /// The attempt has ended: there is nothing to wait for.
     Over,
     /// Its end will be notified.
     Made,
-    /// It is running, and its end will not be notified: another session has the row locked, or nobody listens.
+    /// It is running, but its end will not be notified: another session has locked the row, or there is no listener.
     Refused,
 }
 
@@ -70,7 +70,7 @@ impl Drop for Listening {
 }
 
 impl Wakeups {
-    /// Without a listener, waiters ask again and again.
+    /// Without a listener, waiters poll.
     pub(super) fn new(listener: Option<Listener>, channel: String, clock: Arc<dyn Clock>) -> Self {
         Self {
             listener: listener.map(Arc::new),
@@ -82,13 +82,13 @@ impl Wakeups {
         }
     }
 
-    /// Whether a row has to be marked for its end to be heard of.
+    /// Whether a row must be marked for its end to be notified.
     pub(super) fn listens(&self) -> bool {
         self.listener.is_some()
     }
 
-    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; it is awaited once notifications
-    /// arrive, so that none can be missed.
+    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; it runs once notifications arrive, so that
+    /// none can be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -108,7 +108,7 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Makes sure that notifications arrive, if they can.
+    /// Starts to listen at first use; returns whether notifications arrive.
     async fn listen(&self) -> bool {
         let Some(listener) = &self.listener else { return false };
         let listening = self.listening.get_or_init(|| {
@@ -123,7 +123,7 @@ impl Wakeups {
     }
 }
 
-/// Hands notifications on to the waiters, over a connection of its own that is made anew whenever it breaks.
+/// Passes notifications on to the waiters, over a connection of its own that is reopened when it breaks.
 async fn listen(
     listener: Arc<Listener>,
     channel: String,
@@ -138,7 +138,7 @@ async fn listen(
             Tls::On(tls) => hear(&listener.config, tls.clone(), &channel, &waiting, &live).await,
         }
         if live.send_replace(false) {
-            // Whatever was notified meanwhile is lost: everybody asks again.
+            // Notifications in between are lost: every waiter asks again.
             waiting.wake_all();
         }
         clock.sleep(RECONNECT).await;
@@ -161,7 +161,7 @@ where
     let text = sql::listen(channel);
     let (mut carry, mut listened) = (pin!(carry), pin!(client.batch_execute(&text)));
     let mut is_live = false;
-    // The connection moves only while it is polled, so the statement needs both.
+    // The connection makes progress only while it is polled, so the statement needs both.
     poll_fn(|cx| {
         if !is_live && let Poll::Ready(done) = listened.as_mut().poll(cx) {
             if done.is_err() {

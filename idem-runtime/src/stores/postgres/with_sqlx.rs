@@ -1,4 +1,4 @@
-//! Transactions of `sqlx`: the same statements, parameters and rows, handed over as the bytes of the protocol.
+//! Transactions of `sqlx`: the same statements, parameters and rows, passed as the bytes of the protocol.
 
 use std::fmt;
 use std::pin::Pin;
@@ -25,7 +25,7 @@ use crate::store::StoreError;
 use crate::within::sealed::Sealed;
 use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
 
-/// How long the connection is waited for: a body that holds it while a handler that it calls needs it waits for itself.
+/// How long to wait for the connection: a body that holds it while it calls a handler that needs it waits for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// A transaction of `sqlx`; see [`PostgresStore::within_sqlx`](super::PostgresStore::within_sqlx).
@@ -33,8 +33,8 @@ const LOCK_LIMIT: Duration = Duration::from_secs(30);
 pub struct InSqlx<'a, 'c>(pub(super) &'a Mutex<sqlx::Transaction<'c, Postgres>>);
 
 impl PostgresStore {
-    /// The same for a transaction of `sqlx`, which the body and the record share by a lock. The body must not hold it while
-    /// it calls another handler in the same transaction.
+    /// The same for a transaction of `sqlx`, which the body and the record share through a lock. The body must not hold the
+    /// lock while it calls another handler in the same transaction.
     ///
     /// ```no_run
     /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -106,7 +106,7 @@ impl Session for InSqlx<'_, '_> {
         std::ptr::from_ref(self.0).addr()
     }
 
-    // Savepoints are those of the driver, which alone can undo one in a drop.
+    // The savepoints are the driver's, which alone can undo one in a drop.
 
     async fn save(&self) -> Result<(), Refused> {
         let mut connection = self.lock().await?;
@@ -124,7 +124,7 @@ impl Session for InSqlx<'_, '_> {
 
     async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
         let mut connection = self.lock().await?;
-        // Nothing is under way on the connection, so that the first poll queues it.
+        // Nothing is under way on the connection, so the first poll queues the statement.
         begun();
         Manager::commit(&mut connection).await?;
         Ok(())
@@ -137,7 +137,7 @@ impl Session for InSqlx<'_, '_> {
     }
 
     fn undo_at_once(&self) {
-        // The body is gone, and whoever else holds it uses the transaction beside the call.
+        // The body is gone; if the lock is taken, the user is using the transaction beside the call.
         if let Ok(mut connection) = self.0.try_lock() {
             Manager::start_rollback(&mut connection);
         }
@@ -146,8 +146,8 @@ impl Session for InSqlx<'_, '_> {
 
 type Manager = <Postgres as Database>::TransactionManager;
 
-/// A savepoint that is being made. Dropped in the middle, the driver's own future would undo the whole transaction, and
-/// answer later that its commit went well; so it is forgotten instead, and an unused savepoint may be left.
+/// A savepoint that is being made. If the driver's own future were dropped halfway, it would undo the whole transaction,
+/// and the commit would later report success. So the future is forgotten instead, which may leave an unused savepoint.
 struct Undropped<'a>(Option<Making<'a>>);
 
 type Making<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
@@ -170,7 +170,7 @@ impl Drop for Undropped<'_> {
 }
 
 impl PostgresStore {
-    /// What [`transact`](PostgresStore::transact) does, with `sqlx`.
+    /// Does what [`transact`](PostgresStore::transact) does, with `sqlx`.
     ///
     /// ```no_run
     /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
@@ -203,7 +203,7 @@ impl PostgresStore {
                 Ok(tx) => Mutex::new(tx),
                 Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
             };
-            // In a box: a call in a transaction is large, and its caller would have room for it more than once.
+            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
             let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
             let tx = tx.into_inner();
             match result {
@@ -230,13 +230,13 @@ fn is_conflict(error: &sqlx::Error) -> bool {
     code.as_deref().is_some_and(super::within::is_conflict)
 }
 
-/// Commits, unless a statement has failed or the transaction is over: the driver would answer that all is well.
+/// Commits, unless a statement has failed or the transaction is over: the driver would report success.
 async fn commit(mut tx: sqlx::Transaction<'static, Postgres>) -> Result<(), sqlx::Error> {
     tx.execute("SAVEPOINT idem; RELEASE SAVEPOINT idem").await?;
     tx.commit().await
 }
 
-/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
 async fn record_failed(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
     if journal.failed.is_empty() {
         return Ok(false);
@@ -250,7 +250,7 @@ async fn record_failed(pool: &PgPool, journal: &Journal) -> Result<bool, StoreEr
     Ok(true)
 }
 
-/// A parameter as the server reads it.
+/// A parameter in the binary format of the server.
 struct Param<'a> {
     ty: &'a Type,
     bytes: Option<BytesMut>,

@@ -1,4 +1,4 @@
-//! Records inside of a transaction of the user's.
+//! Records inside the user's transaction.
 
 use std::fmt;
 use std::pin::pin;
@@ -23,7 +23,7 @@ use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
 use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
 
-/// Tables whose statements are kept. There may be a schema for each tenant, and then each call has another one.
+/// How many tables keep their statements. With a schema for each tenant, each call may need another one.
 const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
@@ -35,11 +35,12 @@ pub struct InPostgres<S> {
 }
 
 impl PostgresStore {
-    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
+    /// Records inside your open transaction: they are committed with its other writes, or not at all. See [`Within`].
     ///
-    /// The table is that in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE` a duplicate that meets what was committed after this transaction began ends it with an error, as
-    /// any other conflict of theirs. Times count from the start of the transaction.
+    /// The table is in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
+    /// `SERIALIZABLE`, a duplicate that meets a record committed after this transaction began ends the transaction with an
+    /// error, like any other conflict at these levels. Times count from each statement, not from the start of the
+    /// transaction.
     ///
     /// ```no_run
     /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -63,12 +64,12 @@ impl PostgresStore {
     }
 }
 
-/// Whose connection the transaction is on: what a driver has to do.
+/// The connection of a transaction: what a driver has to provide.
 pub trait Session: within::sealed::Sealed + Clone {
     #[doc(hidden)]
     type Row: Cells;
 
-    /// The rows that a statement answers. Not prepared: that would take an exchange of its own, and poolers forget it.
+    /// Runs a statement and returns its rows. Not prepared: that would take an exchange of its own, and poolers forget it.
     #[doc(hidden)]
     fn rows(
         &self,
@@ -76,11 +77,11 @@ pub trait Session: within::sealed::Sealed + Clone {
         params: &[&(dyn ToSql + Sync)],
     ) -> impl Future<Output = Result<Vec<Self::Row>, Refused>>;
 
-    /// Statements without parameters or rows.
+    /// Runs statements without parameters or rows.
     #[doc(hidden)]
     fn execute(&self, text: &str) -> impl Future<Output = Result<(), Refused>>;
 
-    /// What tells this transaction from all others that are open.
+    /// Identifies this transaction among all that are open.
     #[doc(hidden)]
     fn identity(&self) -> usize;
 
@@ -100,24 +101,24 @@ pub trait Session: within::sealed::Sealed + Clone {
     fn undo_at_once(&self);
 }
 
-/// What the server, or the driver, said of a statement.
+/// An error of the server or the driver for a statement.
 #[derive(Debug)]
 pub struct Refused {
-    /// The `SQLSTATE`, if the server said something.
+    /// The `SQLSTATE`, if the server answered.
     pub(super) code: Option<String>,
-    /// Without values: what the server quotes of them is in its `DETAIL`.
+    /// Contains no values: the server quotes them only in its `DETAIL`.
     pub(super) message: String,
 }
 
 impl Refused {
-    /// Whether somebody's time limit ended the statement, or the server found two transactions waiting for each other.
+    /// Whether a time limit ended the statement, or the server found a deadlock.
     fn ended_a_wait(&self) -> bool {
         let ends = [&SqlState::LOCK_NOT_AVAILABLE, &SqlState::QUERY_CANCELED, &SqlState::T_R_DEADLOCK_DETECTED];
         ends.iter().any(|end| self.code.as_deref() == Some(end.code()))
     }
 }
 
-/// Whether the server undid a transaction in favour of another one: all of it may be tried again.
+/// Whether the server undid a transaction in favour of another one: it may be retried as a whole.
 pub(super) fn is_conflict(code: &str) -> bool {
     [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
 }
@@ -185,8 +186,8 @@ impl Session for &Transaction<'_> {
     }
 }
 
-/// Has the connection do something before everything that it is asked for from now on, and does not wait for it. If it
-/// fails, the transaction can't go on, which the next statement says.
+/// Queues `text` on the connection, before every later statement, and does not wait for it. If it fails, the transaction
+/// can't go on, which the next statement reports.
 fn send(tx: &Transaction<'_>, text: &str) {
     let sent = pin!(tx.batch_execute(text));
     // The first poll hands it over.
@@ -202,18 +203,18 @@ impl From<tokio_postgres::Error> for Refused {
     }
 }
 
-/// The table that records are in.
+/// The table of records in one schema.
 struct Table {
     statements: Statements,
-    /// What the names of locks begin with, so that two schemas lock nothing of each other's.
+    /// Part of every lock's name, so that two schemas share no locks.
     schema: String,
 }
 
-/// The tables that were used last, the latest one first.
+/// The recently used tables, the latest one first.
 static LATEST: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
 
 impl Table {
-    /// The one in `schema`. A handler asks for it at each call, so its statements are written once.
+    /// The table in `schema`. A handler asks for it at each call, so its statements are built once.
     fn of(schema: &str) -> Arc<Self> {
         let mut latest = lock(&LATEST);
         if let Some(at) = latest.iter().position(|table| table.schema == schema) {
@@ -228,8 +229,8 @@ impl Table {
         table
     }
 
-    /// The lock on `key`. Another key, or something else of the user's, that has the same is as good as impossible, and
-    /// would only have to wait.
+    /// The lock on `key`. It is practically impossible that another key, or another lock of the user's, has the same
+    /// number, and would only cause a wait.
     fn lock(&self, key: &Key) -> i64 {
         let digest = Sha256::new()
             .chain_update((self.schema.len() as u64).to_be_bytes())
@@ -247,7 +248,7 @@ impl<S> InPostgres<S> {
 }
 
 impl<S> Within<InPostgres<S>> {
-    /// The schema that holds the table; `idem` where nothing is said.
+    /// The schema that holds the table (default: `idem`).
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
         self.0.table = Table::of(schema);
@@ -284,7 +285,7 @@ impl<S: Session> Ask for InPostgres<S> {
 }
 
 impl<S: Session> InPostgres<S> {
-    /// What is recorded for `key`, unless it has expired.
+    /// The record of `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
         let found = self.table.statements.look_at(self, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
@@ -403,7 +404,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 self.session.execute(&format!("SET LOCAL lock_timeout = '{before}'")).await?;
                 Ok(true)
             }
-            // The setting is undone with the savepoint.
+            // The rollback to the savepoint undoes the setting.
             Err(refused) if refused.ended_a_wait() => Ok(false),
             Err(refused) => Err(refused.into()),
         }
@@ -421,15 +422,17 @@ impl<S: Session> within::Transaction for InPostgres<S> {
 }
 
 impl PostgresStore {
-    /// Begins a transaction, does `work` in it, commits it, and says how the delivery ended and what to do with its message.
+    /// Begins a transaction, does `work` in it and commits it. Returns how the delivery ended and what to do with its
+    /// message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then the [`Outcome`] may say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and the message
-    /// is to be delivered again; an error that a handler recorded (`on_error = record`) is recorded all the same, alone. What
-    /// can't be told is committed or not, as the connection broke, is delivered again, and replayed if it was committed.
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and
+    /// the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
+    /// alone. If the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was
+    /// committed.
     ///
-    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit or
-    /// in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
+    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit
+    /// or in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
     /// happened in the database. The isolation level is the session's default.
     ///
     /// ```no_run
@@ -465,7 +468,7 @@ impl PostgresStore {
                 Ok(tx) => tx,
                 Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
             };
-            // In a box: a call in a transaction is large, and its caller would have room for it more than once.
+            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
             let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
             match result {
                 Ok(done) => match commit(tx).await {
@@ -486,13 +489,13 @@ impl PostgresStore {
     }
 }
 
-/// Commits, unless a statement has failed: the server would roll back, and answer that all is well.
+/// Commits, unless a statement has failed: the server would roll back, and report success.
 async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
     tx.batch_execute("SELECT 1").await?;
     tx.commit().await
 }
 
-/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
 async fn record_failed(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
     if journal.failed.is_empty() {
         return Ok(false);

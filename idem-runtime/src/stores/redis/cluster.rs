@@ -1,11 +1,11 @@
 //! Finds the node of a cluster that serves a key.
 //!
-//! - Each of the 16 384 slots has a node, each node connections and batches of its own, so that one that hangs holds up
-//!   its own keys only.
-//! - A node that does not serve a slot says so and writes nothing; the operation follows, a few times at most.
-//! - What the nodes say of the slots is asked for again after every failure and from time to time, of all of them: the
-//!   answer of the latest epoch counts, so one that was cut off can't bring back what was. An answer of a node that lost
-//!   the slot meanwhile is not believed.
+//! - Each of the 16 384 slots belongs to a node. Each node has connections and batches of its own, so that a node that
+//!   hangs delays only its own keys.
+//! - A node that does not serve a slot says so and writes nothing; the operation follows the redirect, a few times at most.
+//! - The nodes (up to 16 per round) are asked for the slots after every failure and from time to time. The answer of the
+//!   latest epoch wins, so a node that was cut off can't bring back an old map. An answer from a node that has lost the
+//!   slot meanwhile is not trusted.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -27,27 +27,27 @@ use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
 const SLOTS: u16 = 16_384;
-/// How often an operation follows to another node.
+/// How many redirects an operation follows.
 const REDIRECTS: usize = 6;
-/// How many nodes are asked at once what they know.
+/// How many nodes one round asks.
 const ASKED: usize = 16;
-/// How long they may take; one that hangs must not hold up the news of the others.
+/// How long the nodes have to answer; one that hangs must not hold back the answers of the others.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// The least time between two rounds of questions.
+/// The least pause between two rounds.
 const PAUSE: Duration = Duration::from_millis(100);
-/// How often they are asked although nothing has failed.
+/// The interval between rounds while nothing fails.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
-/// The nodes that the user named, and what was heard of the cluster last, by whichever runtime.
+/// The nodes that the user named, and the latest view of the cluster that any runtime has received.
 pub(super) struct Named {
     nodes: Vec<Client>,
-    /// What a connection to a node is like, but for where it leads.
+    /// The settings of a connection to a node, except for its address.
     template: ConnectionInfo,
     seen: PerProcess<Mutex<Option<Arc<View>>>>,
 }
 
 impl Named {
-    /// Nodes of a cluster; what the connections to all are like is the first one's to say.
+    /// Nodes of a cluster. The settings of all connections are those of `first`.
     pub(super) fn new(first: &Client, nodes: Vec<Client>) -> Self {
         Self { template: first.get_connection_info().clone(), nodes, seen: PerProcess::default() }
     }
@@ -60,21 +60,21 @@ pub(super) struct Cluster {
     replicas: Option<Replicas>,
     for_upkeep: bool,
     map: Mutex<Map>,
-    /// Told when the map may be out of date.
+    /// Notified when the map may be out of date.
     doubt: Arc<Notify>,
-    /// Whether anything was heard.
+    /// Whether a view of the cluster has arrived.
     heard: watch::Sender<bool>,
     asking: OnceLock<Background>,
-    /// Which node a subscription is made to next.
+    /// Rotates over the nodes: which one to ask, try or subscribe to next.
     turn: AtomicUsize,
 }
 
 struct Map {
     epoch: u64,
     slots: Vec<Option<Arc<Member>>>,
-    /// All that were heard of last, by address.
+    /// The seeds and all nodes of the latest view, by address.
     members: HashMap<Address, Arc<Member>>,
-    /// Those the user named; asked again whatever the others say.
+    /// The nodes that the user named; they are asked even if no view contains them.
     seeds: Vec<Arc<Member>>,
 }
 
@@ -94,7 +94,7 @@ impl Member {
 }
 
 impl Cluster {
-    /// The cluster of `named`, as it was seen last.
+    /// The cluster of `named`, starting from its latest view.
     pub(super) fn new(named: &Arc<Named>, terms: Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
         let cluster = Self {
@@ -116,7 +116,7 @@ impl Cluster {
         Arc::new(cluster)
     }
 
-    /// Hears of the node that `client` leads to.
+    /// Adds the node that `client` leads to as a seed.
     fn meet(&self, client: &Client) {
         if let ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } =
             client.get_connection_info().addr()
@@ -140,7 +140,7 @@ impl Cluster {
         primaries
     }
 
-    /// Makes sure that the primaries can do the work, of which one has to be there; and says what they all take.
+    /// Checks that the primaries are usable; at least one must be reachable. Returns the size limits that hold for all.
     pub(super) async fn prepare(&self) -> Result<Arc<Limits>, StoreError> {
         let primaries = self.primaries();
         let limits = Arc::new(Limits::default());
@@ -161,8 +161,7 @@ impl Cluster {
         }
         let (usable, mut rest) = first(tries).await;
         usable?;
-        // The others have a moment. One that is away now is met like one that goes away later; all of them are a mistake
-        // in their addresses.
+        // The others get a moment. Tolerate an unreachable node, as later; if none is usable, the addresses are wrong.
         let prepared = race(all(&mut rest), self.terms.clock.sleep(PATIENCE)).await;
         let mut mistakes = prepared.into_iter().flatten().filter_map(Result::err);
         match mistakes.find(|error| error.kind() == StoreErrorKind::Misconfigured) {
@@ -171,7 +170,7 @@ impl Cluster {
         }
     }
 
-    /// Keeps asking the nodes, for as long as the cluster is used.
+    /// Starts the task that asks the nodes, until the cluster is dropped.
     pub(super) fn keep_asking(self: &Arc<Self>) {
         let (this, doubt, clock) = (Arc::downgrade(self), Arc::clone(&self.doubt), Arc::clone(&self.terms.clock));
         let asking = async move {
@@ -184,11 +183,11 @@ impl Cluster {
             }
         };
         self.asking.get_or_init(|| Background(tokio::spawn(asking).abort_handle()));
-        // What was seen by another runtime may be out of date.
+        // The view that another runtime received may be out of date.
         self.doubt.notify_one();
     }
 
-    /// Asks the nodes which slots are whose.
+    /// Asks the nodes which node serves which slots.
     pub(super) async fn ask(&self) {
         let members: Vec<_> = {
             let map = lock(&self.map);
@@ -199,7 +198,7 @@ impl Cluster {
             .iter()
             .map(|member| {
                 Box::pin(async move {
-                    // Each as soon as it is heard.
+                    // Each view counts as soon as it arrives.
                     if let Some(view) = View::of(member).await {
                         self.learn(&Arc::new(view));
                     }
@@ -244,7 +243,7 @@ impl Cluster {
         Ok(member)
     }
 
-    /// Who serves `slot`, or anybody, who will know.
+    /// The node that serves `slot`; if it is unknown, any node, which will redirect.
     async fn owner(&self, slot: u16) -> Option<Arc<Member>> {
         if let Some(member) = self.known_owner(slot) {
             return Some(member);
@@ -252,7 +251,7 @@ impl Cluster {
         self.hear().await;
         self.known_owner(slot).or_else(|| {
             let map = lock(&self.map);
-            // Not always the same one: it may be away.
+            // A different node each time: one may be unreachable.
             let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
             map.members.values().nth(turn).cloned()
         })
@@ -262,7 +261,7 @@ impl Cluster {
         lock(&self.map).slots[usize::from(slot)].clone()
     }
 
-    /// Whether nothing that was heard contradicts it.
+    /// Whether `member` serves `slot`, as far as is known: true while no view has arrived.
     fn is_owner(&self, member: &Arc<Member>, slot: u16) -> bool {
         match self.known_owner(slot) {
             Some(now) => Arc::ptr_eq(&now, member),
@@ -270,7 +269,7 @@ impl Cluster {
         }
     }
 
-    /// Waits until something was heard of the cluster, for a while.
+    /// Waits a while for the first view of the cluster.
     async fn hear(&self) {
         let mut heard = self.heard.subscribe();
         if !*heard.borrow() {
@@ -279,14 +278,14 @@ impl Cluster {
         }
     }
 
-    /// A client of one node after the other, for subscriptions: a publication reaches all of them.
+    /// The client of the next node, for a subscription: a publication reaches all nodes.
     pub(super) fn some_client(&self) -> Option<Client> {
         let map = lock(&self.map);
         let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
         map.members.values().nth(turn).map(|member| member.client.clone())
     }
 
-    /// Runs `op` where `key` is.
+    /// Runs `op` on the node that serves `key`.
     pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
         let slot = slot(key);
         let Some(mut member) = self.owner(slot).await else {
@@ -315,8 +314,8 @@ impl Cluster {
                 }
                 _ => {
                     match &answer {
-                        // A node that was stopped and goes on answers as if nothing had happened, and what it writes is
-                        // thrown away when it learns better.
+                        // A primary that was paused during a failover answers as before once it resumes, and its writes are
+                        // discarded when it learns of its successor.
                         Ok(_) if !asking && !self.is_owner(&member, slot) => {
                             return Err(Failure::Lost);
                         }
@@ -330,8 +329,8 @@ impl Cluster {
     }
 }
 
-/// What the first of `tries` gives that is usable, or shows a mistake; otherwise what the last one gives. And those that
-/// are not over.
+/// Runs `tries` concurrently until one succeeds or shows a misconfiguration. Returns its answer, or the last error, and the
+/// unfinished tries.
 pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     mut tries: Vec<F>,
 ) -> (Result<T, StoreError>, Vec<F>) {
@@ -356,14 +355,14 @@ pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     (last, tries)
 }
 
-/// Where a node sends an operation that it did not do.
+/// Where a node sends an operation that it did not run.
 struct Redirect {
     to: Address,
     asking: bool,
 }
 
 impl Redirect {
-    /// Reads `MOVED slot host:port` or `ASK slot host:port`; without a host it is the one that answered.
+    /// Reads `MOVED slot host:port` or `ASK slot host:port`; a missing host means the node that answered.
     fn read(failure: &Failure, from: &str) -> Option<Self> {
         let Failure::Refused(Refusal { code, message }) = failure else { return None };
         let asking = match &**code {
@@ -377,7 +376,7 @@ impl Redirect {
     }
 }
 
-/// What one node knows.
+/// One node's view of the cluster.
 pub(super) struct View {
     epoch: u64,
     ranges: Vec<Range>,
@@ -391,7 +390,7 @@ struct Range {
 }
 
 impl View {
-    /// What `member` knows, unless it says itself that it is out of touch.
+    /// The view of `member`, unless it fails to answer or reports that it is out of touch.
     async fn of(member: &Member) -> Option<Self> {
         let mut questions = Pipeline::new();
         questions.cmd("CLUSTER").arg("INFO");
@@ -426,7 +425,7 @@ impl Range {
     }
 }
 
-/// Where a node is; one without a host is where the one that was asked is.
+/// The address of a node; a missing host means that of the node that was asked.
 fn address(node: &Value, from: &str) -> Option<Address> {
     let Value::Array(parts) = node else { return None };
     let [host, Value::Int(port), ..] = &parts[..] else { return None };
@@ -442,8 +441,8 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// The slot of a key. What stands between the first `{` and the next `}` counts alone, if it is anything: keys come from
-/// users and may hold braces.
+/// The slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys come from users
+/// and may hold braces.
 fn slot(key: &[u8]) -> u16 {
     let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
     let tag = position(key, b'{').and_then(|open| {

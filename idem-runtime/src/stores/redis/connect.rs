@@ -1,4 +1,4 @@
-//! Opens a connection and makes sure that the server behind it can do the work.
+//! Opens a connection and checks that the server behind it is usable.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -23,12 +23,12 @@ use crate::clock::{Clock, SystemClock};
 use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
 
-/// How a runtime gets to the servers.
+/// How a runtime connects to the servers.
 pub(super) enum Plan {
-    /// By the user's own connection.
+    /// Over the user's own connection.
     Theirs(Theirs),
     At(Box<Client>),
-    /// The primary that these sentinels call so. Its address in the template is not looked at.
+    /// The primary that these sentinels call `name`. The address in `template` is ignored.
     Sentinels {
         sentinels: Vec<Client>,
         name: String,
@@ -39,7 +39,7 @@ pub(super) enum Plan {
 }
 
 impl Plan {
-    /// The connections of one more runtime: the current one.
+    /// Opens the connections of the current runtime.
     pub(super) fn line(&self, terms: &Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Line {
         match self {
             Self::Theirs(theirs) => {
@@ -71,12 +71,12 @@ fn of_cluster(cluster: Arc<Cluster>, terms: &Terms) -> Line {
     Line::new(Route::Cluster(cluster), wakeups)
 }
 
-/// Where a server is, for one runtime.
+/// The place of a server, for one runtime.
 struct Found {
     place: Place,
-    /// What keeps looking where it is.
+    /// The tasks that track where it is.
     watching: Vec<Background>,
-    /// A connection to it that is there already.
+    /// A connection to it that is already open.
     plain: Option<Connection>,
 }
 
@@ -129,34 +129,35 @@ impl Default for RedisOptions {
 }
 
 impl RedisOptions {
-    /// What every key in the server begins with; `idem:` where nothing is said. Applications that share a server and
-    /// must not share operations need different ones.
+    /// The prefix of every key in the server (default: `idem:`). Applications that share a server but must not share
+    /// operations need different prefixes.
     #[must_use]
     pub fn prefix(self, prefix: impl Into<String>) -> Self {
         Self { prefix: prefix.into(), ..self }
     }
 
-    /// How long one exchange with the server may take; 2 s where nothing is said. Keep it well below the shortest beat
-    /// (a third of the lease). After it the write may have landed, and is repeated with the same owner token.
+    /// The time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
+    /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// Counts a reservation, a renewal, a result or a release only once `count` replicas have it too (`WAIT`); nobody is
-    /// waited for where nothing is said.
+    /// Counts a reservation, a renewal, a result or a release only once `count` replicas have it too, by `WAIT` (default:
+    /// waits for no replica).
     ///
-    /// A primary that dies takes with it what no replica has: an operation that had been acknowledged runs again. With
-    /// `min_replicas` such a write is not acknowledged in the first place: where fewer than `count` replicas confirm
-    /// `within` that time, the call fails with [`StoreErrorKind::Unknown`], no body runs, and a result is
-    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that they have. The price is
-    /// that nothing is reserved, recorded or replayed while replicas are missing.
+    /// A primary that fails takes with it every write that no replica has: an acknowledged operation runs again.
+    /// `min_replicas` withholds that acknowledgement: if fewer than `count` replicas confirm a write `within` that time,
+    /// the call fails with [`StoreErrorKind::Unknown`], no body runs, and a result is
+    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the replicas have. The
+    /// price is that nothing is reserved, recorded or replayed while replicas are missing.
     ///
-    /// It takes *all* replicas of a primary to lose nothing in a failover: of several, one that lags may be promoted. A
-    /// replica confirms what it has in memory, so a replica that restarts without persistence has confirmed in vain.
+    /// Only a `count` of *all* replicas of a primary makes failovers lossless: with fewer, a lagging replica may be
+    /// promoted. A replica confirms what it holds in memory, so the confirmation of a replica that restarts without
+    /// persistence is void.
     ///
-    /// The waiting is done on a connection of its own. Concurrent operations share one wait; what is ahead of an operation
-    /// may have to be waited for as well, so a call takes up to `response_timeout` and twice `within`. Keep that below the
+    /// Confirmed writes have a connection of their own. Concurrent operations share one wait. An operation may also have to
+    /// wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep that below the
     /// shortest beat.
     #[must_use]
     pub fn min_replicas(self, count: usize, within: Duration) -> Self {
@@ -207,8 +208,8 @@ impl RedisOptions {
         self.connect_one(found, Plan::At(client)).await
     }
 
-    /// Connects to the primary that is called `name`, wherever it is, by the user's own clients for its sentinels.
-    /// Credentials, database and certificates are those of `primary`, its address is not looked at.
+    /// Connects to the primary called `name`, wherever it is, through the user's own clients for its sentinels.
+    /// Credentials, database and certificates are those of `primary`; its address is ignored.
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
@@ -229,8 +230,8 @@ impl RedisOptions {
         self.connect_one(found, Plan::Sentinels { sentinels, name, template }).await
     }
 
-    /// Connects to a cluster by the user's own clients for some of its nodes; the others are heard of from these.
-    /// Credentials and certificates are those of the first.
+    /// Connects to a cluster through the user's own clients for some of its nodes, which name the others. Credentials and
+    /// certificates are those of the first client.
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
@@ -242,7 +243,7 @@ impl RedisOptions {
         let Some(first_node) = nodes.first().cloned() else {
             return Err(misconfigured("no node of the cluster is named".to_owned()));
         };
-        // All at once: one that hangs holds up nobody.
+        // Concurrently, so that a node that hangs does not delay the others.
         let tries: Vec<_> = nodes
             .iter()
             .map(|node| {
@@ -265,17 +266,16 @@ impl RedisOptions {
         Ok(self.open(Plan::Cluster(named), line, terms, limits))
     }
 
-    /// Uses the user's own connection, for example a `ConnectionManager` that is there already. It must be
-    /// multiplexed, so that clones share it, and reconnect by itself.
+    /// Uses the user's own connection, for example an existing `ConnectionManager`. It must be multiplexed, so that clones
+    /// share it, and reconnect by itself.
     ///
-    /// Such a connection can't subscribe to anything, so a duplicate that waits for a running attempt asks every 50 ms.
-    /// With [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: those who share
-    /// it would have to wait, too.
+    /// Such a connection can't subscribe, so a duplicate that waits for a running attempt polls every 50 ms. With
+    /// [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: `WAIT` would block all
+    /// other users of the connection.
     ///
-    /// There is only this one, so renewals share it with everything else that goes over it: megabytes of results, or
-    /// commands of your own that block, delay them. It is read and written by the runtime it was made on, and if that is
-    /// blocked or gone, leases are lost; a process that is forked off can't use it. The other ways to connect have none of
-    /// these limits.
+    /// There is only this one connection, so renewals share it with everything else: megabytes of results, or blocking
+    /// commands of your own, delay them. The runtime that opened it reads and writes it; if that runtime is blocked or
+    /// gone, leases are lost. A forked process can't use it. The other ways to connect have none of these limits.
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
@@ -337,7 +337,7 @@ fn clock() -> Arc<dyn Clock> {
     Arc::new(SystemClock::default())
 }
 
-/// Where the application has chosen a provider of cryptography, this changes nothing; where nobody has, TLS would panic.
+/// Installs a cryptography provider unless the application has chosen one: without any, TLS would panic.
 fn provide_cryptography() {
     #[cfg(feature = "redis-tls")]
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -364,7 +364,7 @@ fn client(url: &str, form: &str) -> Result<Client, StoreError> {
     })
 }
 
-/// A URL that names several servers, in its parts as they are written.
+/// The parts of a URL that names several servers, as written.
 struct Several<'a> {
     login: &'a str,
     hosts: Vec<&'a str>,
@@ -373,7 +373,7 @@ struct Several<'a> {
 }
 
 impl<'a> Several<'a> {
-    /// Reads what follows `://`; `known` are the parameters there are.
+    /// Reads what follows `://`; `known` are the allowed parameters.
     fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -412,7 +412,7 @@ impl<'a> Several<'a> {
                 let _ = write!(url, "{login}@");
             }
             url.push_str(host);
-            // An address of version 6 stands in brackets and has colons of its own.
+            // An IPv6 address stands in brackets and has colons of its own.
             if !host.rsplit(']').next().unwrap_or(host).contains(':') {
                 let _ = write!(url, ":{port}");
             }
@@ -455,18 +455,18 @@ pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(S
             _ => return Err(misconfigured("the server does not load scripts as Redis does".to_owned())),
         };
     }
-    // Who may not ask is told nothing, and learns.
+    // A login that may not ask gets no limit here; the store learns it from failures.
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
-    // The whole request has to fit: what is beside the value in it is little.
+    // The limit applies to the whole request; apart from the value it is small.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.tell(most));
     Ok((Scripts::new(scripts), limits))
 }
 
-/// What limits the size of a value, and that of a request.
+/// The settings that limit the size of a value, and of a request.
 const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
-/// Bytes in a request that are not the value: its key, and requests that are read with it.
+/// Bytes of a request other than the value: its key, and requests that the server reads along with it.
 const BESIDE: usize = 64 * 1024;
 
 /// The number in an answer of `CONFIG GET`.
@@ -486,7 +486,7 @@ fn setting(answer: &Value) -> Option<usize> {
 /// Servers that speak the protocol without being Redis.
 const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
 
-/// What `INFO` says of the server.
+/// What `INFO` says about the server.
 #[derive(Debug, PartialEq, Eq)]
 struct Server<'a> {
     name: &'a str,
@@ -501,7 +501,7 @@ impl<'a> Server<'a> {
     fn read(info: &'a str) -> Self {
         let field =
             |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
-        // Others speak the protocol and claim a version of Redis; they give themselves away by a version of their own.
+        // Other servers also claim a version of Redis; a version field of their own identifies them.
         let other =
             OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
         let (name, version) = match (field("server_name"), other) {
@@ -545,7 +545,7 @@ impl<'a> Server<'a> {
             }
             _ => {}
         }
-        // A node of a cluster says itself for what it is not the primary.
+        // A cluster replica is fine: it redirects to the primary of the slot.
         if self.role != "master" && !cluster {
             return Err(misconfigured(format!(
                 "the server is a read-only replica (role `{}`); connect to the primary",

@@ -1,4 +1,4 @@
-//! One multiplexed connection, made anew when it breaks.
+//! One multiplexed connection, reopened when it breaks.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
@@ -16,33 +16,33 @@ use crate::future::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
-/// After a connection could not be made, nobody tries again for this long.
+/// The pause after a failure to connect, for all callers.
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
-/// How many connections an exchange waits for: each may lead to a primary that is replaced meanwhile.
+/// The most connections that an exchange waits for: each may lead to a primary that is replaced meanwhile.
 const CONNECTIONS: usize = 4;
-/// How many of its time limits an exchange may take on whose connection something moves.
+/// The most time limits that an exchange may take while something moves on its connection.
 pub(super) const SLOWEST: u32 = 15;
-/// A timer that is later than that shows that its runtime did something else, and did not read either.
+/// A timer this late shows that the runtime was busy elsewhere, and did not read either.
 const LATE: Duration = Duration::from_millis(100);
 
-/// Why an exchange brought no answer of the server.
+/// Why an exchange failed.
 #[derive(Clone, Debug)]
 pub(super) enum Failure {
-    /// The server refused this operation: nothing was written by it.
+    /// The server refused this operation and wrote nothing for it.
     Refused(Refusal),
     /// No connection, or none that took the operation in time: nothing was sent.
     NotSent(Arc<str>),
-    /// There can be no connection here: nothing was sent, and will be.
+    /// No connection is possible here: nothing was sent, and nothing will be.
     Unusable(Arc<str>),
-    /// The exchange broke off: it may have landed.
+    /// The exchange broke off: it may have taken effect.
     Broken(Arc<RedisError>),
-    /// No answer in time: it may have landed.
+    /// No answer in time: it may have taken effect.
     TimedOut,
-    /// The runtime dropped the exchange, the answer makes no sense, or it came from a server that had been replaced by
-    /// then: it may have landed.
+    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: it may have
+    /// taken effect.
     Lost,
-    /// This is what the server answered, but too few replicas have it: it may get lost with the server. And why, if the
-    /// server said so.
+    /// The server gave this answer, but too few replicas have it: it may get lost with the server. And the server's reason,
+    /// if it gave one.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// An error as a script passes it on: its code is its first word.
+    /// Reads an error as a script passes it on: the first word is its code.
     pub(super) fn read(text: &str) -> Self {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
         Self { code: code.into(), message: message.into() }
@@ -74,12 +74,12 @@ impl From<&ServerError> for Failure {
 }
 
 impl Failure {
-    /// Whether the server has forgotten a script: nothing was written.
+    /// Whether the server has forgotten a script; nothing was written then.
     pub(super) fn is_unknown_script(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
     }
 
-    /// Without a connection nothing was sent, whatever kept it from being made; the server may have said why.
+    /// The connection could not be opened, so nothing was sent. The server may have said why.
     fn not_opened(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::of(error),
@@ -87,8 +87,8 @@ impl Failure {
         }
     }
 
-    /// What a failed exchange means. A reply of the server is no error here, except while a connection is being set up;
-    /// either way nothing was written.
+    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection is
+    /// being set up; either way nothing was written.
     fn of(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::Refused(Refusal {
@@ -101,7 +101,7 @@ impl Failure {
             | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
             _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
             _ if error.is_timeout() => Self::TimedOut,
-            // A closed connection looks the same whether or not the command was written before.
+            // A closed connection looks the same whether or not the command was written.
             _ => Self::Broken(Arc::new(error)),
         }
     }
@@ -118,7 +118,7 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Multiplexed for C {
     }
 }
 
-/// The user's own connection, which looks after itself; with the process that it belongs to.
+/// The user's own connection, which reconnects by itself, and the process that it belongs to.
 pub(super) struct Theirs {
     connection: Box<dyn Multiplexed>,
     process: Process,
@@ -140,7 +140,7 @@ impl Clone for Theirs {
     }
 }
 
-/// A way to the server, with time limits.
+/// A connection to the server, with time limits.
 pub(super) struct Connection {
     clock: Arc<dyn Clock>,
     timeout: Duration,
@@ -156,14 +156,14 @@ enum End {
 /// Where a server is.
 #[derive(Clone)]
 pub(super) enum Place {
-    /// Where the client says.
+    /// At the address of the client.
     At(Box<Client>),
-    /// Wherever the sentinels say that the primary is.
+    /// At the address that the sentinels name for the primary.
     Primary(Arc<Sentinels>),
 }
 
 impl Place {
-    /// Counts the servers that were found here, as far as is known.
+    /// Counts the primaries found so far; 0 for a fixed address.
     fn version(&self) -> u64 {
         match self {
             Self::At(_) => 0,
@@ -181,8 +181,8 @@ impl Drop for Background {
     }
 }
 
-/// A connection that this store makes, and makes anew after it broke or did not answer in time: what is behind a line
-/// that swallows everything would otherwise stay there until the system gives up, many minutes later.
+/// A connection that this store opens, and reopens after it broke or did not answer in time. If the network silently drops
+/// everything, it would otherwise stay open until the system gives up, many minutes later.
 struct Own {
     clock: Arc<dyn Clock>,
     timeout: Duration,
@@ -192,12 +192,12 @@ struct Own {
 
 #[derive(Default)]
 struct Open {
-    /// Counts the connections that were made.
+    /// Counts the connections opened.
     generation: u64,
     way: Option<Way>,
-    /// When the last try failed, and why.
+    /// When the last try to connect failed, and why.
     failed: Option<(Instant, RedisError)>,
-    /// Closed when the connection that is being made, for all, is made or is not.
+    /// Set while a connection is being opened, for all callers; closed once that has succeeded or failed.
     connecting: Option<watch::Receiver<()>>,
 }
 
@@ -205,12 +205,12 @@ struct Open {
 #[derive(Clone)]
 struct Way {
     generation: u64,
-    /// The version of its place when it was made.
+    /// The version of its place when it was opened.
     version: u64,
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
     sees_bytes: bool,
-    /// Its driver.
+    /// Keeps the driver task alive.
     _driver: Option<Arc<Background>>,
 }
 
@@ -226,7 +226,7 @@ impl Connection {
         Self { clock, timeout, process: theirs.process, end: End::Theirs(theirs) }
     }
 
-    /// A connection to the server at `place`, made when it is first needed.
+    /// A connection to the server at `place`, opened at first use.
     pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default() };
         Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
@@ -254,9 +254,9 @@ impl Connection {
         }
     }
 
-    /// Many commands in one write. Errors of single commands are values, in their places.
+    /// Many commands in one write. The error of a single command is a value in its place.
     pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
-        // Not `query_async`: that turns one error of the server into the failure of the whole pipeline.
+        // Not `query_async`: that turns the error of one command into the failure of the whole pipeline.
         let count = commands.len();
         self.check_process()?;
         let answers = match &self.end {
@@ -275,7 +275,7 @@ impl Connection {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
     }
 
-    /// How long what waits to be sent may wait: long if the server goes on answering what was sent before.
+    /// How long an operation may wait to be sent: longer while the server keeps answering earlier ones.
     pub(super) fn patience(&self) -> Duration {
         let pulse = match &self.end {
             End::Theirs(theirs) => Some(Arc::clone(&theirs.pulse)),
@@ -296,9 +296,9 @@ impl Connection {
         Err(Failure::Unusable(reason.into()))
     }
 
-    /// What `exchange` brings. It is given up once nothing has moved on its connection for the time limit, or after
-    /// [`SLOWEST`] time limits; time in which nobody looked does not count. `is_news` is for a connection whose bytes
-    /// nobody sees: its answers are what moves.
+    /// Runs `exchange`. Gives up once nothing has moved on its connection for the time limit, or after [`SLOWEST`] time
+    /// limits; time in which the runtime was busy elsewhere does not count. `is_news`: the bytes of this connection are not
+    /// seen, so its answers count as movement.
     async fn in_time<T>(
         &self,
         pulse: &Pulse,
@@ -332,7 +332,7 @@ impl Connection {
         }
     }
 
-    /// Opens a connection, for the errors that only the first one can have.
+    /// Opens the connection, and returns the error of the client itself: only the first connection can have some of them.
     pub(super) async fn try_open(&self) -> Result<(), RedisError> {
         match &self.end {
             End::Theirs(_) => Ok(()),
@@ -359,19 +359,19 @@ impl Own {
                 {
                     return Err(error.clone());
                 }
-                // One whose runtime has dropped it is over.
+                // A closed channel means that its runtime has dropped the task.
                 match open.connecting.clone().filter(|connecting| connecting.has_changed().is_ok()) {
                     Some(connecting) => connecting,
                     None => {
                         let (done, connecting) = watch::channel(());
                         open.connecting = Some(connecting.clone());
-                        // By nobody's caller: one that is not polled any more would keep all others.
+                        // In a task of its own: a caller that is no longer polled would block all others.
                         tokio::spawn(Arc::clone(self).connect(done));
                         connecting
                     }
                 }
             };
-            // Closed, when it is done.
+            // Closed when the task is done.
             let _ = connecting.changed().await;
         }
         Err((ErrorKind::Io, "each new connection was outdated at once").into())
@@ -386,7 +386,7 @@ impl Own {
         open.way.clone().filter(|way| way.version == version)
     }
 
-    /// Makes a new connection. Boxed: sentinels are asked over connections as well.
+    /// Opens a new connection. Boxed, as the future is recursive: sentinels are asked over connections, too.
     fn connect(self: Arc<Self>, done: watch::Sender<()>) -> Sleep {
         Box::pin(async move {
             let connected = self.try_connect().await;
@@ -427,9 +427,9 @@ impl Own {
         })
     }
 
-    /// Gives up a connection if its answers say so. Whoever still waits for an answer on it keeps it.
+    /// Drops the connection if its answers show that it is unusable. Callers that still wait for an answer on it keep it.
     ///
-    /// Fails if another server is the primary by now: what the old one answered may be gone with it.
+    /// Fails if another server is the primary by now: the old one's answer may be lost with it.
     fn look_after(&self, way: &Way, answers: Result<&[Value], &Failure>) -> Result<(), Failure> {
         let replaced = self.place.version() != way.version;
         let broken = match answers {
@@ -447,14 +447,14 @@ impl Own {
     }
 }
 
-/// Whether the connection is of no use after this answer.
+/// Whether the connection is unusable after this error.
 fn ends(error: &ServerError) -> bool {
-    // A primary that became a replica: a new connection may lead to the new primary. Or the server ends it, as it could not
-    // read what was sent.
+    // A primary became a replica: a new connection may lead to the new primary. Or the server closes the connection because
+    // it could not read a request.
     error.code() == "READONLY" || error.details().is_some_and(|details| details.starts_with("Protocol error"))
 }
 
-/// Whether the server says of itself that it is a primary; sentinels may name one that has been demoted.
+/// Checks that the server reports itself as a primary: sentinels may name one that has been demoted.
 async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
     let role = connection.req_packed_command(&redis::cmd("ROLE")).await?;
     match role.extract_error()? {
@@ -463,7 +463,7 @@ async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisE
     }
 }
 
-/// A client of the server at `host` and `port`, in all else like the one of `info`.
+/// A client of the server at `host` and `port`, otherwise like that of `info`.
 pub(super) fn elsewhere(info: &redis::ConnectionInfo, host: &str, port: u16) -> Result<Client, RedisError> {
     let host = host.to_owned();
     let addr = match info.addr().clone() {

@@ -1,9 +1,9 @@
 //! How large a value the server takes.
 //!
 //! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with that. So
-//! such a value is not sent: the limit is asked for when the store connects, and learned from failures where that is not
-//! allowed, or where something in between has one of its own. Values that may be too large have a connection to
-//! themselves, whose end takes nobody else with it.
+//! such a value is not sent: the store asks for the limit when it connects. If it may not ask, or something in between has
+//! a limit of its own, it learns the limit from failures. Values that may be too large have a connection of their own, so
+//! that its end affects no other operation.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,31 +17,31 @@ use crate::clock::{Clock, Instant};
 use crate::store::StoreError;
 use crate::sync::lock;
 
-/// The least that a server can be told to take, so a smaller value is never the reason.
+/// The least limit that a server can be configured to, so a smaller value is never the reason.
 pub(super) const SURE: usize = 1024 * 1024;
-/// What it takes where it was told nothing.
+/// The default limit of a server.
 const DEFAULT: usize = 512 * 1024 * 1024;
-/// As many connections in a row break under a large value until it is taken for the reason.
+/// How many connections in a row must break under a large value before it is taken for the reason.
 const BREAKS: u32 = 4;
-/// How long what was learned counts: a server can be told to take more, and a network may have been the reason.
+/// How long a learned limit counts: the server's limit may be raised, and the network may have been the reason.
 const LEARNED_FOR: Duration = Duration::from_secs(60);
 
-/// The limits of the servers of a store, which are those of the strictest of them.
+/// The limits of the servers of a store: those of the strictest.
 #[derive(Debug)]
 pub(super) struct Limits {
-    /// What servers said that they take; [`UNTOLD`] if none did.
+    /// The least limit that a server has reported; [`UNTOLD`] if none has.
     told: AtomicUsize,
     learned: Mutex<Learned>,
 }
 
-/// No server has said anything.
+/// No server has reported a limit.
 const UNTOLD: usize = usize::MAX;
 
 #[derive(Default, Debug)]
 struct Learned {
-    /// Values of this size are too large, until then.
+    /// Values of this size and above are too large, until then.
     too_large: Option<(usize, Instant)>,
-    /// The least value under which the latest connections broke, and how many did.
+    /// The smallest value under which the latest connections broke, and how many did.
     broke: Option<(usize, u32)>,
 }
 
@@ -52,18 +52,18 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Notes that a server takes values of `most` bytes.
+    /// Notes that a server takes values up to `most` bytes.
     pub(super) fn tell(&self, most: usize) {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
-    /// Notes what `other` was told, too.
+    /// Notes the limit reported to `other`, too.
     #[cfg(feature = "redis-cluster")]
     pub(super) fn tell_all_of(&self, other: &Self) {
         self.tell(other.told.load(Ordering::Relaxed));
     }
 
-    /// Refuses a value that no server would take.
+    /// Refuses a value that some server would not take.
     pub(super) fn check(&self, bytes: usize, clock: &dyn Clock) -> Result<(), StoreError> {
         if bytes < SURE {
             return Ok(());
@@ -80,7 +80,7 @@ impl Limits {
         }
     }
 
-    /// What the answer to a write of `bytes` means.
+    /// Learns from the answer to a write of `bytes` bytes.
     pub(super) fn learn(
         &self,
         bytes: usize,
@@ -142,7 +142,7 @@ mod tests {
         assert!(limits.check(2 * MIB, &clock).is_ok());
         assert_eq!(kind(limits.check(2 * MIB + 1, &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(Limits::default().check(DEFAULT + 1, &clock)), StoreErrorKind::TooLarge);
-        // A server can be told to take more than by default.
+        // A server can be configured to take more than by default.
         let limits = Limits::default();
         limits.tell(2 * DEFAULT);
         assert!(limits.check(DEFAULT + 1, &clock).is_ok());
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(kind(limits.learn(3 * MIB, refused(), &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
         assert!(limits.check(3 * MIB - 1, &clock).is_ok());
-        // Whatever shared a connection with it is not too large.
+        // A small value that shared the connection is not too large.
         assert_eq!(kind(limits.learn(10, refused(), &clock)), StoreErrorKind::Unavailable);
         clock.advance(LEARNED_FOR);
         assert!(limits.check(3 * MIB, &clock).is_ok());
@@ -172,7 +172,7 @@ mod tests {
             assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);
             assert_eq!(kind(limits.learn(10, broken(), &clock)), StoreErrorKind::Unknown);
         }
-        // One that gets through begins the count anew.
+        // A value that gets through resets the count.
         limits.learn(4 * MIB, Ok(Value::Int(1)), &clock).unwrap();
         for _ in 1..BREAKS {
             assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);

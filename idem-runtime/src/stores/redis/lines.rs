@@ -1,9 +1,8 @@
 //! The connections of each tokio runtime that uses a store.
 //!
-//! A connection is read and written by tasks of the runtime it was opened on. If that runtime is idle, blocked or gone,
-//! so is the connection. Nobody shares one with another runtime, therefore: each that uses the store has connections,
-//! queues and subscriptions of its own, opened when it first needs them and closed with it. A process that was forked
-//! off has none of its parent's.
+//! Tasks of the runtime that opened a connection read and write it. If that runtime is idle, blocked or gone, so is the
+//! connection. So runtimes share no connections: each runtime that uses the store has connections, queues and subscriptions
+//! of its own, opened at first use and closed with it. A forked process has none of its parent's.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,11 +15,11 @@ use super::route::Route;
 use super::wake::Wakeups;
 use crate::sync::PerProcess;
 
-/// What one runtime has of a store.
+/// One runtime's connections to a store.
 pub(super) struct Line {
     pub(super) route: Route,
     pub(super) wakeups: Wakeups,
-    /// Ends with the runtime.
+    /// A task that ends with the runtime.
     tenant: OnceLock<Background>,
 }
 
@@ -36,7 +35,7 @@ pub(super) struct Lines(PerProcess<Table>);
 
 #[derive(Default)]
 struct Table {
-    /// That of the runtime which came first. It is found without a lock, and most applications have no other.
+    /// The line of the first runtime. It is found without a lock, and most applications have no other.
     first: OnceLock<First>,
     others: RwLock<Vec<(Id, Arc<Line>)>>,
 }
@@ -44,7 +43,7 @@ struct Table {
 struct First {
     runtime: Id,
     line: Line,
-    /// Whether its runtime has not ended.
+    /// Whether its runtime is still running.
     lives: AtomicBool,
 }
 
@@ -82,13 +81,13 @@ impl Deref for Found<'_> {
 }
 
 impl Lines {
-    /// The line of the current runtime; `open` opens it.
+    /// The line of the current runtime; `open` opens it at first use.
     pub(super) fn here(self: &Arc<Self>, open: impl FnOnce() -> Line) -> Result<Found<'_>, Failure> {
         let Ok(runtime) = Handle::try_current() else {
             let reason = "there is no tokio runtime here, which its connections need: call it from one";
             return Err(Failure::Unusable(reason.into()));
         };
-        // No runtime of this process has the name of one that its parent had before, so what is found is this process's.
+        // Runtime ids never repeat in a forked process, so a line found here is not the parent's.
         match self.0.first().first(runtime.id()) {
             Some(line) => Ok(Found::First(line)),
             None => Ok(self.find_or_open(&runtime, open)),
@@ -128,7 +127,7 @@ impl Lines {
         Found::Other(line)
     }
 
-    /// Has `line` end with its runtime: one that ends drops its tasks, and this one tells of it.
+    /// Makes `line` end with its runtime: a runtime that ends drops its tasks, and the drop of this one removes the line.
     fn settle(self: &Arc<Self>, runtime: &Handle, line: &Line) {
         let tenant = Tenant { lines: Arc::downgrade(self), runtime: runtime.id() };
         let task = runtime.spawn(async move {

@@ -1,13 +1,13 @@
-//! Records in a Redis or Valkey server, in a cluster of them, or in the primary that sentinels name.
+//! Records in one Redis or Valkey server, in a cluster, or in the primary that sentinels name.
 //!
-//! A record is one string in the [format](crate::record::format) that every byte store shares. `SET key record NX GET PX
-//! retention` reserves a key or returns its record in one round trip. There is no clock but the server's: each renewal
-//! sets the whole retention anew, so the age of a lease is the retention minus what is left of it. Only what changes a
-//! record that is there needs a script, and each script checks the owner token, those of a renewal
-//! and a completion also the attempt's number.
+//! A record is one string in the [format](crate::record::format) that all byte stores share.
+//! `SET key record NX GET PX retention` reserves a key or returns its record in one round trip. The only clock is the
+//! server's: each renewal sets the full retention anew, so the age of a lease is the retention minus what is left of it.
+//! Only changes of an existing record need a script. Each script checks the owner token; those of a renewal and of a
+//! completion also check the attempt's number.
 //!
-//! The topology varies beneath that: a [route](route) says which server an operation goes to, a [dispatch](dispatch) sends
-//! what many tasks want of it, a [connection](connection) is made anew when it breaks.
+//! The topology varies beneath: a [route](route) chooses the server of an operation, a [dispatch](dispatch) batches the
+//! operations of many tasks, a [connection](connection) is reopened when it breaks.
 
 #[cfg(feature = "redis-cluster")]
 mod cluster;
@@ -44,34 +44,36 @@ use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Record, Release, 
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::{PerProcess, lock};
 
-/// How often a reservation looks at a record that changes under its eyes. Each time another attempt has got ahead, which
-/// ends by itself; the limit is for servers and bugs that never let it.
+/// How often a reservation looks at a record that keeps changing. Each retry means that another attempt won, so the loop
+/// ends by itself; the limit guards against bugs and faulty servers.
 const LOOKS: u32 = 20;
-/// The pause before the fourth look; it doubles up to the longest.
+/// The pause before the fourth look; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
-/// How many leases one script renews: a bound on how long the server does nothing else.
+/// How many leases one script call renews: it bounds how long the server does nothing else.
 const RENEWED_AT_ONCE: usize = 100;
-/// How many leases of others are remembered as held.
+/// How many leases of other handles are remembered as held.
 const REMEMBERED: usize = 1024;
 
-/// A store in a Redis 7.0 or newer, or a Valkey 8 or newer: one server, a primary with sentinels, or a cluster (feature
+/// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster (feature
 /// `redis-cluster`).
 ///
-/// - *Atomicity*: `SET … NX GET` decides who is first, scripts that compare the owner token decide the rest. Each names
-///   keys of one slot only.
-/// - *Clock*: the server's. A clock step of the server moves leases and retentions with it, and after a failover it is the
-///   new primary's.
+/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; scripts that compare the owner token decide the
+///   rest. Each names keys of one slot only.
+/// - *Clock*: the server's. A clock step of the server shifts leases and retentions; after a failover the new primary's
+///   clock counts.
 /// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
-///   forgotten: use `maxmemory-policy noeviction`; [`connect`](RedisStore::connect) logs a warning otherwise. Replication
-///   is asynchronous, so a failover forgets what the new primary did not have yet, unless
+///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning. Replication
+///   is asynchronous, so a failover forgets what the new primary had not received yet, unless
 ///   [`min_replicas`](RedisOptions::min_replicas) makes every answer wait for the replicas.
-/// - *Limits*: keys of [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 512 MB.
-/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange (with each node), whatever the
-///   number of leases; in a cluster each lease is a script call of its own. Commands of concurrent tasks leave together; a
-///   lone command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
+/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to what the server takes
+///   (`proto-max-bulk-len`, default: 512 MB).
+/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange (per node), whatever the number
+///   of leases; in a cluster each lease is a script call of its own. Commands of concurrent tasks share a pipeline; a lone
+///   command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
-/// Clones share their connections, which are multiplexed and reconnect. They live on the tokio runtime they were made on.
+/// Clones share their connections, which are multiplexed and reconnect. Each tokio runtime that uses the store has
+/// connections of its own, which end with it.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -83,24 +85,24 @@ const REMEMBERED: usize = 1024;
 pub struct RedisStore(Arc<Shared>);
 
 impl RedisStore {
-    /// Connects to what `url` names. [`RedisOptions`] has more settings.
+    /// Connects to the servers that `url` names. [`RedisOptions`] has more settings.
     ///
     /// - One server: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature `redis-tls`),
     ///   `redis+unix:///path` for a socket.
-    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`, the
-    ///   hosts being the sentinels'. The login is the servers'; that of the sentinels is
+    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`; the hosts
+    ///   are the sentinels. The login is the one for the primary; the sentinels' own is
     ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and believes the
-    ///   latest failover. The store moves to the new primary by itself.
-    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]` (feature `redis-cluster`), the hosts being some
-    ///   of its nodes.
+    ///   latest failover. The store follows the primary by itself.
+    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]` (feature `redis-cluster`); the hosts are some of
+    ///   its nodes.
     ///
-    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Characters with a meaning in URLs are
-    /// written as `%XX`.
+    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write characters with a meaning in URLs
+    /// as `%XX`.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] for a URL that can't be read, a refused login, a server that is too old or is
-    /// something else, a replica, a name that the sentinels don't know, and one topology in place of another;
-    /// [`StoreErrorKind::Unavailable`] if nobody answers, or the cluster is down.
+    /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not Redis, a
+    /// replica, a name that the sentinels don't know, or a topology other than the URL's; [`StoreErrorKind::Unavailable`]
+    /// if no server answers, or the cluster is down.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }
@@ -110,7 +112,7 @@ impl RedisStore {
         RedisOptions::default()
     }
 
-    /// Waits until late writes and renewals are through; see [`Heartbeats::flush`].
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
     pub async fn flush(&self) {
         self.0.core.heartbeats.flush().await;
     }
@@ -128,16 +130,16 @@ impl fmt::Debug for RedisStore {
 
 forward! { () RedisStore => shared; }
 
-/// One handle of a store: connections that those of others do not hold up.
+/// One handle of a store. Its connections are its own, so that other handles don't delay it.
 struct Shared {
     this: Weak<Shared>,
     core: Arc<Core>,
     lines: Arc<Lines>,
-    /// The handle for upkeep; none if this is it.
+    /// The handle for upkeep; `None` if this is it.
     upkeep: Option<OnceLock<Arc<Shared>>>,
 }
 
-/// What all handles of a store have in common.
+/// What all handles of a store share.
 struct Core {
     heartbeats: Arc<Heartbeats>,
     plan: Plan,
@@ -145,7 +147,7 @@ struct Core {
     replicas: Option<Replicas>,
     prefix: Box<str>,
     limits: Arc<Limits>,
-    /// Leases of other handles that are sure to hold until then: a hot key costs its duplicates one call each.
+    /// Until when leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
     held: PerProcess<Mutex<HashMap<Owner, Instant>>>,
 }
 
@@ -155,7 +157,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// A script, and the name that the server has for it.
+/// A script, and the hash that the server knows it by.
 struct Script {
     source: &'static str,
     sha: String,
@@ -174,10 +176,10 @@ impl Core {
         &*self.terms.clock
     }
 
-    /// How long a pending record's lease is sure to hold as far as this handle knows, without asking the server.
+    /// How long a pending record's lease is sure to hold, as far as this handle knows without asking the server.
     ///
-    /// A lease only ever grows while its record is pending, so what was true of it stays true; and only a length of time
-    /// is carried from the server's clock to this one's.
+    /// A lease only grows while its record is pending, so an earlier answer stays true. Only durations are carried from the
+    /// server's clock to this one's.
     fn known_to_hold(&self, owner: Owner) -> Option<Duration> {
         let now = self.now();
         let until = self.heartbeats.held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
@@ -197,7 +199,7 @@ impl Core {
 }
 
 impl Shared {
-    /// The first handle of a store, with the line of the runtime that has connected it.
+    /// The first handle of a store, with the line of the runtime that connected it.
     fn new(core: Arc<Core>, connected: (Handle, Line)) -> Arc<Self> {
         let store = Self::on(core, Some(OnceLock::new()));
         store.lines.add(connected);
@@ -208,7 +210,7 @@ impl Shared {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: Arc::default(), upkeep })
     }
 
-    /// What the current runtime has of this store.
+    /// The connections of the current runtime.
     fn line(&self) -> Result<Found<'_>, StoreError> {
         let Core { plan, terms, replicas, .. } = &*self.core;
         self.lines.here(|| plan.line(terms, *replicas, self.upkeep.is_none())).map_err(failed)
@@ -225,11 +227,11 @@ impl Shared {
             let first = Record::first(request);
             (format::encode(&first), millis(first.retention(request.ttl)))
         };
-        // The record that was found in place of another, and what is left of its lease.
+        // The record found in place of the one met before, and the rest of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
             if look > 2 {
-                // What was found before is old by then.
+                // After the pause, the record found before is out of date.
                 changed = None;
                 let pause = FIRST_PAUSE.saturating_mul(1 << (look - 3).min(16)).min(LONGEST_PAUSE);
                 self.core.clock().sleep(pause).await;
@@ -254,7 +256,7 @@ impl Shared {
                     Meeting::Replace { .. } => unreachable!("a live lease is not replaced"),
                 }
             }
-            // What follows if the lease has lapsed; for every other state there is no lease to ask about.
+            // The meeting as if the lease had lapsed; in every other state there is no lease to ask about.
             let meeting = record.meet(request, Duration::ZERO);
             if let Meeting::Answer(answer) = &meeting
                 && (!pending || left.is_some())
@@ -262,7 +264,7 @@ impl Shared {
                 return Ok(answer.clone());
             }
             let asked_at = self.core.now();
-            // In a box: most calls need no room for it.
+            // Boxed: most calls don't get here, but would carry its size inline.
             let taken = Box::pin(self.take(&line, &key, &found, &record, &meeting, request.owner)).await?;
             match (taken, meeting) {
                 (Taken::Held(_), Meeting::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
@@ -288,8 +290,8 @@ impl Shared {
     async fn look(line: &Line, key: &str, value: &[u8], ttl_ms: u64, owner: Owner) -> Answer {
         let key = key.as_bytes();
         match line.route.run(key, Op::Reserve { key, value, ttl_ms }).await {
-            // That somebody else is running is no promise to anybody, so no replica has to have it. A result is one: the
-            // caller is told that it is recorded, and a reservation of its own that it has it.
+            // "In progress" may come from an unreplicated record. A result or our own reservation may not: the caller
+            // relies on it.
             Err(Failure::Unreplicated(found, why)) => match *found {
                 Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
                 found => Err(Failure::Unreplicated(Box::new(found), why)),
@@ -298,7 +300,8 @@ impl Shared {
         }
     }
 
-    /// Replaces the record that was met, if it still is the one that was met and its lease has lapsed.
+    /// Replaces the record `met` if it is still the same and its lease has lapsed; without a replacement in `meeting`, only
+    /// asks.
     async fn take(
         &self,
         line: &Line,
@@ -324,7 +327,7 @@ impl Shared {
         });
         let taken = line.route.run(key.as_bytes(), Op::Write(asked.that_brings_a_record())).await;
         let taken = match taken {
-            // As above: the lease is somebody else's.
+            // As in `look`: the lease is another attempt's.
             Err(Failure::Unreplicated(taken, why)) => match *taken {
                 Value::Int(1..) if met.owner != owner => *taken,
                 Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
@@ -348,7 +351,7 @@ impl Shared {
         }
     }
 
-    /// Renews what is in one call of the script.
+    /// Renews `leases` in one call of the script.
     async fn renew_some(
         &self,
         line: &Line,
@@ -385,21 +388,21 @@ fn ask(script: &Script, key: &str, args: impl FnOnce(&mut Cmd)) -> Ask {
     Ask::script(script, std::iter::once(key), args)
 }
 
-/// Whether `answer` would be another one if the lease of the record still held.
+/// Whether `answer` would differ if the lease of the record still held.
 fn depends_on_lease(answer: &Reservation) -> bool {
     matches!(answer, Reservation::Interrupted { .. } | Reservation::Exhausted { .. })
 }
 
-/// Whether the record is an attempt that somebody else is running, or has left behind.
+/// Whether the record is an unfinished attempt of another owner, running or abandoned.
 fn is_of_another(found: &[u8], owner: Owner) -> bool {
     match format::decode(&Bytes::copy_from_slice(found)) {
         Ok(record) => !record.is_finished() && record.owner != owner,
-        // An error either way, and one that says more.
+        // Both ways lead to an error; the decoder's says more.
         Err(_) => true,
     }
 }
 
-/// Whether the record that was found in place of another, and the time that is left of its lease, are somebody else's.
+/// Whether the record found in place of another is an attempt of another owner whose lease still holds.
 fn is_held_by_another(found: &[Value], owner: Owner) -> bool {
     matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
 }
@@ -408,7 +411,7 @@ fn is_held_by_another(found: &[Value], owner: Owner) -> bool {
 enum Taken {
     Replaced,
     Lapsed,
-    /// There is another record now, with what is left of its lease, or none.
+    /// Another record is there now, with the rest of its lease; `None` if there is no record.
     Changed(Option<(Bytes, Duration)>),
     Held(Duration),
 }
@@ -458,8 +461,8 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let line = self.line()?;
             let line = &*line;
-            // Sent together and each answered as its answer comes: one exchange (with each node), in calls that are short
-            // for the server.
+            // All calls are sent at once, in one exchange (per node), and each is answered as soon as its answer arrives.
+            // Calls are short, so that the server is not blocked.
             let at_once = if self.core.terms.one_key { 1 } else { RENEWED_AT_ONCE };
             let mut calls: Vec<_> = leases
                 .chunks(at_once)
@@ -533,7 +536,7 @@ impl Store for Shared {
                 other => return Err(unexpected(other)),
             };
             let record = format::decode(&value).map_err(corrupt)?;
-            // Negative, if it has no expiry: a record without a lease is then kept for ever.
+            // Negative without an expiry: a record that has no lease is then kept for ever.
             let expires_in = u64::try_from(*left).map_or(Duration::MAX, Duration::from_millis);
             let lapses_in = match record.state {
                 State::Pending { .. } if *left < 0 => return Err(damaged()),
@@ -561,7 +564,7 @@ fn corrupt(error: format::FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// An answer that no command of this store has. The value itself may be a payload and is not shown.
+/// An answer that no command of this store can have. The value may be a payload and is not shown.
 fn unexpected(value: &Value) -> StoreError {
     let kind = match value {
         Value::Nil => "nil",
@@ -573,7 +576,7 @@ fn unexpected(value: &Value) -> StoreError {
     StoreError::new(StoreErrorKind::Unknown, format!("the server answered {kind} where that makes no sense"))
 }
 
-/// A pending record without an expiry: somebody took it away, or restored the record without one.
+/// A pending record without an expiry: the expiry was removed, or the record was restored without one.
 fn damaged() -> StoreError {
     StoreError::new(
         StoreErrorKind::Corrupt,
@@ -589,7 +592,7 @@ fn too_large(bytes: usize, most: usize) -> StoreError {
 
 fn failed(failure: Failure) -> StoreError {
     match failure {
-        // A script can't be half done: it looks at everything before its first write.
+        // A script is never half done: it checks everything before its first write.
         Failure::Refused(refusal) => refused(&refusal),
         Failure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
@@ -618,7 +621,7 @@ fn refused(Refusal { code, message }: &Refusal) -> StoreError {
         "NOAUTH" | "WRONGPASS" | "NOPERM" => {
             (StoreErrorKind::Misconfigured, "the server refused the login or what it may do")
         }
-        // What a script may not do has no code of its own.
+        // A command that is forbidden in a script has no error code of its own.
         "ERR" if FORBIDDEN.iter().any(|words| message.contains(words)) => {
             (StoreErrorKind::Misconfigured, "the server does not allow what the store has to do")
         }
@@ -627,7 +630,7 @@ fn refused(Refusal { code, message }: &Refusal) -> StoreError {
     StoreError::new(kind, format!("{what}: {code} {message}"))
 }
 
-/// How servers say in a script that the login lacks a right, or that there is no such command: it may have been renamed.
+/// How servers report in a script that the login lacks a right, or that a command does not exist: it may have been renamed.
 const FORBIDDEN: [&str; 5] = [
     "The user executing the script can't",
     "ACL failure in script",

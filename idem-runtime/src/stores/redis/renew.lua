@@ -1,11 +1,11 @@
--- Renews leases. KEYS: records. ARGV: for each its owner token with its number, and its retention.
--- Answers one character a key: 1 done, 0 refused, D damaged.
+-- Renews leases. KEYS: records. ARGV: for each key its owner token with the attempt's number, and its retention.
+-- Answers one character per key: 1 done, 0 refused, D damaged.
 local KEYS, ARGV, sub = KEYS, ARGV, string.sub
 local found, answers = redis.call('MGET', unpack(KEYS)), {}
 for i = 1, #KEYS do
   local record, answer = found[i], '0'
   if record and sub(record, 9, 28) == ARGV[2 * i - 1] and sub(record, 1, 6) == 'idem\1P' then
-    -- Only what has an expiry gets a new one.
+    -- Only a record that has an expiry gets a new one.
     answer = redis.call('PEXPIRE', KEYS[i], ARGV[2 * i], 'XX') == 1 and '1' or 'D'
   end
   answers[i] = answer

@@ -1,4 +1,4 @@
--- Lets the next delivery run. KEYS: record. ARGV: the attempt that was looked at (4 bytes), wake channel.
+-- Lets the next delivery run. KEYS: record. ARGV: number of the inspected attempt (4 bytes), wake channel.
 -- Answers 1 done, 0 refused.
 local record = redis.call('GET', KEYS[1])
 if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
@@ -8,7 +8,7 @@ if not string.find('PRICF', state, 1, true) then return 0 end
 local fingerprint = ''
 if bit.band(flags, 4) ~= 0 then fingerprint = string.sub(record, 33, 64) end
 if state == 'P' then
-  -- A pending record is retained for its lease and its ttl: while more than the ttl is left, the lease holds.
+  -- A pending record is retained for its lease and its ttl: the lease holds while more than the ttl is left.
   local ttl, left = struct.unpack('>I8', record, 41 + #fingerprint), redis.call('PTTL', KEYS[1])
   if left == -1 then return redis.error_reply('DAMAGED no expiry') end
   if left > ttl then return 0 end

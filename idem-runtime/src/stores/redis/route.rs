@@ -1,4 +1,4 @@
-//! Which server an operation goes to.
+//! Which server runs an operation.
 
 #[cfg(feature = "redis-cluster")]
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use super::connection::{Background, Connection};
 use super::dispatch::{Answer, Ask, Completion, Dispatch, Replicas, Terms};
 use super::limits::SURE;
 
-/// One server, by the connections that a store has to it.
+/// One server, and a store's connections to it.
 pub(super) struct Node {
-    /// For what nobody has to confirm.
+    /// For operations that no replica has to confirm.
     plain: Dispatch,
-    /// For what replicas have to confirm. A connection of its own: `WAIT` holds up whatever comes behind it.
+    /// For operations that replicas have to confirm. A connection of its own: `WAIT` blocks whatever comes after it.
     confirmed: Option<Dispatch>,
     /// For renewals, if they have a connection of their own.
     renewing: Option<Dispatch>,
-    /// For results that a server may refuse by closing the connection, and that take long on a slow line.
+    /// For results that a server may refuse by closing the connection, and that take long on a slow network.
     large: Dispatch,
 }
 
@@ -33,15 +33,15 @@ pub(super) enum Op<'a> {
     Finish(Completion<'a>),
     /// A command that renews leases.
     Renew(Ask),
-    /// Another command that decides something.
+    /// Any other command that replicas have to confirm.
     Write(Ask),
-    /// A command whose answer may get lost with the server.
+    /// A command that no replica has to confirm: its answer may get lost with the server.
     Read(Ask),
 }
 
 impl Node {
-    /// A node by the connections that `connect` makes, each when it is first needed; `plain` is there already if it is
-    /// given. Those for upkeep renew leases by a connection of their own, which no result that is written late holds up.
+    /// A node with the connections that `connect` makes, each at first use; `plain` is already open if it is given. A node
+    /// for upkeep renews leases over a connection of its own, so that no late result delays them.
     pub(super) fn new(
         plain: Option<Connection>,
         connect: impl Fn(Duration) -> Connection,
@@ -49,7 +49,7 @@ impl Node {
         terms: &Terms,
         for_upkeep: bool,
     ) -> Self {
-        // What is ahead of an exchange on its connection may have its own wait.
+        // The exchange ahead on the connection may end in a `WAIT` of its own.
         let confirmed = |replicas: Replicas| {
             let terms = Terms { timeout: replicas.exchange(terms.timeout), ..terms.clone() };
             Dispatch::new(connect(terms.timeout), terms, Some(replicas))
@@ -91,7 +91,7 @@ impl Node {
         }
     }
 
-    /// Runs `op` although the slot of its key is only on its way to this server.
+    /// Runs `op` while the slot of its key is still migrating to this server.
     #[cfg(feature = "redis-cluster")]
     pub(super) async fn run_asking(&self, op: Op<'_>) -> Answer {
         match op {
@@ -104,9 +104,9 @@ impl Node {
     }
 }
 
-/// How operations get to the servers of a store.
+/// How operations reach the servers of a store.
 pub(super) enum Route {
-    /// One server, and what keeps looking where it is.
+    /// One server, and the tasks that track where it is.
     One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<Background>),
     #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),

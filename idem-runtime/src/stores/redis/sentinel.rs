@@ -1,9 +1,9 @@
 //! Finds the primary through the sentinels that watch over it.
 //!
-//! - Every new connection asks all of them, and the answer of the latest failover counts (its *epoch*): a sentinel that
-//!   was cut off still names the old primary. The server that is named has to say itself that it is the primary.
-//! - They are asked again whenever one of them announces a failover, and from time to time. A connection to a server that
-//!   is no longer named is left, and an answer that still comes from it is not believed.
+//! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was cut
+//!   off still names the old primary. The named server must report itself as the primary.
+//! - They are asked again when one of them announces a failover, and from time to time. A connection to a server that is no
+//!   longer named is closed, and a late answer from it is not trusted.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -20,28 +20,28 @@ use crate::clock::Clock;
 use crate::future::{all, race};
 use crate::sync::lock;
 
-/// How long a sentinel may take; one that is away must not hold up the others for long.
+/// The time limit of one sentinel; an unreachable one must not delay the others for long.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// How often they are asked although none has announced anything: an announcement gets lost with its connection.
+/// The interval between questions without an announcement: an announcement gets lost with its connection.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
-/// The pause before a subscription that broke is made again.
+/// The pause before a broken subscription is made again.
 const RESUBSCRIBE: Duration = Duration::from_millis(500);
 
 /// The sentinels of one primary.
 pub(super) struct Sentinels {
     name: String,
-    /// What a connection to the primary is like, but for where it leads.
+    /// The settings of a connection to the primary, except for its address.
     template: ConnectionInfo,
     each: Vec<(Client, Connection)>,
     clock: Arc<dyn Clock>,
     known: Mutex<Option<Primary>>,
     /// Counts the primaries that were found.
     version: watch::Sender<u64>,
-    /// Told when a sentinel has announced something.
+    /// Notified when a sentinel has announced something.
     announced: Notify,
 }
 
-/// What a sentinel says.
+/// The answer of a sentinel.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Primary {
     host: String,
@@ -51,7 +51,7 @@ struct Primary {
 }
 
 impl Sentinels {
-    /// The sentinels of the primary that is called `name`; one at least.
+    /// The sentinels of the primary called `name`; at least one.
     pub(super) fn new(
         sentinels: &[Client],
         name: String,
@@ -79,7 +79,7 @@ impl Sentinels {
         *self.version.borrow()
     }
 
-    /// Ready once the primary is another one than the one of `version`.
+    /// Waits until the primary is no longer that of `version`.
     pub(super) async fn moved(&self, version: u64) {
         let mut versions = self.version.subscribe();
         // The sender lives as long as this.
@@ -120,7 +120,7 @@ impl Sentinels {
         })
     }
 
-    /// Why no sentinel answers: one that refuses the login says more than one that is away.
+    /// Why no sentinel answers: one that refuses the login says more than one that is unreachable.
     async fn unreachable(&self) -> RedisError {
         for (_, connection) in &self.each {
             if let Err(error) = Box::pin(connection.try_open()).await
@@ -132,8 +132,8 @@ impl Sentinels {
         (ErrorKind::Io, "no sentinel answers").into()
     }
 
-    /// Notes what the sentinels say now. Whoever speaks of an earlier failover than is known is not believed, unless they
-    /// all agree: they were set up anew.
+    /// Notes the latest answer of the sentinels. An epoch earlier than the known one is ignored, unless all sentinels have
+    /// answered: then they were set up anew.
     fn learn(&self, latest: &Primary, all: bool) -> (Primary, u64) {
         let mut known = lock(&self.known);
         match &*known {
@@ -152,14 +152,14 @@ impl Sentinels {
         (known.clone().unwrap_or_else(|| latest.clone()), self.version())
     }
 
-    /// Keeps asking, for as long as the answer lives.
+    /// Keeps asking until the returned tasks are dropped.
     pub(super) fn watch(self: &Arc<Self>) -> Vec<Background> {
         let asking = {
             let this = Arc::clone(self);
             async move {
                 loop {
                     race(this.announced.notified(), this.clock.sleep(ASK_AGAIN)).await;
-                    // Whoever needs the primary asks for themselves, and hears what is wrong.
+                    // A caller that needs the primary asks by itself, and gets the error.
                     let _ = this.ask().await;
                 }
             }
@@ -182,7 +182,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
             Ok::<_, RedisError>(connection)
         };
         if let Some(Ok(connection)) = race(subscribed, sentinels.clock.sleep(PATIENCE * 4)).await {
-            // Whatever was announced before is lost.
+            // Earlier announcements are lost.
             sentinels.announced.notify_one();
             let mut announcements = pin!(connection.into_on_message());
             while poll_fn(|cx| announcements.as_mut().poll_next(cx)).await.is_some() {
@@ -193,10 +193,10 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
     }
 }
 
-/// What one sentinel says; `None` if it does not know the name.
+/// The answer of one sentinel; `None` if it does not know the name.
 async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failure> {
     let mut questions = Pipeline::new();
-    // The address changes as soon as a replica was promoted, the rest once the failover has ended.
+    // The address changes as soon as a replica is promoted, the rest once the failover has ended.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     questions.cmd("SENTINEL").arg("MASTER").arg(name);
     let answers = sentinel.many(&questions).await?;
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(1, 3), 1));
         assert_eq!(sentinels.learn(&primary(1, 3), true), (primary(1, 3), 1), "nothing has changed");
         assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));
-        // A sentinel that was cut off meanwhile, while the others are silent.
+        // A sentinel that was cut off answers while the others are silent.
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(2, 4), 2));
         // All of them were set up anew.
         assert_eq!(sentinels.learn(&primary(5, 0), true), (primary(5, 0), 3));

@@ -1,4 +1,4 @@
-//! Opens a stream to a server, and notes whenever something moves on it.
+//! Opens a stream to a server, and notes when something moves on it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,12 +15,12 @@ use super::connection::Background;
 use crate::clock::{Clock, Instant};
 use crate::kit::metered::{Meter, Metered, Moment};
 
-/// How many commands the driver of a connection takes over before callers queue for it.
+/// How many commands the driver of a connection accepts before callers queue for it.
 const DRIVER_QUEUE: usize = 1024;
-/// How much may be sent without a word for each further time limit: the system takes it at once, and the line need not.
+/// For every so many bytes sent without an answer, one more time limit: the system takes them at once, the network may not.
 const SENT_IN_TIME: u64 = 256 * 1024;
 
-/// When something moved on a connection last.
+/// When something last moved on a connection.
 #[derive(Debug)]
 pub(super) struct Pulse {
     clock: Arc<dyn Clock>,
@@ -40,7 +40,7 @@ impl Pulse {
         self.moved_at.get()
     }
 
-    /// How long nothing may move, if an exchange has `timeout` for that.
+    /// How long nothing may move, for an exchange with this `timeout`.
     pub(super) fn patience(&self, timeout: Duration) -> Duration {
         let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME;
         timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
@@ -63,7 +63,7 @@ impl Meter for Pulse {
 pub(super) struct Opened {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
-    /// Whether each byte moves the pulse, or only those who use the connection can.
+    /// Whether each byte moves the pulse; otherwise only the users of the connection do.
     pub(super) sees_bytes: bool,
     /// The task that reads and writes, unless the client has started it.
     pub(super) driver: Option<Background>,
@@ -87,7 +87,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
             let stream = tcp(host, *port, info.tcp_settings()).await?;
             over(info, clock, |pulse| tls::connect(host, Metered { stream, meter: pulse })).await
         }
-        // The certificates of a user's client can't be had from it.
+        // The certificates of a user's client can't be read from it.
         _ => {
             let connection = client.get_multiplexed_async_connection_with_config(&config()).await?;
             Ok(Opened { connection, pulse: Arc::new(Pulse::new(clock)), sees_bytes: false, driver: None })
@@ -95,7 +95,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
     }
 }
 
-/// The time limits are ours.
+/// Without time limits of the client: this store has its own.
 fn config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(None)
@@ -153,7 +153,7 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Whether the system names authorities to trust. If not, the client may know some.
+    /// Whether the system trusts any certificate authority. If not, the client may know some.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }
@@ -169,7 +169,7 @@ mod tls {
             RedisError::from((ErrorKind::InvalidClientConfig, "the host is no name that TLS can check"))
         })?;
         TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| match error.kind() {
-            // A certificate that nobody trusts does not get better by itself.
+            // A retry does not help against an untrusted certificate.
             io::ErrorKind::InvalidData => (ErrorKind::InvalidClientConfig, "TLS", error.to_string()).into(),
             _ => error.into(),
         })

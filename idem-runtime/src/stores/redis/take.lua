@@ -1,8 +1,8 @@
--- Replaces the record that was met by a new pending one, or tells how long its lease still holds.
--- KEYS: record. ARGV: what was met (state, then bytes 9 to 32), its lease and retention, new record ('' to only ask), its
--- retention, wake channel. Milliseconds throughout.
--- Answers the milliseconds that are left, 0 lapsed and left alone, -2 replaced, -1 there is none; or, if it is not the one
--- that was met, the record that is there now and the milliseconds that are left of its lease, if it is pending.
+-- Replaces the record that was met by a new pending one, or returns how long its lease still holds.
+-- KEYS: record. ARGV: the record that was met (state, then bytes 9 to 32), its lease and retention, new record ('' to only
+-- ask), its retention, wake channel. All times in milliseconds.
+-- Answers what is left of the lease; 0 lapsed and left alone; -2 replaced; -1 no record; or, if another record is there now,
+-- that record and what is left of its lease (0 unless it is pending).
 local record = redis.call('GET', KEYS[1])
 if not record then return -1 end
 local ours, pending = string.sub(record, 1, 5) == 'idem\1', string.sub(record, 6, 6) == 'P'
@@ -20,7 +20,7 @@ if not ours or string.sub(record, 6, 6) .. string.sub(record, 9, 32) ~= ARGV[1] 
   return { record, left }
 end
 if pending then
-  -- Every renewal sets the whole retention anew, so what has passed of it is the age of the lease.
+  -- Every renewal sets the full retention anew, so the elapsed part of it is the age of the lease.
   local left = tonumber(ARGV[2]) - (tonumber(ARGV[3]) - retention)
   if left > 0 then return left end
 end

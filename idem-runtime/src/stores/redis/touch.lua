@@ -2,7 +2,7 @@
 -- Answers 1.
 local at = redis.call('PEXPIRETIME', KEYS[1])
 if at >= 0 then
-  -- The same moment again is a write all the same, and sets no time anew.
+  -- Setting the same expiry again is a write, too, and changes nothing.
   redis.call('PEXPIREAT', KEYS[1], at)
 elseif at == -1 then
   redis.call('PEXPIREAT', KEYS[1], 32503680000000)

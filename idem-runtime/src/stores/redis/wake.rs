@@ -1,7 +1,7 @@
-//! Wakes the duplicates that wait for an attempt of another process.
+//! Wakes the duplicates that wait for an attempt in another process.
 //!
-//! A waiter marks the pending record; whatever ends the attempt finds the mark and publishes the key. An attempt that
-//! nobody waits for publishes nothing.
+//! A waiter marks the pending record; whatever ends the attempt finds the mark and publishes the key. An attempt without
+//! waiters publishes nothing.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -20,13 +20,13 @@ use crate::future::race;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 
-/// How often a waiter asks if its connection can't subscribe.
+/// The polling interval of a waiter whose connection can't subscribe.
 const POLL: Duration = Duration::from_millis(50);
-/// How often a waiter asks although it is subscribed: a publication can get lost with its connection.
+/// The polling interval of a waiter that is subscribed: a publication can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
-/// How long it may take to subscribe: a server that hangs is asked again, or another one.
+/// The time limit of a subscription: if the server hangs, it is asked again, or another one.
 const SUBSCRIBE: Duration = Duration::from_secs(5);
-/// The pause before a subscription that broke is made again; it doubles while none can be made, up to the longest.
+/// The pause before a broken subscription is made again; it doubles up to [`LONGEST_PAUSE`] while none can be made.
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
@@ -34,7 +34,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub(super) enum Source {
     One(Place),
-    /// Any node: it hears what is published at the others.
+    /// Any node: it receives what is published at the others.
     #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),
 }
@@ -53,7 +53,7 @@ impl Source {
         }
     }
 
-    /// Ready once publications are to be heard elsewhere.
+    /// Waits until publications arrive at another server.
     fn moved(&self, version: u64) -> Sleep {
         match self {
             Self::One(Place::Primary(sentinels)) => {
@@ -87,7 +87,7 @@ impl Wakeups {
         Self { source: Some(source), ..Self::polling() }
     }
 
-    /// Asks again and again.
+    /// Polls, without a subscription.
     pub(super) fn polling() -> Self {
         Self { source: None, channel: String::new(), waiting: Arc::default(), subscription: OnceLock::new() }
     }
@@ -96,8 +96,8 @@ impl Wakeups {
         Self { channel, ..self }
     }
 
-    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and says whether there is something
-    /// to wait for; it is awaited once the subscription is there, so that the publication can't be missed.
+    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and returns whether there is something to
+    /// wait for. It runs once the subscription exists, so that the publication can't be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -116,7 +116,7 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Makes sure that publications arrive, if they can.
+    /// Subscribes at first use; returns whether publications arrive.
     async fn subscribe(&self, clock: &dyn Clock) -> bool {
         let Some(source) = &self.source else { return false };
         let subscription = self.subscription.get_or_init(|| {
@@ -130,7 +130,7 @@ impl Wakeups {
     }
 }
 
-/// Hands publications on to the waiters, over a connection of its own that is made anew whenever it breaks.
+/// Passes publications on to the waiters, over a connection of its own that is reopened when it breaks.
 async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
     let mut pause = RESUBSCRIBE;
@@ -151,7 +151,7 @@ async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: wa
             };
             race(hear, source.moved(version)).await;
             live.send_replace(false);
-            // Whatever was published meanwhile is lost: everybody asks again.
+            // Publications in between are lost: every waiter asks again.
             waiting.wake_all();
             pause = RESUBSCRIBE;
         } else {

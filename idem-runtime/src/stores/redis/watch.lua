@@ -1,4 +1,4 @@
--- Asks whatever ends an attempt to wake its waiters. KEYS: record. ARGV: attempt (4 bytes).
+-- Marks a record, so that whatever ends its attempt wakes the waiters. KEYS: record. ARGV: attempt's number (4 bytes).
 -- Answers 1 if the attempt is pending, 0 if there is nothing to wait for.
 local record = redis.call('GETRANGE', KEYS[1], 0, 31)
 if string.sub(record, 1, 6) ~= 'idem\1P' then return 0 end

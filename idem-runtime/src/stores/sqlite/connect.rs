@@ -1,4 +1,4 @@
-//! Settings, opening a file, and what SQLite's errors mean.
+//! Settings, opening a file, and the meaning of SQLite's errors.
 
 use std::cell::Cell;
 use std::io;
@@ -18,17 +18,17 @@ use crate::store::{StoreError, StoreErrorKind};
 /// The pauses between two tries to get a lock that another process holds: about as long as a transaction.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(2);
-/// What a file without records takes: the pages of the schema, of the table and of its indexes.
+/// The size of a file without records: the pages of the schema, of the table and of its indexes.
 const EMPTY_FILE: u64 = 4 * 4096;
-/// Pages of a bounded file that are kept for clean-up.
+/// Pages of a bounded file that are reserved for clean-up.
 const RESERVED_PAGES: i64 = 8;
-/// Pages in the WAL from which on a renewal or a late write copies them into the file: others do so from 1000 on, so that
-/// no renewal takes so long unless nobody else writes.
+/// Pages in the WAL from which on a renewal or a late write copies them into the file. Other writes do so from 1000 on, so
+/// a renewal takes that long only if nobody else writes.
 const UPKEEP_CHECKPOINT: u32 = 4000;
-/// Statements that a connection keeps.
+/// The prepared statements that a connection keeps.
 const STATEMENTS: usize = 32;
 
-/// What a commit waits for, which is what a loss of power can take back. The death of a process takes nothing back, and
+/// What a commit waits for, and so what a loss of power can take back. The death of a process takes nothing back, and
 /// nothing damages the file.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
@@ -86,59 +86,59 @@ impl Default for SqliteOptions {
 }
 
 impl SqliteOptions {
-    /// The table that holds the records; `idem_records` where nothing is said. Letters, digits and `_`. Applications
-    /// that share a file and must not share operations need different ones.
+    /// The table that holds the records (default: `idem_records`). Letters, digits and `_`. Applications that share a file
+    /// but must not share operations need different tables.
     #[must_use]
     pub fn table(self, table: impl Into<String>) -> Self {
         Self { table: table.into(), ..self }
     }
 
-    /// What tells this application's operations from those of others, for the keys that handlers hand on (default: empty).
+    /// The name of this application, for its child keys (default: empty).
     ///
-    /// It enters [`Attempt::child_key`](crate::Attempt::child_key): two applications with the same scopes and keys, in files
-    /// or tables of their own, then never give the same child key to a third party. The records don't depend on it.
+    /// It enters [`Attempt::child_key`](crate::Attempt::child_key): two applications with the same scopes and keys, in
+    /// files or tables of their own, then never give the same child key to a third party. The records don't depend on it.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// What a commit waits for; [`Synchronous::Full`] where nothing is said. It holds for this handle only: every process
-    /// that opens the file chooses for its own commits. The renewal of a lease never waits for the disk: a loss of power
-    /// ends the attempt as well.
+    /// What a commit waits for (default: [`Synchronous::Full`]). It holds for this handle only: every process that opens
+    /// the file chooses for its own commits. The renewal of a lease never waits for the disk: a loss of power ends the
+    /// attempt as well.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
         Self { synchronous, ..self }
     }
 
-    /// How long a call waits for a lock that another process or handle holds on the file; 5 s where nothing is said. After
-    /// it the call fails, and nothing was written. Renewals and late writes wait for as long as they make sense.
+    /// How long a call waits for a lock that another process or handle holds on the file (default: 5 s). Then the call
+    /// fails, and nothing was written. Renewals and late writes wait for as long as they make sense.
     #[must_use]
     pub fn busy_timeout(self, busy_timeout: Duration) -> Self {
         Self { busy_timeout, ..self }
     }
 
-    /// How long a call waits for its answer, whatever holds it up; 10 s where nothing is said. After it the write may
-    /// have landed, and is repeated with the same owner token; or nobody had taken it up, and then it never lands.
+    /// How long a call waits for its answer, whatever delays it (default: 10 s). After a time-out the write may have taken
+    /// effect, and is repeated with the same owner token; if no thread had taken it up, it never takes effect.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// How many calls may wait to be taken up; 16 384 where nothing is said. One more is refused at once.
+    /// How many calls may wait to be taken up (default: 16 384). One more is refused at once.
     #[must_use]
     pub fn queue_capacity(self, queue_capacity: usize) -> Self {
         Self { queue_capacity: queue_capacity.max(1), ..self }
     }
 
-    /// How large the file may become, with everything else that is in it; the disk is the limit where nothing is said.
-    /// A full store refuses what needs more room, with [`StoreErrorKind::Full`]; it forgets nothing early. An attempt that
-    /// has begun can always be ended without a result: that takes no room.
+    /// The largest size of the file, with everything else that is in it (default: what the disk holds). A full store
+    /// refuses what needs more room, with [`StoreErrorKind::Full`]; it forgets nothing early. An attempt that has begun can
+    /// always be ended without a result: that takes no room.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes: Some(max_bytes), ..self }
     }
 
-    /// Opens the file at `path`, and makes it and the table in it if they are not there; see [`SqliteStore::open`].
+    /// Opens the file at `path`, and creates it and its table if they are missing; see [`SqliteStore::open`].
     ///
     /// # Errors
     /// As [`SqliteStore::open`].
@@ -178,7 +178,7 @@ impl Connected {
 
 #[cfg(test)]
 impl Connected {
-    /// What SQLite says it waits for.
+    /// What SQLite reports that it waits for.
     pub(super) fn synchronous(&self) -> i64 {
         self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0)).unwrap()
     }
@@ -199,14 +199,14 @@ impl Database {
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
         }
-        // Absolute, so that a change of the working directory changes nothing, and `file:` is no URI.
+        // Absolute, so that a later change of the working directory has no effect, and `file:` is no URI.
         let path = std::path::absolute(path)
             .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
         let texts = Texts::of(&options.table);
         Ok(Self { path, options, clock, texts })
     }
 
-    /// Connects, and makes the file and the table if they are not there.
+    /// Connects, and creates the file and the table if they are missing.
     pub(super) fn create(&self) -> Result<Connected, StoreError> {
         self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
             Failure::Refused(error) => error,
@@ -214,7 +214,7 @@ impl Database {
         })
     }
 
-    /// Connects again. A file that is gone is not made anew: that would forget every record.
+    /// Connects again. A missing file is not created: that would forget every record.
     pub(super) fn reconnect(&self) -> Result<Connected, StoreError> {
         self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
             Failure::Refused(error) => error,
@@ -239,9 +239,9 @@ impl Database {
     fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
         let flags = flags | OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(&self.path, flags)?;
-        // Waiting for locks is done here, with shorter pauses than SQLite's.
+        // This store waits for locks itself, with shorter pauses than SQLite's.
         connection.busy_timeout(Duration::ZERO)?;
-        // Where the file can't be opened for writing, SQLite opens it for reading.
+        // If the file can't be opened for writing, SQLite opens it for reading.
         if connection.is_readonly("main")? {
             let message = format!("`{}` is read-only: records can't be written", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
@@ -264,13 +264,13 @@ impl Database {
         Ok(Connected { connection, file, synchronous: Cell::new(synchronous) })
     }
 
-    /// Bounds the file. The last pages are for clean-up: to remove a row may take one, before others are free.
+    /// Bounds the file. The last pages are reserved for clean-up: the removal of a row may take one before others are free.
     pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
         let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
         let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
         let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
-        // SQLite bounds it by what is there already and by what it can do.
+        // SQLite bounds the value by the present size of the file, and by its own limit.
         connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
     }
 
@@ -295,7 +295,7 @@ impl Database {
         }
     }
 
-    /// Does `work` again while another process or handle holds the lock, up to the busy timeout.
+    /// Repeats `work` while another process or handle holds the lock, up to the busy timeout.
     pub(super) fn patiently<T>(&self, mut work: impl FnMut() -> rusqlite::Result<T>) -> rusqlite::Result<T> {
         let started: Instant = self.clock.now();
         let mut pause = FIRST_PAUSE;
@@ -312,8 +312,8 @@ impl Database {
         }
     }
 
-    /// An error if the file at the path is not the one that is connected: whoever removes or replaces it would otherwise
-    /// leave this process with records that nobody else sees.
+    /// Fails if the file at the path is not the connected one: after a removal or a replacement this process would
+    /// otherwise keep records that nobody else sees.
     pub(super) fn check_file(&self, connected: &Connected) -> Result<(), StoreError> {
         match FileId::of(&self.path) {
             Ok(file) if file == connected.file => Ok(()),
@@ -322,7 +322,7 @@ impl Database {
         }
     }
 
-    /// What a failure to open the file comes to.
+    /// The error for a failure to open the file.
     fn unusable(&self, error: &rusqlite::Error) -> StoreError {
         let path = self.path.display();
         match code(error) {
@@ -349,7 +349,7 @@ impl From<rusqlite::Error> for Failure {
     }
 }
 
-/// Tells a file from another one at the same path.
+/// Distinguishes a file from another one at the same path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileId(u64, u64);
 
@@ -360,7 +360,7 @@ impl FileId {
         std::fs::metadata(path).map(|file| Self(file.dev(), file.ino()))
     }
 
-    /// Here an open file can't be removed.
+    /// On this system an open file can't be removed.
     #[cfg(not(unix))]
     fn of(path: &Path) -> io::Result<Self> {
         std::fs::metadata(path).map(|_| Self(0, 0))
@@ -375,7 +375,7 @@ fn extended(error: &rusqlite::Error) -> Option<i32> {
     error.sqlite_error().map(|error| error.extended_code)
 }
 
-/// What SQLite says while another connection holds the lock.
+/// SQLite's error while another connection holds the lock.
 pub(super) fn busy() -> rusqlite::Error {
     rusqlite::Error::SqliteFailure(ffi::Error::new(ffi::SQLITE_BUSY), None)
 }
@@ -384,7 +384,7 @@ pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
-/// Whether the connection is to be made anew after `error`.
+/// Whether the connection must be reopened after `error`.
 pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
     !matches!(
         code(error),
@@ -398,7 +398,7 @@ pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
     )
 }
 
-/// What `error` comes to where its transaction has not been committed.
+/// The meaning of `error` if its transaction has not been committed.
 pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
     use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable};
     let (kind, what) = match code(error) {
@@ -406,7 +406,7 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
             (Unavailable, "another process holds the lock on the file")
         }
         Some(ErrorCode::DiskFull) => (Full, "the disk, or the file as far as it may grow, is full"),
-        // The file was removed or replaced; the next call looks what is there.
+        // The file was removed or replaced; the next call checks what is there.
         Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
             (Unavailable, "the file was moved away")
         }
@@ -415,7 +415,7 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
         }
         Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (Corrupt, "the file is damaged"),
         Some(ErrorCode::TooBig) => (TooLarge, "SQLite can't hold a row of that size"),
-        // Such as a table that somebody removed or altered, and a trigger that refuses.
+        // For example a table that was removed or altered, or a trigger that refuses.
         Some(ErrorCode::Unknown | ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch) => {
             (Misconfigured, "the table can't be used")
         }
@@ -424,10 +424,10 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
     StoreError::new(kind, format!("nothing was written: {what}: {error}"))
 }
 
-/// What `error` comes to as the answer to a commit.
+/// The meaning of `error` as the answer to a commit.
 pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
-        // Without the lock, or without room for the frame that makes the others count, there is no commit.
+        // Without the lock, or without room for the frame that makes the others valid, there is no commit.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
         _ => {
             StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}"))
@@ -435,7 +435,7 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
-/// What the trouble of one operation comes to.
+/// The error of one operation.
 pub(super) fn failed(trouble: &Trouble) -> StoreError {
     match trouble {
         Trouble::Sqlite(error) => not_written(error),
@@ -463,7 +463,7 @@ mod tests {
     #[test]
     fn every_failure_of_sqlite_has_its_kind() {
         use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unknown};
-        // What it means before a commit, what as the answer to one, and whether the connection is to be made anew.
+        // Its meaning before a commit, its meaning as the answer to one, and whether the connection must be reopened.
         let codes = [
             (SQLITE_BUSY, Unavailable, Unavailable, false),
             (SQLITE_BUSY_RECOVERY, Unavailable, Unavailable, false),

@@ -1,11 +1,10 @@
 //! The connections of this process, and what a child does with those that it inherits.
 //!
 //! SQLite keeps a list of the files that this process has open and of the locks it holds on them. A forked child inherits
-//! the list and the connections, but not the locks. A connection that it opened beside them would rely on locks that
-//! nobody holds: whoever closes the file last would then remove its WAL, and with it what the child has committed. So a
-//! child closes what it has inherited before it opens anything. That is safe while no thread was at work with it when the
-//! process was forked. Whether one was shows in the lock of its [`Link`], which a thread holds for as long as it is inside
-//! SQLite.
+//! the list and the connections, but not the locks. A connection that it opened beside them would rely on locks that nobody
+//! holds: the process that closes the file last would then remove its WAL, and with it the child's commits. So a child
+//! closes what it has inherited before it opens anything. That is safe if no thread was using an inherited connection at
+//! the fork. The lock of its [`Link`] tells: a thread holds it for as long as it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
@@ -18,10 +17,10 @@ use crate::sync::{Process, lock};
 
 /// All connections in the memory of this process.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
-/// Held by whoever closes a connection for good.
+/// Held while a connection is closed for good.
 static CLOSING: Mutex<()> = Mutex::new(());
-/// How often a child looks whether the list is free, and the pause in between: its own threads hold it for a moment, a
-/// thread of its parent for ever.
+/// How often a child looks whether the list is free, and the pause in between: its own threads hold the list for a moment,
+/// a thread of its parent for ever.
 const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -36,7 +35,7 @@ impl Link {
         Arc::new(Self { process: Process::this(), connected: Mutex::default() })
     }
 
-    /// The connection, if there is one. Whoever uses it or closes it holds this lock.
+    /// The connection, if there is one. This lock is held to use the connection or to close it.
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<Connected>> {
         lock(&self.connected)
     }
@@ -44,8 +43,8 @@ impl Link {
     /// Connects, unless there is a connection.
     ///
     /// # Errors
-    /// Those of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited what it
-    /// can't close.
+    /// Those of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited a
+    /// connection that it can't close.
     pub(super) fn open(
         self: &Arc<Self>,
         connect: impl FnOnce() -> Result<Connected, StoreError>,
@@ -70,7 +69,7 @@ impl Link {
         Ok(())
     }
 
-    /// Closes the connection of another process, unless that was at work with it.
+    /// Closes an inherited connection, unless its process was using it.
     fn let_go(&self) -> Result<(), StoreError> {
         let mut connected = match self.connected.try_lock() {
             Ok(connected) => connected,
@@ -78,21 +77,21 @@ impl Link {
             Err(TryLockError::WouldBlock) => return Err(forked_at_work()),
         };
         let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
-        // Otherwise it would look whether it is the last one, and remove the WAL of those that are there.
+        // Otherwise the close would look whether it is the last one, and remove the WAL of the connections that remain.
         let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
         let closed = match quiet {
             Ok(_) => connection.close().map_err(|(connection, _)| connection),
             Err(_) => Err(connection),
         };
         closed.map_err(|connection| {
-            // Not even its `drop` may try again.
+            // Its `drop` must not try again either.
             std::mem::forget(connection);
             forked_at_work()
         })
     }
 
-    /// Closes the connection. One after the other: the last one of a process tidies the file up, and of two that close at
-    /// the same moment each would take the other for one that stays.
+    /// Closes the connection. One at a time: the last one of a process tidies the file up, and of two that close at the
+    /// same moment each would take the other for one that stays.
     pub(super) fn close(&self) {
         let _one_at_a_time = lock(&CLOSING);
         *self.lock() = None;

@@ -1,7 +1,7 @@
 //! Records in a SQLite file.
 //!
 //! A record is a row, and each operation is a statement or two on it ([`table`]). Concurrent calls share transactions, and
-//! so the wait for the disk ([`threads`]).
+//! with them the wait for the disk ([`threads`]).
 
 mod connect;
 mod link;
@@ -32,18 +32,19 @@ use crate::sync::PerProcess;
 /// A store in a SQLite file, which the processes of one host share.
 ///
 /// - *Atomicity*: SQLite's transactions; a reservation decides under the lock of the file.
-/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward makes leases lapse
-///   and retentions end sooner by the step, a step back later: let the clock be slewed, not stepped. No renewal cuts short
-///   what an earlier one has confirmed.
-/// - *Durability*: what is confirmed survives the death of every process. Under [`Synchronous::Full`], the default, it
-///   survives a loss of power too; under [`Synchronous::Normal`] that takes back what came after the last checkpoint.
-///   Renewals of leases never wait for the disk.
-/// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys of
-///   [`Key::MAX_BYTES`], results of `max_result_bytes`, in any case 1 GB; what does not fit is [`StoreErrorKind::TooLarge`].
-///   A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is [`StoreErrorKind::Full`]. Expired records are cleaned up as
-///   new ones arrive, and by [`purge`](SqliteStore::purge); the room they leave is used again, the file never shrinks.
-/// - *Cost*: two commits for a first run, which concurrent calls share, one look-up for a replay, one transaction for a
-///   heartbeat, for up to some thousand leases. A duplicate that waits is woken at once by its own store, and within some
+/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward ends leases and
+///   retentions earlier by the step, a step back later: let the clock be slewed, not stepped. No renewal shortens what an
+///   earlier one has confirmed.
+/// - *Durability*: what is confirmed survives the death of every process. Under [`Synchronous::Full`] (the default) it
+///   survives a loss of power, too; under [`Synchronous::Normal`] a loss of power takes back what came after the last
+///   checkpoint. Renewals of leases never wait for the disk.
+/// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys up to
+///   [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to 1 GB; a larger result is
+///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is [`StoreErrorKind::Full`].
+///   Expired records are cleaned up as new ones arrive, and by [`purge`](SqliteStore::purge); their room is used again, the
+///   file never shrinks.
+/// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay; one transaction for a
+///   heartbeat of up to some thousand leases. A duplicate that waits is woken at once by its own store, and within some
 ///   5 ms by others.
 ///
 /// The records are in one table, `idem_records`, which may lie beside tables of the application's own. The file is put in
@@ -52,18 +53,18 @@ use crate::sync::PerProcess;
 /// makes late writes.
 ///
 /// **Tables of your own in the same file.** Only one transaction writes at a time. While one of yours is open, no key is
-/// reserved, no result recorded and no lease renewed; replays go on. So a lease has to be longer than your longest write
-/// transaction. If one takes longer all the same, leases lapse. They are rarely lost by that: the owner tries every half
+/// reserved, no result recorded and no lease renewed; replays go on. So a lease must be longer than your longest write
+/// transaction. If a transaction takes longer anyway, leases lapse, but are rarely lost: the owner tries every half
 /// millisecond to renew them, before all its other writes, and a call that has waited for the lock waits 250 ms more before
-/// it takes over a lease that lapsed meanwhile. Only a process that comes just then, without having waited, can be faster. Keep write transactions short, and never hold one open
-/// while a handler waits for something else; to commit records together with rows of your own, use
-/// [`within`](SqliteStore::within).
+/// it takes over a lease that lapsed meanwhile. Only a process that comes at just that moment, without having waited, can
+/// be faster. Keep write transactions short, and never hold one open while a handler waits for something else; to commit
+/// records together with rows of your own, use [`within`](SqliteStore::within).
 ///
-/// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. It
-/// first closes the connections of stores that it has inherited, which it can do only if no call, no renewal and no late write
-/// was under way when it was forked ([`flush`](SqliteStore::flush) first): otherwise every call in it is [`StoreErrorKind::Misconfigured`], as SQLite's record of its locks is wrong there
-/// and would lose writes. That holds for connections of your own to the same file as well, which a store knows nothing of:
-/// close them before you fork.
+/// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. The
+/// child first closes the connections of the stores that it has inherited. It can do so only if no call, no renewal and no
+/// late write was under way at the fork ([`flush`](SqliteStore::flush) first). Otherwise every call in the child is
+/// [`StoreErrorKind::Misconfigured`]: SQLite's record of its locks is wrong there and would lose writes. The same holds for
+/// your own connections to the file, which a store does not know: close them before you fork.
 ///
 /// ```
 /// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
@@ -79,14 +80,14 @@ use crate::sync::PerProcess;
 pub struct SqliteStore(Arc<Shared>);
 
 impl SqliteStore {
-    /// Opens the file at `path`, and makes it and the table in it if they are not there. [`SqliteOptions`] has settings.
+    /// Opens the file at `path`, and creates it and its table if they are missing. [`SqliteOptions`] has settings.
     ///
-    /// As many handles and processes of this host as like may have it open.
+    /// Any number of handles and processes of this host may have it open.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] if the file or its folder can't be read and written, is not a SQLite database,
-    /// or holds a table `idem_records` of somebody else or of a later release; [`StoreErrorKind::Unavailable`] if another
-    /// process keeps the file locked.
+    /// [`StoreErrorKind::Misconfigured`] if the file or its folder can't be read and written, is not a SQLite database, or
+    /// holds a table `idem_records` that is not this library's or of a later release; [`StoreErrorKind::Unavailable`] if
+    /// another process keeps the file locked.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Self::options().open(path).await
     }
@@ -100,15 +101,14 @@ impl SqliteStore {
         Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(Heartbeats::new(clock)), Lane::Calls))
     }
 
-    /// Waits until late writes and renewals are through, see [`Heartbeats::flush`], and whatever else was asked of the
-    /// file before.
+    /// Waits until late writes and renewals are done (see [`Heartbeats::flush`]), and all earlier requests to the file.
     pub async fn flush(&self) {
         self.0.heartbeats.flush().await;
         self.0.core().pass().await;
     }
 
-    /// Looks at up to `batch` records that may have expired, removes those that have, and says how many that were. Every
-    /// reservation that is written does the same for two records, so this is for a store that nobody uses any more.
+    /// Looks at up to `batch` records that may have expired and removes those that have. Returns how many it removed. Every
+    /// reservation that is written does the same for two records, so this is for a store that is no longer used.
     ///
     /// # Errors
     /// [`StoreError`] if the file did not confirm.
@@ -141,7 +141,7 @@ struct Shared {
     upkeep: OnceLock<Arc<Shared>>,
 }
 
-/// What the handles with either lane share; the threads of a process end with it.
+/// Shared by the handles of both lanes. When it is dropped, the threads of this process end.
 struct Open(PerProcess<Arc<Core>>);
 
 impl Open {
@@ -192,7 +192,7 @@ impl Shared {
     }
 }
 
-/// An answer to another question. It may hold a payload and is not shown.
+/// The error for an answer to another question. The answer may hold a payload and is not shown.
 fn nonsense(_: &Answer) -> StoreError {
     StoreError::new(StoreErrorKind::Unknown, "the thread of the store answered another question")
 }
@@ -250,7 +250,7 @@ impl Store for Shared {
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let core = self.core();
-            // Before the first look: from now on the reader looks for commits of others.
+            // Counted before the first look: from now on the reader looks for commits of others.
             let _counted = core.count_waiter();
             let waiter = core.waiting.join(key.as_str());
             let ended = async {
@@ -282,7 +282,7 @@ impl Store for Shared {
     }
 }
 
-/// What a look at `request.key` and a reservation of it answer at `now`, if its row on `connection` may be anybody's: for
+/// What a look at `request.key` and a reservation of it answer at `now`, if the row on `connection` is untrusted: for
 /// tests.
 #[cfg(feature = "conformance")]
 pub fn meet_row(

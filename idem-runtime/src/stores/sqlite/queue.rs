@@ -1,4 +1,4 @@
-//! What is asked of the threads of a store handle, and how it waits for them.
+//! The operations for the threads of a store handle, and the queues in which they wait.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -12,22 +12,22 @@ use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Re
 use crate::store::StoreError;
 use crate::sync::lock;
 
-/// Operations that one transaction takes.
+/// The most operations in one transaction.
 pub(super) const BATCH: usize = 256;
-/// Bytes of results, asked or answered, above which a transaction takes no more.
+/// A transaction with this many bytes of results, in questions or answers, takes no more operations.
 pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 
-/// What is asked of a thread.
+/// An operation for a thread.
 #[derive(Debug)]
 pub(super) enum Ask {
-    /// And whether a lease is spared that lapsed while the lock was held.
+    /// With whether to spare a lease that lapsed while the lock was held.
     Reserve(Reserve, bool),
     Renew(Lease),
     Finish(Lease, Finish),
     Release(Lease, Release),
     Reopen(Key, u32),
     Purge(u32),
-    /// To be answered after everything that was asked before.
+    /// Answered after all earlier operations.
     Pass,
     Inspect(Key),
     IsPending(Key, u32),
@@ -46,7 +46,7 @@ impl Ask {
         matches!(self, Self::Inspect(_) | Self::IsPending(..))
     }
 
-    /// The key whose waiters are to look again after this answer.
+    /// The key whose waiters must look again after this answer.
     pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
         match (self, answered) {
             (Self::Reserve(Reserve { key, .. }, _), Ok(Answer::Reservation(Reservation::Reserved { .. })))
@@ -62,7 +62,7 @@ impl Ask {
 #[derive(Debug)]
 pub(super) enum Answer {
     Reservation(Reservation),
-    /// A lease that lapsed while the lock was held: its owner is to have a moment to renew it.
+    /// A lease lapsed while the lock was held: its owner gets a moment to renew it.
     Spared,
     Write(Write),
     Removed(u64),
@@ -84,7 +84,7 @@ impl Answer {
 
 pub(super) type Answered = Result<Answer, StoreError>;
 
-/// Who is to hear the answer.
+/// Where the answer goes.
 pub(super) enum Reply {
     One(oneshot::Sender<Answered>),
     /// One of several leases: its place among them.
@@ -93,7 +93,7 @@ pub(super) enum Reply {
 
 pub(super) struct Op {
     pub(super) number: u64,
-    /// When it was asked for; kept for the upkeep thread only, which gives up by it.
+    /// When it was asked for. Only the upkeep thread has it, which gives up by it.
     pub(super) asked_at: Option<Instant>,
     pub(super) ask: Ask,
     pub(super) reply: Reply,
@@ -101,7 +101,7 @@ pub(super) struct Op {
 
 impl Reply {
     pub(super) fn say(self, answer: Answered) {
-        // Whoever has gone away needs no answer.
+        // A caller that is gone needs no answer.
         match self {
             Self::One(reply) => drop(reply.send(answer)),
             Self::Lease(at, reply) => drop(reply.send((at, answer))),
@@ -114,7 +114,7 @@ impl Op {
         self.reply.say(answer);
     }
 
-    /// Whether it need not be done any more: its caller has gone, and it ends no attempt.
+    /// Whether it need not be done any more: its caller is gone, and it ends no attempt.
     pub(super) fn is_abandoned(&self) -> bool {
         let is_gone = || match &self.reply {
             Reply::One(reply) => reply.is_closed(),
@@ -124,7 +124,7 @@ impl Op {
     }
 }
 
-/// What waits for one thread.
+/// The operations that wait for one thread.
 #[derive(Default)]
 pub(super) struct Queue {
     gathered: Mutex<Gathered>,
@@ -142,7 +142,8 @@ struct Gathered {
 }
 
 impl Queue {
-    /// Adds operations, unless more than `capacity` would wait then. True if there is no thread yet: it is up to the caller.
+    /// Adds operations, unless more than `capacity` would wait then. Returns true if there is no thread yet: the caller
+    /// starts it.
     pub(super) fn push(&self, ops: impl ExactSizeIterator<Item = Op>, capacity: usize) -> Result<bool, &'static str> {
         let mut gathered = lock(&self.gathered);
         if gathered.closed {
@@ -169,8 +170,8 @@ impl Queue {
         Ok(starts)
     }
 
-    /// Waits for operations, if a time is given for that long, and takes those that are there. False once there will be
-    /// no more.
+    /// Waits for operations, for `at_most` if that is given, and takes those that are there. Returns false once no more
+    /// will come.
     pub(super) fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
         let mut gathered = lock(&self.gathered);
         while gathered.ops.is_empty() {
@@ -194,12 +195,13 @@ impl Queue {
         true
     }
 
-    /// Takes what is there now, until there are `at_most`.
+    /// Takes the operations that are there, until the batch has `at_most`.
     pub(super) fn take_more(&self, batch: &mut Vec<Op>, at_most: usize) {
         lock(&self.gathered).fill(batch, at_most);
     }
 
-    /// Takes what is there. If that is nothing and `expected` are not there yet, waits for them, no longer than `at_most`.
+    /// Takes the operations that are there. If there are none and fewer than `expected` have come, waits up to `at_most`
+    /// for them.
     pub(super) fn gather(&self, batch: &mut Vec<Op>, expected: usize, at_most: Duration) {
         let mut gathered = lock(&self.gathered);
         let missing = expected.saturating_sub(batch.len());
@@ -217,19 +219,19 @@ impl Queue {
         lock(&self.gathered).ops.len()
     }
 
-    /// Removes an operation that nobody has taken up. False if somebody has.
+    /// Removes an operation that no thread has taken up. Returns whether it did.
     pub(super) fn forget(&self, number: u64) -> bool {
         let mut gathered = lock(&self.gathered);
         let at = gathered.ops.iter().position(|op| op.number == number);
         at.and_then(|at| gathered.ops.remove(at)).is_some()
     }
 
-    /// Whether there is a thread, or somebody is starting one.
+    /// Whether there is a thread, or one is being started.
     pub(super) fn is_started(&self) -> bool {
         lock(&self.gathered).started
     }
 
-    /// Somebody is starting a thread, or has not been able to; then what waits for it is dropped.
+    /// Notes that a thread is being started, or could not be; then the waiting operations are dropped.
     pub(super) fn set_started(&self, started: bool) {
         let mut gathered = lock(&self.gathered);
         gathered.started = started;

@@ -1,4 +1,4 @@
-//! The work of one thread on its connection: transactions, and what becomes of them.
+//! The work of one thread on its connection: transactions, and their outcomes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,27 +14,27 @@ use super::threads::{Company, Core, SPARED, same};
 use crate::clock::{Clock, Instant, wall_millis};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// How long a transaction may take until it is committed: everybody else waits for the lock meanwhile.
+/// How long a transaction may take until its commit: all others wait for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
-/// Operations after which the time is looked at again.
+/// Operations between two looks at the time.
 const TIMED: usize = 8;
-/// Milliseconds after which a lock that was held is taken for the reason why leases were not renewed.
+/// A lock that was held for this many milliseconds counts as the reason why leases were not renewed.
 const LONG_LOCK: i64 = 50;
-/// How long a transaction that has done its batch waits for those who were answered last.
+/// How long a transaction that has done its batch waits for the callers that were answered last.
 const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
 /// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
 const CLEANED_UP: u32 = 2;
-/// Rows that clean-up looks at before an operation that found the file full is tried again.
+/// Rows that clean-up looks at before an operation that found the file full is retried.
 const CLEANED_UP_FOR_ROOM: u32 = 64;
 /// How often such an operation is tried.
 const ROUNDS_FOR_ROOM: u32 = 16;
 
-/// Why a transaction did not come about.
+/// Why a transaction failed.
 struct Failure {
     error: StoreError,
-    /// Whether the connection is of no use any more.
+    /// Whether the connection is unusable.
     broken: bool,
-    /// Whether the operations may do better one by one.
+    /// Whether the operations may succeed one by one.
     alone: bool,
     /// Whether another connection holds the lock, so that nothing was tried.
     busy: bool,
@@ -58,17 +58,17 @@ struct Asked {
     at: Instant,
 }
 
-/// Answers, and who is to hear them.
+/// Answers, and where they go.
 pub(super) type Told = Vec<(Reply, Answered)>;
 
-/// Work on a connection. Nothing of it outlives the work: a forked child must find the connection as one that it can close.
+/// Work on a connection. Nothing of it outlives the work: a forked child must be able to close the connection.
 pub(super) struct Session<'c> {
     core: &'c Arc<Core>,
     connected: &'c Connected,
     table: Table<'c>,
     /// The answers of the transaction that is open.
     answers: Vec<Answered>,
-    /// What is done. It is said once the connection is at rest: whoever has an answer may fork.
+    /// The answers of done operations. They are sent once the connection is at rest: a caller that has its answer may fork.
     told: &'c mut Told,
     /// Whether it waits for the lock, for as long as the settings say.
     patient: bool,
@@ -92,8 +92,8 @@ impl<'c> Session<'c> {
         self.connection().prepare_cached(sql)?.execute([]).map(drop)
     }
 
-    /// Renewals first: they are in a hurry, and need not survive a loss of power, which no attempt does. What can't be begun
-    /// now, as another connection holds the lock, stays in the batch. False if the connection is of no use any more.
+    /// Renewals first: they are urgent, and need not survive a loss of power, which no attempt does. Operations that can't
+    /// begin now, as another connection holds the lock, stay in the batch. Returns false if the connection is unusable.
     pub(super) fn keep_up(&mut self, batch: &mut Vec<Op>) -> bool {
         self.patient = false;
         let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, Ask::Renew(_))).collect();
@@ -116,15 +116,15 @@ impl<'c> Session<'c> {
         }
     }
 
-    /// Makes one transaction of the batch and of what `company` adds to it, or of as much as one takes. False if the connection
-    /// is of no use any more.
+    /// Makes one transaction of the batch and of what `company` adds to it, or of as much as one takes. Returns false if
+    /// the connection is unusable.
     pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&Company>) -> bool {
         self.answers.clear();
         self.answers.reserve(batch.len());
         match self.transact(batch, true, company) {
             Ok(()) => self.tell(batch),
             Err(Failure { busy: true, .. }) if !self.patient => {}
-            // What one of them can't have, the others may; nor is clean-up worth a failure.
+            // An operation that fails must not fail the others; nor must clean-up.
             Err(Failure { alone: true, broken: false, .. }) => {
                 let mut alone = batch.drain(..).collect::<VecDeque<_>>();
                 while let Some(op) = alone.pop_front() {
@@ -142,7 +142,7 @@ impl<'c> Session<'c> {
         true
     }
 
-    /// Answers what was done.
+    /// Answers the operations that were done.
     fn tell(&mut self, batch: &mut Vec<Op>) {
         if self.core.waiters() > 0 {
             let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
@@ -152,19 +152,19 @@ impl<'c> Session<'c> {
         self.told.extend(done.map(|op| op.reply).zip(self.answers.drain(..)));
     }
 
-    /// How many answers are to be heard.
+    /// How many answers wait to be sent.
     pub(super) fn done(&self) -> usize {
         self.told.len()
     }
 
-    /// Says what is done, although the connection is not at rest.
+    /// Sends the answers, although the connection is not at rest.
     pub(super) fn tell_now(&mut self) {
         for (reply, answer) in self.told.drain(..) {
             reply.say(answer);
         }
     }
 
-    /// One operation in a transaction of its own. If the file is full, that is tried again without what has expired.
+    /// One operation in a transaction of its own. If the file is full, retries after removing expired records.
     fn write_alone(&mut self, op: Op) -> bool {
         let mut batch = vec![op];
         for rounds in (0..ROUNDS_FOR_ROOM).rev() {
@@ -185,7 +185,7 @@ impl<'c> Session<'c> {
         true
     }
 
-    /// Removes some expired records. True if there were any.
+    /// Removes some expired records. Returns whether there were any.
     fn make_room(&mut self) -> bool {
         let database = &self.core.database;
         if database.limit_size(self.connection(), true).is_err() {
@@ -203,8 +203,8 @@ impl<'c> Session<'c> {
         database.limit_size(self.connection(), false).is_ok() && cleaned.is_ok_and(|removed| removed > 0)
     }
 
-    /// Gets the lock, and says when it was first asked for. Replays need none and are answered at once if it takes a while. What
-    /// nobody waits for any more is dropped then.
+    /// Gets the lock, and returns when it was first asked for. Replays need no lock: if it takes a while, they are answered
+    /// at once. Then drops the operations whose callers are gone.
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
         let Core { database, .. } = &**self.core;
         database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
@@ -232,7 +232,7 @@ impl<'c> Session<'c> {
         begun.map(|()| asked).map_err(|error| Failure::nothing_written(&error))
     }
 
-    /// Since when nobody could renew a lease, as far as this handle knows.
+    /// Since when no lease could be renewed, as far as this handle knows.
     fn locked_since(&self, asked: Asked) -> i64 {
         self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
@@ -277,7 +277,7 @@ impl<'c> Session<'c> {
             }
             let Some(op) = batch.get(n) else { break };
             let answer = match self.perform(op, now, since) {
-                // A full disk and the like roll the whole transaction back.
+                // A full disk and similar errors roll the whole transaction back.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
                     return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
                 }
@@ -302,13 +302,13 @@ impl<'c> Session<'c> {
         }
         self.commit()?;
         if wall_millis() - asked.wall >= LONG_LOCK {
-            // Whatever was locked before that is another story: a lease is spared once.
+            // An earlier lock does not count: a lease is spared once.
             self.core.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
     }
 
-    /// Does what is asked for, at `now`; since `since` nobody else could.
+    /// Performs `op` at `now`; no lease could be renewed since `since`.
     fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
         let table = &mut self.table;
         Ok(match &op.ask {
@@ -330,8 +330,8 @@ impl<'c> Session<'c> {
         })
     }
 
-    /// Answers what changes nothing, and hands the rest on to the writer. False if the connection is of no use any more.
-    /// `version` is what the file was like when waiting duplicates were last told to look.
+    /// Answers the operations that change nothing, and hands the rest on to the writer. Returns false if the connection is
+    /// unusable. `version` is that of the file when waiting duplicates were last told to look.
     pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> bool {
         let looked = self.look(batch, version);
         let Err(failure) = looked else { return true };
@@ -340,7 +340,7 @@ impl<'c> Session<'c> {
         !failure.broken
     }
 
-    /// Reads as much from one snapshot as a transaction may: the WAL can't start anew meanwhile.
+    /// Reads as much from one snapshot as a transaction may: meanwhile the WAL can't start anew.
     fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
         let core = self.core;
         let database = &core.database;
@@ -356,7 +356,7 @@ impl<'c> Session<'c> {
             let found = database
                 .patiently(|| self.connection().prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0)));
             let found = found.map_err(failed_to_read)?;
-            // Before the look-ups of this batch, so that a commit after them is found by the next poll.
+            // Before the look-ups of this batch, so that the next poll finds a commit made after them.
             if version.replace(found) != Some(found) {
                 core.waiting.wake_all();
             }
@@ -395,7 +395,7 @@ impl<'c> Session<'c> {
     }
 }
 
-/// Sorts out what `patiently` is to judge.
+/// Separates the errors of SQLite, which `patiently` is to judge.
 fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>> {
     match answer {
         Err(Trouble::Sqlite(error)) => Err(error),
@@ -420,7 +420,7 @@ mod tests {
     use crate::record::{Finish, Owner, Payload, Reservation, Reserve, Write};
     use crate::stores::sqlite::SqliteStore;
 
-    /// A file in a folder that goes when this is dropped, with nobody at work.
+    /// A file in a folder that is removed on drop, without any threads.
     struct Quiet {
         folder: PathBuf,
         core: Arc<Core>,
@@ -439,7 +439,7 @@ mod tests {
             Self { folder, core, connected }
         }
 
-        /// How many of these the `work` leaves over, and what it answers.
+        /// Does `work` on `asks`. Returns how many it leaves over, and its answers.
         fn work(&self, asks: Vec<Ask>, work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>)) -> (usize, Vec<Answered>) {
             let mut callers = Vec::new();
             let op = |ask| {
@@ -484,7 +484,7 @@ mod tests {
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
-        // Found by a write and by a read, everything is there, but not at once.
+        // By a write and by a read, every result is found, but not all at once.
         let asks = || requests.iter().cloned().map(|request| Ask::Reserve(request, true)).collect::<Vec<_>>();
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
@@ -510,7 +510,7 @@ mod tests {
         let answered = |asks, company: &Company<'_>| {
             quiet.work(asks, |session, batch| assert!(session.write(batch, Some(company)))).1.len()
         };
-        // Nobody was answered before, so nobody is expected.
+        // No caller was answered before, so none is expected.
         assert_eq!(answered(asks(1), &company), 1);
         company.were_answered(4);
         let leases = (0..3).map(|n| {
@@ -548,20 +548,20 @@ mod tests {
         }
         let duplicate = Reserve { owner: Owner::from_bytes([9; 16]), ..held.clone() };
         let ask = |spares| vec![Ask::Reserve(duplicate.clone(), spares)];
-        // Somebody held the lock from before it lapsed until now.
+        // Another connection held the lock from before the lapse until now.
         quiet.core.was_locked_since(before, LONG);
         let (_, answers) = quiet.work(ask(true), write);
         assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
-        // Its owner knows that it is its own.
+        // The owner gets its own reservation.
         let (_, answers) = quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
         assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Reserved { takeover: false, .. }))]));
-        // The moment is over.
+        // The moment is over: the lease is taken over.
         let taken_over = |answers: &[Answered]| {
             matches!(answers, [Ok(Answer::Reservation(Reservation::Reserved { takeover: true, .. }))])
         };
         let (_, answers) = quiet.work(ask(false), write);
         assert!(taken_over(&answers), "{answers:?}");
-        // The lock was held for long, but after it had lapsed: that was not the reason.
+        // The lock was held for long, but only after the lapse: it was not the reason.
         let pass = |millis| {
             let until = wall_millis() + millis;
             while wall_millis() <= until {
@@ -589,7 +589,7 @@ mod tests {
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         let since = core.locked_since(at).expect("noted");
         assert!((before..=wall_millis()).contains(&since));
-        // Tried again, it is still that time, if not much has passed in between.
+        // A second try keeps that time, if not much has passed in between.
         core.was_locked_since(since, Duration::from_secs(600));
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         assert_eq!(core.locked_since(at), Some(since));

@@ -1,8 +1,8 @@
 //! The table of records: its form, and what each operation does with a row.
 //!
-//! Everything here runs on a connection that is inside a transaction, whoever began it. What changes a row begins with a
-//! write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock before it looks. `now` is
-//! [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
+//! Everything here runs on a connection that is inside a transaction, whoever began it. A reservation, a renewal and the
+//! end of an attempt begin with a write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock
+//! before it looks. `now` is [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -17,14 +17,14 @@ use crate::record::{
     Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write, signed_millis,
 };
 
-/// What the table is called where nothing is said.
+/// The default name of the table.
 pub(super) const NAME: &str = "idem_records";
-/// What SQLite allows in a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
+/// The limit of SQLite for a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
 const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
-/// When clean-up looks again at a row that it may not judge.
+/// How long clean-up leaves a row alone that it may not judge.
 const NOT_OURS: i64 = 24 * 3600 * 1000;
 
-/// The columns of version 1, in their order. A later version adds one at least, and is refused by that.
+/// The columns of version 1, in their order. A later version adds at least one, by which this release refuses it.
 const COLUMNS: [&str; 16] = [
     "key",
     "format",
@@ -73,12 +73,12 @@ impl From<FromSqlError> for Trouble {
     }
 }
 
-/// How a table with the name of ours looks.
+/// The form of a table that has the name of the records.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Form {
     Absent,
     Ours,
-    /// All our columns and these.
+    /// All columns of this version, and these.
     Later(Vec<String>),
     Foreign,
 }
@@ -120,10 +120,10 @@ pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<Form
     })
 }
 
-/// Creates the table `name` and its index; what is there already stays.
+/// Creates the table `name` and its index, unless they exist.
 pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()> {
-    // Times are milliseconds since 1970. What waiting duplicates and clean-up look at comes before the result, which may
-    // be long. Completions change no indexed column: `listed_at` is when clean-up looks at the row next.
+    // Times are milliseconds since 1970. The columns that waiting duplicates and clean-up read come before the result,
+    // which may be long. Completions change no indexed column: `listed_at` is when clean-up looks at the row next.
     connection.execute_batch(&format!(
         r#"CREATE TABLE IF NOT EXISTS "{name}" (
     key           TEXT    NOT NULL PRIMARY KEY,
@@ -179,7 +179,7 @@ impl Sql {
     const COUNT: usize = Self::ALL.len();
 
     fn text(self, table: &str) -> String {
-        // The rows that an owner may write to, and those that an attempt may.
+        // The rows that an owner may write to, and those that one attempt may.
         let owned = "key = ?1 AND owner = ?2 AND state = 'P' AND format = 1 AND expires_at > ?3";
         let held = format!("{owned} AND attempt = ?4");
         match self {
@@ -210,7 +210,7 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, starts = max(starts - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
                 ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            // What was confirmed is never cut short, whatever the clock does.
+            // A renewal never shortens what was confirmed, whatever the clock does.
             Self::Renew => format!(
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
             ),
@@ -219,7 +219,7 @@ impl Sql {
                 lapses_at = NULL, codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
             Self::Due => {
-                // Without a limit: SQLite would prepare the statement anew for each value.
+                // Without `LIMIT`: SQLite would prepare the statement anew for each value.
                 format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
             }
             Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
@@ -238,8 +238,8 @@ struct Found {
 }
 
 impl Found {
-    /// What is left of the lease, `None` unless pending; never more than all of it, as a look-up may have read the clock
-    /// a moment before the row was written.
+    /// What is left of the lease; `None` unless it is pending. Never more than the whole lease: a look-up may have read the
+    /// clock a moment before the row was written.
     fn lapses_in(&self, now: i64) -> Option<Duration> {
         match self.record.state {
             State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
@@ -297,7 +297,7 @@ impl<'c> DerefMut for Prepared<'c> {
     }
 }
 
-/// The table of records on one connection, with its statements prepared when they are first needed.
+/// The table of records on one connection. Its statements are prepared at first use.
 pub(crate) struct Table<'c> {
     connection: &'c Connection,
     source: Source<'c>,
@@ -305,12 +305,12 @@ pub(crate) struct Table<'c> {
 }
 
 impl<'c> Table<'c> {
-    /// Statements that live as long as the answer.
+    /// Statements that live as long as this table.
     pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
         Self { connection, source: Source::Name(name), statements: [const { None }; Sql::COUNT] }
     }
 
-    /// Statements that the connection keeps for the next time.
+    /// Statements that the connection keeps for later.
     pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
         Self { connection, source: Source::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
@@ -326,7 +326,7 @@ impl<'c> Table<'c> {
         Ok(slot.as_mut().expect("was just filled"))
     }
 
-    /// Whether the key is held by a lease that has lapsed, but held at `since`.
+    /// Whether another owner's lease holds the key, which has lapsed, but held at `since`.
     pub(super) fn is_spared(&mut self, request: &Reserve, since: i64, now: i64) -> Result<bool, Trouble> {
         let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
         Ok(found.is_some_and(|found| {
@@ -335,7 +335,7 @@ impl<'c> Table<'c> {
         }))
     }
 
-    /// Reserves, or says what is there.
+    /// Reserves, or answers from the existing record.
     pub(crate) fn reserve(&mut self, request: &Reserve, now: i64) -> Result<Reservation, Trouble> {
         let first = Record::first(request);
         if self.put(Sql::Insert, &request.key, &first, Some(request.ttl), now)? {
@@ -362,7 +362,7 @@ impl<'c> Table<'c> {
         })
     }
 
-    /// Writes a pending record. False if there is a row already, when inserting.
+    /// Writes a pending record. Returns false if an insert meets an existing row.
     fn put(
         &mut self,
         sql: Sql,
@@ -375,7 +375,7 @@ impl<'c> Table<'c> {
             Parts::of(record);
         let lapses_at = lease_ms.map(|ms| now.saturating_add(ms));
         let expires_at = after(now, record.retention(Duration::ZERO));
-        // A finish is never due sooner than this, so that it needs no other entry in the index.
+        // A finish is never due earlier, so it needs no other entry in the index.
         let listed_at = listed_in.map(|ttl| after(now, ttl));
         let columns: [&dyn ToSql; 13] = [
             &key.as_str(),
@@ -423,13 +423,13 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// What a write that found no pending record of its own is answered.
+    /// The answer to a write that found no pending record of its own.
     fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Write, Trouble> {
         let found = self.find(&lease.key, now)?;
         Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, with_result)))
     }
 
-    /// Counts lease and retention anew.
+    /// Restarts the lease and the retention.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
         let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
         let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl)];
@@ -437,7 +437,7 @@ impl<'c> Table<'c> {
         Ok(if renewed == 1 { Write::Done } else { Write::Refused })
     }
 
-    /// An operator's decision.
+    /// Lets the next delivery run, as an operator has decided.
     pub(crate) fn reopen(&mut self, key: &Key, attempt: u32, now: i64) -> Result<Write, Trouble> {
         let found = self.find(key, now)?;
         match found
@@ -474,7 +474,7 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// Looks at up to `limit` rows that are listed by now, removes those whose retention has ended, and says how many.
+    /// Looks at up to `limit` rows that are listed by now and removes those whose retention has ended. Returns how many.
     /// The others are listed anew: most were renewed or finished since.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
         let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
@@ -492,7 +492,7 @@ impl<'c> Table<'c> {
     }
 }
 
-/// The record in a row, `None` if its retention has ended. What another version wrote is not judged by its times.
+/// The record in a row; `None` if its retention has ended. A row of another version is not judged by its times.
 fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     let column = |index| row.get_ref(index);
     let format = column(0)?.as_i64()?;

@@ -1,18 +1,18 @@
-//! The threads of a store handle, which do all work on the file: no task of the runtime ever waits for a disk. Each is
-//! started when it is first needed, and has a connection of its own.
+//! The threads of a store handle, which do all work on the file: no task of the runtime ever waits for a disk. Each thread
+//! is started at first use, and has a connection of its own.
 //!
-//! - The *writer* takes everything that waits and makes one transaction of it: one lock, one commit, one wait for the
-//!   disk. Before a commit that waits for the disk it gives those it has just answered a moment to come back; a call that
-//!   comes alone is not delayed.
-//! - The *reader* answers what changes nothing: it waits for no lock and no disk, as in WAL mode it sees what is
-//!   committed. Reservations go through it while most turn out to be replays; what has to be written is handed on to the
-//!   writer, which decides anew. While duplicates wait, the reader also looks whether anybody committed anything, and then
-//!   has them look again.
-//! - The *upkeep* thread renews leases and makes late writes. It waits for no queue of calls; while another connection holds
-//!   the lock, it tries again and again, and the writer of the same handle lets it go first.
+//! - The *writer* makes one transaction of everything that waits: one lock, one commit, one wait for the disk. Before a
+//!   commit that waits for the disk, it gives the callers it has just answered a moment to come back; a lone call is not
+//!   delayed.
+//! - The *reader* answers operations that change nothing. It waits for no lock and no disk: in WAL mode it sees what is
+//!   committed. Reservations go through it while most turn out to be replays; those that have to write are handed on to the
+//!   writer, which decides anew. While duplicates wait, the reader also looks for commits of others, and then has the
+//!   duplicates look again.
+//! - The *upkeep* thread renews leases and makes late writes. It waits for no queue of calls; while another connection
+//!   holds the lock, it tries again and again, and the writer of the same handle lets it go first.
 //!
-//! An operation whose caller has gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
-//! some time, and after some bytes of questions or answers; what is left over is the next one's.
+//! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
+//! some time, and after some bytes of questions or answers; the rest is left for the next one.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -34,21 +34,21 @@ use crate::record::{Lease, Reservation, Reserve};
 use crate::store::{Answers, StoreError, StoreErrorKind};
 use crate::sync::lock;
 
-/// Renewals and late writes in one transaction: they are small.
+/// The most renewals and late writes in one transaction: they are small.
 const UPKEEP_BATCH: usize = 4096;
-/// How long a reservation waits until it takes over a lease that lapsed while the lock was held. The owner of the lease asks
-/// for that lock every millisecond or so.
+/// How long a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the lease
+/// asks for that lock every half millisecond.
 pub(super) const SPARED: Duration = Duration::from_millis(250);
-/// The least batch after which the writer waits for those it has answered.
+/// The least number of answered callers that the writer waits for.
 const COMPANY: usize = 4;
-/// Reservations after which expired records are looked for: a lone call need not pay for that each time.
+/// Clean-up is due after this many reservations: a lone call need not pay for it each time.
 const CLEAN_UP_AFTER: u32 = 8;
-/// For how many batches it does not wait, at most, after it has waited in vain.
+/// The most batches for which the writer does not wait, after it has waited in vain.
 const LONGEST_SKIP: u32 = 64;
-/// How often the reader looks for commits of other handles while somebody waits: this, and as much more for each waiter.
+/// The interval at which the reader looks for commits of other handles while duplicates wait, and what each waiter adds.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
-/// The pauses of the upkeep thread between two tries to get the lock. Short: others may let it go for a moment only.
+/// The pauses of the upkeep thread between two tries to get the lock. Short: others may release it only for a moment.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
@@ -64,24 +64,24 @@ pub(super) enum Lane {
 pub(super) struct Core {
     pub(super) database: Arc<Database>,
     pub(super) waiting: Waiting,
-    /// How many duplicates wait.
+    /// The number of waiting duplicates.
     waiters: AtomicUsize,
     writes: Queue,
     reads: Queue,
     upkeep: Queue,
     /// Whether the upkeep thread wants the lock: the writer lets it go first.
     upkeep_waits: AtomicBool,
-    /// Since when the lock was held, by others and then by the writer, in milliseconds of the wall clock; and until when the
-    /// leases are spared that lapsed meanwhile.
+    /// Since when the lock was held, by others and then by the writer, in milliseconds of the wall clock; and until when
+    /// leases that lapsed meanwhile are spared.
     locked: Mutex<Option<(i64, Instant)>>,
     numbers: AtomicU64,
     /// Reservations since the last clean-up.
     reservations: AtomicU32,
-    /// How many of 256 reservations were replays lately, or other answers that change nothing.
+    /// The share of replays, and of other answers that change nothing, among recent reservations, in 256ths.
     replays: AtomicUsize,
 }
 
-/// Opens the file, and makes it and the table if they are not there.
+/// Opens the file, and creates it and its table if they are missing.
 pub(super) async fn start(database: Database) -> Result<Arc<Core>, StoreError> {
     let core = Arc::new(Core::new(Arc::new(database)));
     let (reply, opened) = oneshot::channel();
@@ -97,7 +97,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreEr
     spawned.map(drop).map_err(|error| unavailable(format!("no thread can be started: {error}")))
 }
 
-/// Ends the queue of a thread that ends, so that nobody waits for it.
+/// Ends the queue with its thread, so that no caller waits for it.
 struct Ending<'a>(&'a Queue);
 
 impl Drop for Ending<'_> {
@@ -148,7 +148,7 @@ impl Core {
         }
     }
 
-    /// Lets the threads end once they have done what was asked of them.
+    /// Lets the threads end once they have done all requests.
     pub(super) fn close(&self) {
         [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
@@ -164,17 +164,17 @@ impl Core {
         self.upkeep_waits.load(Ordering::SeqCst)
     }
 
-    /// Notes that nobody could renew a lease from `since` on, by the wall clock, until just now.
+    /// Notes that no lease could be renewed from `since` on, by the wall clock, until just now.
     pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
         *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
     }
 
-    /// Since when nobody could renew a lease, if that was so just now.
+    /// Since when no lease could be renewed, if that was so just now.
     pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
         lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
     }
 
-    /// Counts `more` reservations, and says how many there were since the last clean-up if there is to be one.
+    /// Counts `more` reservations. If a clean-up is due, returns how many there were since the last one.
     pub(super) fn reserved(&self, more: u32) -> Option<u32> {
         let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
         let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
@@ -188,7 +188,7 @@ impl Core {
     pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: Reserve) -> Answered {
         let queue = match lane {
             Lane::Upkeep => &self.upkeep,
-            // While most are replays, the reader answers most of them.
+            // While most are replays, the reader can answer most of them.
             Lane::Calls if self.replays.load(Ordering::Relaxed) >= 128 => &self.reads,
             Lane::Calls => &self.writes,
         };
@@ -197,7 +197,7 @@ impl Core {
         if matches!(answer, Answer::Spared) {
             self.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
-            // In a box: most calls need no room for it.
+            // Boxed: most calls don't get here, but would carry its size inline.
             answer = Box::pin(self.ask_one(queue, Ask::Reserve(request, false), left)).await?;
         }
         if lane == Lane::Calls {
@@ -222,16 +222,16 @@ impl Core {
         self.ask_one(queue, ask, self.limit())
     }
 
-    /// Waits until everything is done that was asked for before.
+    /// Waits until all earlier requests are done.
     pub(super) async fn pass(self: &Arc<Self>) {
-        // That the answers come is all there is to know.
+        // It matters only that the answers arrive.
         if self.upkeep.is_started() {
             let _ = self.ask_one(&self.upkeep, Ask::Pass, self.limit()).await;
         }
         let _ = self.ask_one(&self.writes, Ask::Pass, self.limit()).await;
     }
 
-    /// Not an `async fn`: that would keep room for its argument twice.
+    /// Not an `async fn`: that stores its argument twice, which enlarges every enclosing future.
     #[expect(clippy::manual_async_fn, reason = "see above")]
     fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> impl Future<Output = Answered> {
         async move {
@@ -239,7 +239,7 @@ impl Core {
             let op = self.op(queue, ask, Reply::One(reply));
             let number = op.number;
             self.push(queue, std::iter::once(op))?;
-            // Outside of a runtime nobody polls again: the operation was handed over, and that is all.
+            // Outside of a runtime the future is not polled again: it is enough that the operation was handed over.
             let answered = match Handle::try_current() {
                 Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
                 Err(_) => Some(answer.await),
@@ -255,7 +255,7 @@ impl Core {
         }
     }
 
-    /// Renews `leases`, each an operation of its own: what one can't have, the others may.
+    /// Renews `leases`, each as an operation of its own: one that fails does not affect the others.
     pub(super) async fn renew(
         self: &Arc<Self>,
         lane: Lane,
@@ -293,10 +293,10 @@ impl Core {
         Op { number, asked_at, ask, reply }
     }
 
-    /// Hands operations to a thread, and starts it if there is none.
+    /// Hands operations to a thread, and starts the thread if there is none.
     fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
         let is = |other: &Queue| std::ptr::eq(queue, other);
-        // Leases are as many as there are handlers: there is no sense in a limit.
+        // There are as many leases as handlers, so a limit makes no sense.
         let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.options.queue_capacity };
         if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
             return Ok(());
@@ -310,7 +310,7 @@ impl Core {
         started.inspect_err(|_| queue.set_started(false))
     }
 
-    /// The writer. `opened` hears whether the file could be opened, which is made if it is not there.
+    /// The writer. `opened` hears whether the file could be opened; it is created if it is missing.
     fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
         let _ending = Ending(&self.writes);
         let link = Link::new();
@@ -318,14 +318,14 @@ impl Core {
             let created = link.open(|| self.database.create());
             let is_store = created.is_ok();
             if opened.send(created).is_err() || !is_store {
-                // Nobody waits for it any more, or there is none.
+                // The caller is gone, or there is no file.
                 self.close();
             }
         }
         let mut batch = Vec::with_capacity(BATCH);
         let mut company = Company::of(&self.writes);
         while self.writes.take(&mut batch, None) {
-            // Where a commit waits for no disk, it is cheap, and the tasks had better work meanwhile.
+            // A commit that waits for no disk is cheap, and the tasks had better work meanwhile.
             let waits = self.database.options.synchronous == Synchronous::Full;
             while !batch.is_empty() {
                 self.on(&link, Database::reconnect, &mut batch, |session, batch| {
@@ -338,7 +338,7 @@ impl Core {
                         if batch.is_empty() {
                             return true;
                         }
-                        // Others are under way, so the connection is not at rest in any case.
+                        // Other operations are under way, so the connection is not at rest in any case.
                         session.tell_now();
                     }
                     false
@@ -359,7 +359,7 @@ impl Core {
                 let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
                 if !self.on(&link, Database::reconnect, &mut batch, read) {
                     version = None;
-                    // Whoever waits asks, and learns what is wrong.
+                    // The waiters ask, and get the error.
                     self.waiting.wake_all();
                 }
                 if batch.is_empty() {
@@ -395,7 +395,7 @@ impl Core {
         link.close();
     }
 
-    /// Drops what nobody waits for any more, and refuses what has waited for too long.
+    /// Fails the operations whose callers are gone, and those that have waited for too long.
     fn give_up(&self, batch: &mut Vec<Op>) {
         let now = self.database.clock.now();
         let late = |op: &Op| op.asked_at.is_some_and(|asked_at| now.saturating_since(asked_at) >= self.limit());
@@ -404,8 +404,8 @@ impl Core {
         }
     }
 
-    /// Has the batch worked off on the connection of `link`, which is opened if it is not there, and closed if it is of no
-    /// use any more. False if it is not there now.
+    /// Works the batch off on the connection of `link`: opens it if there is none, and closes it if it has become unusable.
+    /// Returns whether it is usable.
     fn on(
         self: &Arc<Self>,
         link: &Arc<Link>,
@@ -430,12 +430,12 @@ impl Core {
         healthy
     }
 
-    /// Hands an operation from the reader to the writer. If that has ended, the caller hears that nobody answers.
+    /// Hands an operation from the reader to the writer. If the writer has ended, the caller learns that no answer comes.
     pub(super) fn hand_on(self: &Arc<Self>, op: Op) {
         let _ = self.push(&self.writes, std::iter::once(op));
     }
 
-    /// How soon the reader looks for commits of others; `None` while nobody waits.
+    /// How soon the reader looks for commits of others; `None` while no duplicate waits.
     fn poll(&self) -> Option<Duration> {
         match self.waiters() {
             0 => None,
@@ -444,14 +444,14 @@ impl Core {
     }
 }
 
-/// Those who were just answered: most come back at once, one by one, with the next step of theirs, and a commit that does
-/// not wait for them is made for a few. What has come is done meanwhile. Whoever comes alone meets nobody who waits.
+/// The callers that were just answered. Most come back at once, one by one, with their next step, and a commit that does
+/// not wait for them is made for a few. What has come is done meanwhile. A lone call is not delayed.
 pub(super) struct Company<'a> {
     queue: &'a Queue,
-    /// How many operations were answered, and how many waited then.
+    /// How many operations were answered last, and how many waited then.
     answered: usize,
     waited: usize,
-    /// How many batches are not waited for, because those who were answered did not come back.
+    /// How many batches are not waited for, because the answered callers did not come back.
     skip: u32,
     next_skip: u32,
 }
@@ -461,14 +461,14 @@ impl<'a> Company<'a> {
         Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
     }
 
-    /// Adds to a batch that is done those who have come; waits `at_most` for those who are expected.
+    /// Adds the operations that have come to a batch that is done; waits up to `at_most` for the expected ones.
     pub(super) fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
         if self.answered >= COMPANY && self.skip == 0 {
             self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
         }
     }
 
-    /// `done` operations are answered.
+    /// Notes that `done` operations are answered.
     pub(super) fn were_answered(&mut self, done: usize) {
         if self.skip > 0 {
             self.skip -= 1;
@@ -484,7 +484,7 @@ impl<'a> Company<'a> {
     }
 }
 
-/// An error for one more operation.
+/// A copy of an error, for one more operation.
 pub(super) fn same(error: &StoreError) -> StoreError {
     StoreError::new(error.kind(), error.to_string())
 }

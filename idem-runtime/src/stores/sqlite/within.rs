@@ -1,4 +1,4 @@
-//! Records inside of a transaction of the user's.
+//! Records inside the user's transaction.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Wr
 use crate::store::{StoreError, StoreErrorKind};
 use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
 
-/// How often a call looks whether another one in the same transaction has ended.
+/// The interval at which a call looks whether another one in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
 
 /// An open transaction of `rusqlite`; see [`SqliteStore::within`](super::SqliteStore::within).
@@ -33,11 +33,11 @@ impl<'a> InSqlite<'a> {
 }
 
 impl SqliteStore {
-    /// Records inside of your open transaction: with what else it writes, or not at all. See [`Within`].
+    /// Records inside your open transaction: they are committed with its other writes, or not at all. See [`Within`].
     ///
-    /// The table is `idem_records`, or [`another`](Within::table), and is made if it is not there. Begin the transaction as
-    /// `IMMEDIATE`: of several that write only one is open at a time, so a duplicate waits where it begins, for as long as
-    /// the `busy_timeout` of its connection allows. In one that was begun otherwise, a duplicate gets [`Error::Store`] of
+    /// The table is `idem_records`, or [`another`](Within::table), and is created if it is missing. Begin the transaction
+    /// as `IMMEDIATE`: only one writing transaction is open at a time, so a duplicate waits where it begins, for as long as
+    /// the `busy_timeout` of its connection allows. In a transaction begun otherwise, a duplicate gets [`Error::Store`] of
     /// kind [`StoreErrorKind::Aborted`] if another transaction writes. `rusqlite` works on the thread that calls it.
     ///
     /// [`Error::Store`]: crate::Error::Store
@@ -69,7 +69,7 @@ impl SqliteStore {
 }
 
 impl Within<InSqlite<'_>> {
-    /// The table that holds the records; `idem_records` where nothing is said. Letters, digits and `_`.
+    /// The table that holds the records (default: `idem_records`). Letters, digits and `_`.
     #[must_use]
     pub fn table(mut self, table: &str) -> Self {
         table.clone_into(&mut self.0.table);
@@ -91,8 +91,7 @@ impl fmt::Debug for InSqlite<'_> {
     }
 }
 
-/// What trouble means to a transaction: one that SQLite did not end can only be rolled back all the same, as a part of it
-/// is missing.
+/// The error for a transaction: even one that SQLite did not end can only be rolled back, as a part of it is missing.
 fn aborted(trouble: &Trouble) -> StoreError {
     let error = failed(trouble);
     match error.kind() {
@@ -104,7 +103,7 @@ fn aborted(trouble: &Trouble) -> StoreError {
 }
 
 impl InSqlite<'_> {
-    /// A statement about savepoints.
+    /// Runs a statement about savepoints.
     fn savepoint(&self, text: &str) -> Result<(), StoreError> {
         self.check_open()?;
         self.connection.execute_batch(text).map_err(|error| aborted(&error.into()))
@@ -126,7 +125,7 @@ impl InSqlite<'_> {
             Ok(done) => return Ok(done),
             Err(trouble) => trouble,
         };
-        // Looked at only now: in all but the first transaction the table is there.
+        // Checked only now: in all but the first transaction the table exists.
         let form = table::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
         if form == Form::Absent {
             table::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
@@ -192,7 +191,7 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.release(lease, release, now))
     }
 
-    /// Only one transaction writes at a time, so the attempt that is running is one of this very transaction.
+    /// Only one transaction writes at a time, so the running attempt belongs to this very transaction.
     async fn wait(&self, _: &Key, at_most: Duration) -> Result<bool, StoreError> {
         SystemClock::default().sleep(at_most.min(POLL)).await;
         Ok(true)
@@ -208,13 +207,12 @@ impl within::Transaction for InSqlite<'_> {
 }
 
 impl SqliteStore {
-    /// Begins a transaction that may write, does `work` in it, commits it, and says how the delivery ended and what to do with
-    /// its message.
+    /// Begins a transaction that may write, does `work` in it and commits it. Returns how the delivery ended and what to do
+    /// with its message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then the [`Outcome`] may say
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
     /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit fails, everything is rolled back and the
-    /// message is to be delivered again; an error that a handler recorded (`on_error = record`) is recorded all the same,
-    /// alone.
+    /// message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded, alone.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
@@ -264,7 +262,7 @@ impl SqliteStore {
     }
 }
 
-/// Records the errors that handlers recorded in a transaction which was rolled back; says whether there were any.
+/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
 async fn record_failed(connection: &mut Connection, journal: &Journal) -> Result<bool, StoreError> {
     if journal.failed.is_empty() {
         return Ok(false);

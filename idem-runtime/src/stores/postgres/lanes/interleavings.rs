@@ -13,8 +13,8 @@ use super::*;
 use crate::clock::Clock;
 use crate::sync::{TestClock, explore};
 
-/// A server that answers each operation with its key. What is about `locked` waits for another session's transaction, and
-/// spoils the batch it is in.
+/// A server that answers each operation with its key. An operation on the key `locked` waits for another session's
+/// transaction, and fails the batch it is in.
 struct Echo<const OUTLIVES: bool> {
     database: Database,
     turn: Option<Semaphore>,
@@ -22,9 +22,9 @@ struct Echo<const OUTLIVES: bool> {
 }
 
 struct Server {
-    /// An exchange that has arrived goes on when it gets through.
+    /// Holds each exchange that has arrived.
     gate: Semaphore,
-    // Nothing switches while it is held.
+    // A plain mutex: no thread switch happens while it is held.
     log: std::sync::Mutex<Log>,
 }
 
@@ -39,7 +39,7 @@ impl Server {
         lock(&self.log).arrived.iter().filter(|it| *it == key).count()
     }
 
-    /// Waits until so many exchanges have arrived.
+    /// Waits until `count` exchanges have arrived.
     async fn exchanges(&self, count: usize) {
         while lock(&self.log).exchanges < count {
             yield_now().await;
@@ -51,7 +51,7 @@ impl Server {
     }
 
     async fn exchange(&self, keys: &[&String]) {
-        // On its way: whoever gives up before its next poll has sent nothing.
+        // On its way: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         {
             let mut log = lock(&self.log);
@@ -166,13 +166,13 @@ fn each_operation_gets_its_own_answer() {
     explore(|| each_gets_its_own_answer(None));
 }
 
-/// The same where one batch at a time is in flight.
+/// The same with one batch in flight at a time.
 #[test]
 fn each_operation_gets_its_own_answer_in_turn() {
     explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
 }
 
-/// An operation that another session locks fails by itself: the others of its batch are done.
+/// An operation on a row that another session has locked fails by itself: the others of its batch are done.
 #[test]
 fn one_that_is_locked_spoils_no_other() {
     explore(|| {
@@ -199,10 +199,10 @@ fn one_that_is_locked_spoils_no_other() {
     });
 }
 
-/// How often what two callers asked for is sent that go away while it waits for a lane.
+/// Two callers go away while their operations wait for a lane: how many of these are sent.
 fn sent_for_nobody<const OUTLIVES: bool>() -> usize {
     let (lanes, server) = open::<OUTLIVES>(None);
-    // One driven by its caller, and one for each lane, none of which comes back.
+    // One operation that its caller drives, and one for each lane; the server holds them all.
     let mut threads = Vec::new();
     for of in 0..=Echo::<OUTLIVES>::LANES {
         let held = Arc::clone(&lanes);
@@ -233,7 +233,7 @@ fn sent_for_nobody<const OUTLIVES: bool>() -> usize {
     server.arrived("gone")
 }
 
-/// What waits for a lane is not sent once its caller is gone, unless it has to be done all the same.
+/// An operation that waits for a lane is not sent once its caller is gone, unless it must be done anyway.
 #[test]
 fn what_nobody_waits_for_is_not_sent() {
     explore(|| {
@@ -242,7 +242,7 @@ fn what_nobody_waits_for_is_not_sent() {
     });
 }
 
-/// What outlives its caller is done although the caller goes away at any of its polls.
+/// An operation that outlives its caller is done even if the caller goes away at any of its polls.
 #[test]
 fn what_outlives_its_caller_is_done() {
     explore(|| {
@@ -275,7 +275,7 @@ fn what_outlives_its_caller_is_done() {
     });
 }
 
-/// The runtime of the lanes shuts down: nobody waits for an answer that can't come.
+/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
 #[test]
 fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
     explore(|| {

@@ -1,11 +1,11 @@
-//! Sends what many tasks want of the server in few statements.
+//! Sends the operations of many tasks in few statements.
 //!
-//! - A lone operation never waits: while no other of its kind is in flight its caller drives it, as one plain statement.
-//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
-//!   statement of many rows: one commit for all. A lane takes what is there; it never waits for more.
-//! - An operation whose caller has gone away leaves its lane before it is sent, unless it has to be done all the same
-//!   ([`Work::OUTLIVES`]). What was sent belongs to the lane.
-//! - An operation that fails because of another session's transaction is asked alone from then on: it holds up no others.
+//! - A lone operation never waits: while no other of its kind is in flight, its caller drives it, as one plain statement.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one statement
+//!   of many rows: one commit for all. A lane takes what is there; it never waits for more.
+//! - An operation whose caller goes away is dropped before it is sent, unless it must be done anyway ([`Work::OUTLIVES`]).
+//!   Once sent, it belongs to the lane.
+//! - An operation that fails because of another session's transaction is sent alone from then on: it holds up no others.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use crate::sync::{Handle, Mutex, lock};
 #[cfg(all(test, shuttle))]
 mod interleavings;
 
-/// Operations in one batch.
+/// The most operations in one batch.
 const BATCH: usize = 128;
-/// Bytes above which a batch takes no more.
+/// Bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// How many operations at a time may be asked alone: they may have to wait, each with a connection.
+/// How many operations may be sent alone at a time: each may have to wait, with a connection.
 const ALONE: usize = 2;
-/// For how long the operations of a key are asked alone after one that was locked.
+/// For how long the operations of a key are sent alone after one of them was locked.
 const REMEMBERED: Duration = Duration::from_secs(10);
 
 /// A kind of operation, and how one or many of them are done.
@@ -39,15 +39,15 @@ pub(super) trait Work: Send + Sync + Sized + 'static {
 
     /// How many batches are in flight at a time.
     const LANES: usize;
-    /// Whether an operation is done although nobody waits for it any more.
+    /// Whether an operation is done even if its caller is gone.
     const OUTLIVES: bool;
 
     fn database(&self) -> &Database;
 
-    /// What a batch holds while it is in flight, if only one at a time is to be.
+    /// A permit that a batch holds while it is in flight, if only one at a time may be.
     fn turn(&self) -> Option<&Semaphore>;
 
-    /// What it is about.
+    /// The key of an operation.
     fn key(operation: &Self::Operation) -> &str;
 
     /// About how many bytes it sends.
@@ -55,8 +55,8 @@ pub(super) trait Work: Send + Sync + Sized + 'static {
 
     fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 
-    /// An answer for each, in order; or what became of all of them. Of those that are not [wanted](Waiting::is_wanted) any
-    /// more right before they are sent the answer does not matter.
+    /// An answer for each, in order, or one failure for all. The answer of an operation that is not
+    /// [wanted](Waiting::is_wanted) any more right before it is sent does not matter.
     fn many(&self, operations: &[Waiting<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Waiting<W: Work> {
 }
 
 impl<W: Work> Waiting<W> {
-    /// Whether it is to be sent, if it was not yet.
+    /// Whether to send it, if it was not sent yet.
     pub(super) fn is_wanted(&self) -> bool {
         W::OUTLIVES || !self.answer.is_closed()
     }
@@ -84,15 +84,15 @@ struct Shared<W: Work> {
     runtime: Handle,
     /// Whether a lone operation is in flight, driven by its caller.
     lone: AtomicBool,
-    /// Whether the latest batch was more than one operation: then others are about to follow.
+    /// Whether the latest batch had more than one operation: then others are about to follow.
     is_busy: AtomicBool,
-    /// Lanes running; written under `queue`, read without it as a hint.
+    /// The running lanes; written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
     queue: Mutex<VecDeque<Waiting<W>>>,
     alone: Semaphore,
-    /// Keys that were locked, and until when they are taken for that.
+    /// Keys that were locked, and until when they count as locked.
     locked: Mutex<HashMap<String, Instant>>,
-    /// Whether there are any: most of the time there is none.
+    /// Whether there are any; mostly there are none.
     any_locked: AtomicBool,
 }
 
@@ -106,7 +106,7 @@ struct Lone<'a, W: Work> {
 impl<W: Work> Drop for Lone<'_, W> {
     fn drop(&mut self) {
         self.shared.lone.store(false, Ordering::Relaxed);
-        // It may have been sent, and then it is done twice, which is once.
+        // It may have been sent already; doing it twice has the effect of once.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
@@ -131,16 +131,16 @@ impl<W: Work> Lanes<W> {
         }))
     }
 
-    /// Does `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
+    /// Runs `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
         if self.0.enter() {
             let mut lone = Lone { shared: &self.0, operation: None };
-            // In a box: what is gathered, as most is when it matters, would move its room about.
+            // Boxed: under load most operations gather, and would carry the size of this future.
             let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
             lone.operation = None;
             return answer;
         }
-        // Nobody answered: the runtime of the lane is gone, and how far it got nobody knows.
+        // No answer: the runtime of the lane is gone, and how far the operation got is unknown.
         Shared::gather(&self.0, operation).await.unwrap_or_else(|_| Err(Failure::lost()))
     }
 }
@@ -155,7 +155,7 @@ impl<W: Work> Shared<W> {
             && !self.lone.swap(true, Ordering::Relaxed)
     }
 
-    /// Adds an operation to those that gather, and sees to it that a lane will take it.
+    /// Adds an operation to the gathering ones, and makes sure that a lane will take it.
     fn gather(this: &Arc<Self>, operation: W::Operation) -> oneshot::Receiver<Answer<W>> {
         let (answer, receiver) = oneshot::channel();
         let since = this.work.database().clock().now();
@@ -176,7 +176,7 @@ impl<W: Work> Shared<W> {
         receiver
     }
 
-    /// Whether `key` was locked by another session lately.
+    /// Whether another session had `key` locked recently.
     fn was_locked(&self, key: &str) -> bool {
         if !self.any_locked.load(Ordering::Relaxed) {
             return false;
@@ -198,7 +198,7 @@ impl<W: Work> Shared<W> {
         answer
     }
 
-    /// Sends an operation that may have to wait for somebody else's transaction.
+    /// Sends an operation that may have to wait for another session's transaction.
     async fn ask_alone(self: Arc<Self>, waiting: Waiting<W>) {
         let database = self.work.database();
         let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), self.alone.acquire());
@@ -210,8 +210,8 @@ impl<W: Work> Shared<W> {
         waiting.answer.send(answer).ok();
     }
 
-    /// What a lane sends next; nothing gives the lane's place back. Both under one lock, or an operation that gathers in
-    /// between would be left there.
+    /// The batch a lane sends next; an empty one gives the lane's place back. Both under one lock, or an operation that
+    /// gathers in between would be stranded.
     fn next(&self) -> Vec<Waiting<W>> {
         let mut queue = lock(&self.queue);
         let mut bytes = 0;
@@ -239,7 +239,7 @@ impl<W: Work> Shared<W> {
         let database = self.work.database();
         let now = database.clock().now();
         let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
-            // The server stalls. What waited this long is not sent any more: its caller knows that it did not land.
+            // The server stalls. An operation that waited this long is not sent: its caller knows that nothing was written.
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });
         for waiting in late.drain(..) {
@@ -256,7 +256,7 @@ impl<W: Work> Shared<W> {
                         waiting.answer.send(Ok(one)).ok();
                     }
                 }
-                // Nothing was written. Whichever is to blame must not fail the others, nor hold them up.
+                // Nothing was written. The operation to blame must not fail the others, nor hold them up.
                 Err(failure) if failure.blames_one => {
                     for waiting in batch {
                         self.runtime.spawn(Arc::clone(self).ask_alone(waiting));
@@ -288,7 +288,7 @@ impl<W: Work> Lane<W> {
                 Some(turn) => turn.acquire().await.ok(),
                 None => None,
             };
-            // Whoever was woken by the same answer runs first, so that what they ask is in one batch.
+            // Callers woken by the same answer run first, so that their next operations are in one batch.
             tokio::task::yield_now().await;
             let batch = self.shared.next();
             if batch.is_empty() {
@@ -302,8 +302,8 @@ impl<W: Work> Lane<W> {
 }
 
 impl<W: Work> Drop for Lane<W> {
-    /// Only a lane that panicked or whose runtime went away is still running here: it gives its place back and fails
-    /// what waits for a lane, since no other may come. What it had in flight learns that its answer is lost.
+    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
+    /// waiting operations, since no other lane may come. The callers of operations in flight learn that the answer is lost.
     fn drop(&mut self) {
         if self.running {
             let mut queue = lock(&self.shared.queue);

@@ -13,15 +13,15 @@ use super::*;
 use crate::stores::redis::connection::Theirs;
 use crate::sync::{TestClock, explore};
 
-/// A server that knows each operation by its key: a reservation meets the key itself, a completion is done, and any other
-/// command is answered with its first argument.
+/// A server that knows each operation by its key: a reservation finds the key itself as the value, a completion is done,
+/// and any other command is answered with its first argument (any other script with 1).
 #[derive(Clone)]
 struct Server(Arc<Inner>);
 
 struct Inner {
-    /// An exchange that has arrived goes on when it gets through.
+    /// Holds each exchange that has arrived.
     gate: Semaphore,
-    // Nothing switches while it is held.
+    // A plain mutex: no thread switch happens while it is held.
     log: std::sync::Mutex<Log>,
 }
 
@@ -37,7 +37,7 @@ impl Server {
         lock(&self.0.log).arrived.iter().filter(|it| **it == key.as_bytes()).count()
     }
 
-    /// Waits until so many exchanges have arrived.
+    /// Waits until `count` exchanges have arrived.
     async fn exchanges(&self, count: usize) {
         while lock(&self.0.log).exchanges < count {
             yield_now().await;
@@ -50,7 +50,7 @@ impl Server {
     }
 
     async fn exchange(&self, commands: Vec<Cmd>) -> Vec<Value> {
-        // On its way: whoever gives up before its next poll has sent nothing.
+        // On its way: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         {
             let mut log = lock(&self.0.log);
@@ -108,7 +108,7 @@ fn script(name: &str) -> Script {
     Script { source: "", sha: name.to_owned() }
 }
 
-/// A connection to a server whose gate is shut.
+/// A dispatch to a server whose gate is shut.
 fn open() -> (Arc<Dispatch>, Server) {
     let server = Server(Arc::new(Inner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
@@ -144,7 +144,7 @@ async fn ask(dispatch: &Dispatch, key: &str) {
     assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
 }
 
-/// Polls `call` once: what it wants is handed over then.
+/// Polls `call` once, which hands its operation over.
 async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
     let mut call = call;
     poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
@@ -187,12 +187,12 @@ fn each_operation_gets_its_own_answer() {
     });
 }
 
-/// What waits for a lane is not sent once its caller is gone, unless it ends an attempt; that is done all the same.
+/// An operation that waits for a lane is not sent once its caller is gone, unless it ends an attempt.
 #[test]
 fn what_nobody_waits_for_is_not_sent() {
     explore(|| {
         let (dispatch, server) = open();
-        // One driven by its caller, and one for each lane, none of which comes back.
+        // One operation that its caller drives, and one for each lane; the server holds them all.
         let mut threads = Vec::new();
         for of in 0..=LANES {
             let held = Arc::clone(&dispatch);
@@ -237,7 +237,7 @@ fn what_nobody_waits_for_is_not_sent() {
     });
 }
 
-/// A completion that its caller drives is done although the caller goes away at any of its polls.
+/// A completion that its caller drives is done even if the caller goes away at any of its polls.
 #[test]
 fn what_ends_an_attempt_is_done_although_its_caller_goes() {
     explore(|| {
@@ -272,7 +272,7 @@ fn what_ends_an_attempt_is_done_although_its_caller_goes() {
     });
 }
 
-/// The runtime of the lanes shuts down: nobody waits for an answer that can't come.
+/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
 #[test]
 fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
     explore(|| {

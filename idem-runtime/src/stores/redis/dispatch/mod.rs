@@ -1,16 +1,15 @@
-//! Sends what many tasks want of the server over one connection.
+//! Sends the operations of many tasks over one connection.
 //!
 //! - A lone command never waits: while nothing is in flight, it goes straight to the connection, driven by its caller.
-//! - Beyond that, operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one
-//!   pipeline: one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
-//! - Completions that gathered become one script call for up to [`FINISHED_AT_ONCE`] keys.
-//! - Reservations that gathered are first looked up with one `MGET` while most turn out to be replays: a tenth of the
-//!   work for the server. Whatever is absent is then reserved; a value that is there is what `SET … NX GET` would have
-//!   answered.
-//! - A batch is bounded by what it asks and by what it may bring, as far as the latest answers tell.
-//! - A batch belongs to its lane. What a caller wanted that goes away before it is sent is not sent, unless it ends an
-//!   attempt: that was handed over.
-//! - Where replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one pipeline:
+//!   one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
+//! - Gathered completions become one script call for up to [`FINISHED_AT_ONCE`] keys.
+//! - Gathered reservations are first looked up with one `MGET` while most turn out to be replays: a tenth of the work for
+//!   the server. Absent keys are then reserved; an existing value is what `SET … NX GET` would have answered.
+//! - A batch is bounded by the size of its requests, and by the size of its answers as estimated from the latest ones.
+//! - A batch belongs to its lane. If a caller goes away before its operation is sent, the operation is dropped, unless it
+//!   ends an attempt: then it was handed over.
+//! - If replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -32,25 +31,25 @@ use crate::sync::{Handle, Mutex, MutexGuard, lock};
 #[cfg(all(test, shuttle))]
 mod interleavings;
 
-/// Batches in flight at a time. First runs keep the server busy with scripts, so there is always one ready for it; replays
-/// keep the client busy, and more batches would only be smaller ones.
+/// Batches in flight at a time. First runs keep the server busy with scripts, so one batch should always be ready for it;
+/// replays keep the client busy, and more batches would only be smaller.
 const LANES: usize = 3;
 const LANES_FOR_REPLAYS: usize = 2;
-/// Operations in one batch.
+/// The most operations in one batch.
 const BATCH: usize = 256;
-/// Bytes of keys and values above which a batch takes no more.
+/// A batch with this many bytes of keys and values takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// Bytes of records that a batch may bring, if each is as large as those that came lately.
+/// Bytes of records that one exchange may bring, if each is as large as the latest ones.
 const ANSWER_BYTES: usize = 1024 * 1024;
-/// How large records are taken to be before any has come.
+/// The assumed size of a record before any has arrived.
 const FIRST_RECORD: usize = 64 * 1024;
-/// Keys in one call of a script: a bound on how long the server does nothing else, about 0.14 ms.
+/// Keys in one script call: it bounds how long the server does nothing else (about 0.14 ms).
 const FINISHED_AT_ONCE: usize = 64;
-/// Reservations from which on a batch looks before it reserves, if it expects replays.
+/// A batch of this many reservations looks its keys up before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
-/// Why something was not sent.
+/// Why an operation was not sent.
 const STALLED: &str = "the server did not answer what was sent before";
-/// What scripts answer to a record that is damaged.
+/// The error code of a script that found a damaged record.
 pub(super) const DAMAGED: &str = "DAMAGED";
 /// Writes to a key without changing anything.
 const TOUCH: &str = include_str!("../touch.lua");
@@ -80,7 +79,7 @@ impl Scripts {
         include_str!("../watch.lua"),
     ];
 
-    /// From what loading [`Scripts::SOURCES`] gave, in their order.
+    /// The scripts by the results of loading [`Scripts::SOURCES`], in their order.
     pub(super) fn new([finish, finish_one, inspect, release, renew, reopen, take, watch]: [Script; 8]) -> Self {
         Self { finish, finish_one, inspect, release, renew, reopen, take, watch }
     }
@@ -88,10 +87,10 @@ impl Scripts {
 
 pub(super) type Answer = Result<Value, Failure>;
 
-/// Whether enough replicas have what was answered; if not, what the server said about that, if it did.
+/// `Ok` if enough replicas have what was answered; otherwise the server's reason, if it gave one.
 type Replicated = Result<(), Option<Arc<str>>>;
 
-/// One reply of the server as the answer of its own operation.
+/// Turns one reply of the server into the answer of its operation.
 fn answer(value: Value, replicated: &Replicated) -> Answer {
     match (value, replicated) {
         (Value::ServerError(error), _) => Err(Failure::from(&error)),
@@ -100,7 +99,7 @@ fn answer(value: Value, replicated: &Replicated) -> Answer {
     }
 }
 
-/// How many replicas have to have what an answer says, and for how long the server waits for them.
+/// How many replicas must have what an answer says, and how long the server waits for them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Replicas {
     pub(super) count: usize,
@@ -108,26 +107,26 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
-    /// How long an exchange may take that ends with a wait for them, and has another one ahead of it.
+    /// The time limit of an exchange that ends in `WAIT`, including one queued before it.
     pub(super) fn exchange(self, timeout: Duration) -> Duration {
         timeout.saturating_add(self.within.saturating_mul(2))
     }
 }
 
-/// What all connections of a store have in common.
+/// What all connections of a store share.
 #[derive(Clone)]
 pub(super) struct Terms {
     pub(super) clock: Arc<dyn Clock>,
-    /// How long one exchange may take.
+    /// The time limit of one exchange.
     pub(super) timeout: Duration,
-    /// Where the ends of attempts are published.
+    /// The channel on which ends of attempts are published.
     pub(super) channel: Arc<str>,
     pub(super) scripts: Arc<Scripts>,
-    /// Whether a command may name one key only, as in a cluster.
+    /// Whether a command may name only one key, as in a cluster.
     pub(super) one_key: bool,
 }
 
-/// A command, and what is to be known of it on its way.
+/// A command, and how to treat it.
 #[derive(Clone)]
 pub(super) struct Ask {
     command: Cmd,
@@ -135,7 +134,7 @@ pub(super) struct Ask {
     script: Option<&'static str>,
     /// Whether the answer may be a record.
     brings_record: bool,
-    /// Whether it is sent although its caller is gone.
+    /// Whether it is sent even if its caller is gone.
     is_kept: bool,
 }
 
@@ -160,13 +159,13 @@ impl Ask {
         Self { brings_record: true, ..self }
     }
 
-    /// Says that it is sent although its caller is gone.
+    /// Says that it is sent even if its caller is gone.
     pub(super) fn that_is_kept(self) -> Self {
         Self { is_kept: true, ..self }
     }
 }
 
-/// The same call by the source of its script, which loads it.
+/// The same call with the source of its script, which loads it.
 fn with_source(call: &Cmd, source: &str) -> Cmd {
     let mut command = Cmd::new();
     command.arg("EVAL").arg(source);
@@ -178,7 +177,7 @@ fn with_source(call: &Cmd, source: &str) -> Cmd {
     command
 }
 
-/// A completion, of the attempt that its value names.
+/// A completion; its value names the attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Completion<'a> {
     pub(super) key: &'a [u8],
@@ -195,7 +194,7 @@ struct Entry {
     ttl_ms: u64,
 }
 
-/// Operations on their way into one batch. Their bytes lie in one buffer, so that an operation allocates nothing before
+/// The operations that gather for one batch. Their bytes share one buffer, so that an operation allocates nothing before
 /// its batch is sent.
 struct Gather {
     bytes: Vec<u8>,
@@ -229,7 +228,7 @@ impl Gather {
         Entry { slot, at, key: key.len(), value: value.len(), ttl_ms }
     }
 
-    /// Takes a reservation over; its answer comes in this slot.
+    /// Adds a reservation; returns the slot of its answer.
     fn add_reserve(&mut self, key: &[u8], value: &[u8], ttl_ms: u64) -> usize {
         let entry = self.entry(key, value, ttl_ms);
         let slot = entry.slot;
@@ -250,7 +249,7 @@ impl Gather {
         slot
     }
 
-    /// Takes away what might bring more than so many records.
+    /// Removes the operations that might bring more than `records` records.
     fn beyond(&mut self, mut records: usize) -> Later {
         let reserves = self.reserves.split_off(records.min(self.reserves.len()));
         records -= self.reserves.len();
@@ -262,7 +261,7 @@ impl Gather {
         Later { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
     }
 
-    /// Has what brings up to so many of the records that were left for later, and nothing else.
+    /// Replaces its operations by the next of `later`, which bring up to `records` records.
     fn next(&mut self, later: &mut Later, records: usize) {
         let now = records.min(later.reserves.len());
         let commands = (records - now).min(later.commands.len());
@@ -274,7 +273,7 @@ impl Gather {
         self.forget_gone();
     }
 
-    /// Forgets what nobody waits for any more.
+    /// Forgets the operations whose callers are gone, unless they are kept.
     fn forget_gone(&mut self) {
         let slots = lock(&self.replies.0);
         let is_gone = |slot: usize| matches!(slots[slot], Slot::Gone);
@@ -299,7 +298,7 @@ impl Gather {
         Completion { key: self.key(entry), value: self.value(entry), ttl_ms: entry.ttl_ms }
     }
 
-    /// Ready for other operations, with the room it has.
+    /// Empties it for other operations, and keeps its capacity.
     fn clear(&mut self) {
         self.bytes.clear();
         self.reserves.clear();
@@ -309,7 +308,7 @@ impl Gather {
     }
 }
 
-/// What is left of a batch for further exchanges, as it brings records.
+/// The operations of a batch that bring records and are left for further exchanges.
 struct Later {
     reserves: Vec<Entry>,
     commands: Vec<(usize, Ask)>,
@@ -335,7 +334,7 @@ enum Slot {
     Empty,
     Waiting(Waker),
     Done(Answer),
-    /// Nobody waits for it any more.
+    /// Its caller is gone.
     Gone,
 }
 
@@ -346,7 +345,7 @@ impl Replies {
         slots.len() - 1
     }
 
-    /// Sets answers and wakes whoever waits for them, after the lock is released.
+    /// Sets answers and wakes their callers, after the lock is released.
     fn deliver(&self, answers: impl Iterator<Item = (usize, Answer)>) {
         let mut wakers = Vec::with_capacity(answers.size_hint().0);
         let mut slots = lock(&self.0);
@@ -363,7 +362,7 @@ impl Replies {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Leaves out those that nobody waits for any more.
+    /// Removes the entries whose callers are gone.
     fn retain_waiting(&self, entries: &mut Vec<&Entry>) {
         let slots = lock(&self.0);
         entries.retain(|entry| !matches!(slots[entry.slot], Slot::Gone));
@@ -415,7 +414,7 @@ impl Drop for Reply {
         if self.taken {
             return;
         }
-        // The answer, which may be large, outside of the lock.
+        // Drops the answer, which may be large, outside of the lock.
         let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], Slot::Gone);
         drop(before);
     }
@@ -431,11 +430,11 @@ struct Shared {
     runtime: Handle,
     /// Whether a lone command is in flight, driven by its caller.
     lone: AtomicBool,
-    /// Lanes running; written under `queue`, read without it as a hint.
+    /// The running lanes; written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
-    /// How many of 256 reservations were replays lately.
+    /// The share of replays among recent reservations, in 256ths.
     replays: AtomicUsize,
-    /// How many bytes the largest record had that came lately.
+    /// The size of the largest recent record, in bytes.
     record: AtomicUsize,
     queue: Mutex<Queue>,
 }
@@ -455,8 +454,8 @@ impl Drop for Lone<'_> {
 }
 
 impl Dispatch {
-    /// Sends over `connection` from tasks of the current runtime; what gathers waits at most as long as an exchange may
-    /// take. With `replicas`, an answer counts once they have what it says.
+    /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an exchange
+    /// may take. With `replicas`, an answer counts once they have what it says.
     pub(super) fn new(connection: Connection, terms: Terms, replicas: Option<Replicas>) -> Self {
         Self(Arc::new(Shared {
             connection,
@@ -471,10 +470,10 @@ impl Dispatch {
         }))
     }
 
-    /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the value that is there.
+    /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the existing value.
     pub(super) async fn reserve(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         if let Some(_lone) = self.0.enter() {
-            // In a box, here and below: what is gathered, as most is when it matters, would move its room about.
+            // Boxed, here and below: under load most operations gather, and would carry the size of this future.
             let answer = Box::pin(self.0.one(&reserve(key, value, ttl_ms))).await;
             self.0.expect_records(record_bytes(&answer));
             return answer;
@@ -482,7 +481,7 @@ impl Dispatch {
         self.0.gather(|gather| gather.add_reserve(key, value, ttl_ms)).await
     }
 
-    /// Whether the record is this attempt's and finished now.
+    /// Answers whether the record is this attempt's and now finished.
     pub(super) async fn finish(&self, completion: &Completion<'_>) -> Answer {
         if let Some(_lone) = self.0.enter() {
             let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(completion)))));
@@ -512,12 +511,12 @@ impl Dispatch {
     }
 }
 
-/// What was handed over and is driven by its caller. Should that one go away before there is an answer, it goes to a lane:
-/// it may not have been sent yet, and twice does no harm.
+/// An operation that was handed over and is driven by its caller. If the caller goes away before the answer, a lane takes
+/// it: it may not have been sent yet, and sending it twice does no harm.
 struct HandedOver<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> HandedOver<F> {
-    /// It was answered.
+    /// The answer has arrived.
     fn done(mut self) {
         self.0 = None;
     }
@@ -533,22 +532,22 @@ impl<F: FnOnce()> Drop for HandedOver<F> {
 
 #[cfg(feature = "redis-cluster")]
 impl Dispatch {
-    /// For what is asked beside the operations.
+    /// The connection, for questions that are not operations.
     pub(super) fn connection(&self) -> &Connection {
         &self.0.connection
     }
 
-    /// [`reserve`](Self::reserve) for a key whose slot is on its way to this node.
+    /// [`reserve`](Self::reserve) for a key whose slot is migrating to this node.
     pub(super) async fn reserve_asking(&self, key: &[u8], value: &[u8], ttl_ms: u64) -> Answer {
         self.asking(reserve(key, value, ttl_ms)).await
     }
 
-    /// [`finish`](Self::finish) for a key whose slot is on its way to this node.
+    /// [`finish`](Self::finish) for a key whose slot is migrating to this node.
     pub(super) async fn finish_asking(&self, completion: &Completion<'_>) -> Answer {
         self.asking(self.0.finish_one(*completion, true)).await
     }
 
-    /// [`command`](Self::command) for a key whose slot is on its way to this node.
+    /// [`command`](Self::command) for a key whose slot is migrating to this node.
     pub(super) async fn command_asking(&self, ask: Ask) -> Answer {
         let command = match ask.script {
             Some(source) => with_source(&ask.command, source),
@@ -557,7 +556,7 @@ impl Dispatch {
         self.asking(command).await
     }
 
-    /// It goes by itself: the permission is for one command.
+    /// Sent by itself: `ASKING` permits one command.
     async fn asking(&self, command: Cmd) -> Answer {
         let mut pipeline = Pipeline::with_capacity(5);
         pipeline.cmd("ASKING").add_command(command);
@@ -576,10 +575,10 @@ impl Shared {
         self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
     }
 
-    /// One command, by the source of its script if the server has forgotten it.
+    /// One command; with the source of its script if the server has forgotten it.
     async fn ask(&self, ask: &Ask) -> Answer {
         match (self.one(&ask.command).await, ask.script) {
-            // Restarted, failed over or flushed: nothing was written.
+            // The server restarted, failed over or flushed its scripts: nothing was written.
             (Err(failure), Some(source)) if failure.is_unknown_script() => {
                 self.one(&with_source(&ask.command, source)).await
             }
@@ -600,9 +599,9 @@ impl Shared {
             let values = self.connection.many(pipeline).await?;
             return Ok(values.into_iter().map(|value| answer(value, &Ok(()))).collect());
         };
-        // `WAIT` speaks of the writes of its own connection. An operation that finds itself done, or a replay, writes
-        // nothing: what it found would count as confirmed although no replica may have it. Replicas follow one stream, so
-        // one write behind everything that was found stands for all of it.
+        // `WAIT` covers the writes of its own connection. A replay, or an operation that finds itself done, writes nothing:
+        // its answer would count as confirmed although no replica may have it. Replicas follow one stream, so one write
+        // behind all answers covers them all.
         let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
             [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
             [first, ..] => (false, key_of(first).to_vec()),
@@ -638,8 +637,8 @@ impl Shared {
         lock(&self.queue)
     }
 
-    /// The batch a lane sends next; none gives the lane's place back. Both under one lock, or an operation that gathers
-    /// in between would be left there.
+    /// The batch a lane sends next; `None` gives the lane's place back. Both under one lock, or an operation that gathers
+    /// in between would be stranded.
     fn next(&self) -> Option<Gather> {
         let mut queue = self.queue();
         let next = queue.gathers.pop_front();
@@ -649,7 +648,7 @@ impl Shared {
         next
     }
 
-    /// Keeps the buffers of a batch that was sent for another, unless they grew out of the ordinary.
+    /// Keeps the buffers of a sent batch for another, unless they grew unusually large.
     fn keep(&self, mut gather: Gather) {
         gather.clear();
         let mut queue = self.queue();
@@ -658,7 +657,7 @@ impl Shared {
         }
     }
 
-    /// Adds an operation to the batch that gathers, and sees to it that a lane will take it.
+    /// Adds an operation to the gathering batch, and makes sure that a lane will take it.
     fn gather(self: &Arc<Self>, add: impl FnOnce(&mut Gather) -> usize) -> Reply {
         let mut queue = self.queue();
         if queue.gathers.back().is_none_or(Gather::is_full) {
@@ -671,7 +670,7 @@ impl Shared {
         let reply = Reply { replies: Arc::clone(&gather.replies), slot, taken: false };
         let lanes = self.lanes.load(Ordering::Relaxed);
         let limit = match self.replicas {
-            // `WAIT` holds up whatever comes behind it on its connection.
+            // `WAIT` blocks whatever comes after it on its connection.
             Some(_) => 1,
             None if self.expects_replays() => LANES_FOR_REPLAYS,
             None => LANES,
@@ -684,18 +683,19 @@ impl Shared {
         reply
     }
 
-    /// Whether most reservations were replays lately.
+    /// Whether most recent reservations were replays.
     fn expects_replays(&self) -> bool {
         self.replays.load(Ordering::Relaxed) >= 128
     }
 
-    /// Notes how many of `asked` reservations met a value.
+    /// Notes how many of `asked` reservations found a value.
     fn met(&self, values: usize, asked: usize) {
         let before = self.replays.load(Ordering::Relaxed);
         self.replays.store((3 * before + 256 * values / asked.max(1)) / 4, Ordering::Relaxed);
     }
 
-    /// Notes that the largest record among some answers had so many bytes. Small ones are expected again after a while.
+    /// Notes the largest record among some answers, in bytes. The expected size falls by half at most, so it takes a while
+    /// until small records are expected again.
     fn expect_records(&self, largest: usize) {
         let before = self.record.load(Ordering::Relaxed);
         let now = largest.max(before / 2);
@@ -712,8 +712,8 @@ impl Shared {
     async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
         gather.forget_gone();
-        // Each by itself, behind the others: a server that refuses its size ends the connection, and its answer would
-        // be lost in a batch.
+        // Each by itself, after the others: a server that refuses its size closes the connection, and a batch would lose
+        // the answer.
         let large: Vec<Entry> = gather.completions.extract_if(.., |entry| entry.value >= SURE).collect();
         let mut later = gather.beyond(self.records_at_once());
         loop {
@@ -733,7 +733,7 @@ impl Shared {
         }
     }
 
-    /// Sends what is in `gather`, and answers it; what failed is still to be answered.
+    /// Sends the operations in `gather` and answers them. After an error the rest is still unanswered.
     async fn send_small(&self, gather: &mut Gather, replies: &Replies) -> Result<(), Failure> {
         let at_once = if self.terms.one_key { 1 } else { FINISHED_AT_ONCE };
         let calls: Vec<Range<usize>> = chunks(gather.completions.len(), at_once).collect();
@@ -764,7 +764,7 @@ impl Shared {
             return Ok(());
         }
         let mut answers = self.exchange(&mut pipeline).await?.into_iter();
-        // Never nil for want of an answer: nil means "reserved".
+        // A missing answer must not become nil: nil means "reserved".
         let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
 
         let (mut absent, mut again) = (Vec::new(), Pipeline::new());
@@ -784,7 +784,7 @@ impl Shared {
             }));
             self.met(met, gather.reserves.len());
         }
-        // The server lost its scripts (restart, failover, SCRIPT FLUSH): nothing was written by these.
+        // The server lost its scripts (restart, failover, SCRIPT FLUSH): these calls wrote nothing.
         let (mut unknown, mut unfinished) = (Vec::new(), Vec::new());
         replies.deliver(asked.into_iter().filter_map(|(slot, at, script, brings_record)| {
             let answer = next();
@@ -825,12 +825,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Delivers the values that are there, and says which reservations met none and are still waited for.
+    /// Delivers the existing values. Returns the reservations that found none and whose callers still wait.
     fn found<'a>(&self, gather: &'a Gather, found: Answer, largest: &mut Option<usize>) -> Vec<&'a Entry> {
         let (found, replicated) = match found {
             Ok(found) => (found, Ok(())),
             Err(Failure::Unreplicated(found, why)) => (*found, Err(why)),
-            // Nothing was written yet, so whoever asked may be told so.
+            // The look has written nothing, so the callers get its failure.
             Err(failure) => {
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
                 return Vec::new();
@@ -900,15 +900,15 @@ impl Lane {
             let operations = gather.len();
             let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
             if shared.terms.clock.now().saturating_since(gather.opened) > shared.connection.patience() {
-                // The server stalls. What waited this long is not sent any more: no operation takes longer than two
-                // timeouts, unless the server goes on answering others; and its caller knows that it did not land.
+                // The server stalls. Operations that waited this long are not sent: none takes longer than two time-outs,
+                // unless the server keeps answering others, and its caller knows that nothing was written.
                 gather.replies.fail(&Failure::NotSent(STALLED.into()));
             } else {
                 shared.send(&mut gather).await;
             }
             unanswered.0 = None;
             shared.keep(gather);
-            // The callers that were just woken run first, so that what they ask next is in the next batch.
+            // The callers that were just woken run first, so that their next operations join the next batch.
             if operations > 1 {
                 tokio::task::yield_now().await;
             }
@@ -917,8 +917,8 @@ impl Lane {
 }
 
 impl Drop for Lane {
-    /// Only a lane that panicked or whose runtime went away is still running here: it gives its place back and fails
-    /// what waits for a lane, since no other may come.
+    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
+    /// waiting batches, since no other lane may come.
     fn drop(&mut self) {
         if self.running {
             let mut queue = self.shared.queue();
@@ -932,7 +932,7 @@ impl Drop for Lane {
     }
 }
 
-/// Fails what a lane leaves unanswered, should its task be dropped or panic.
+/// Fails what a lane leaves unanswered if its task is dropped or panics.
 struct Unanswered(Option<Arc<Replies>>);
 
 impl Drop for Unanswered {
@@ -947,7 +947,7 @@ fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(size).map(move |from| from..len.min(from + size))
 }
 
-/// Gives the keys of one script call their answers.
+/// Answers the keys of one script call.
 fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
     let (value, replicated) = match settled {
         Ok(value) => (value, Ok(())),
@@ -979,12 +979,12 @@ fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
     }));
 }
 
-/// What the server said.
+/// The text of an error of the server.
 fn said(error: &ServerError) -> Arc<str> {
     format!("{} {}", error.code(), error.details().unwrap_or_default()).into()
 }
 
-/// How many bytes the record has that an answer brings.
+/// The size of the record in an answer, in bytes; 0 if it holds none.
 fn record_bytes(answer: &Answer) -> usize {
     let value = match answer {
         Ok(value) => value,
@@ -993,7 +993,7 @@ fn record_bytes(answer: &Answer) -> usize {
     };
     match value {
         Value::BulkString(record) => record.len(),
-        // With its retention.
+        // A record with its retention, or with the rest of its lease.
         Value::Array(parts) => match parts.first() {
             Some(Value::BulkString(record)) => record.len(),
             _ => 0,
