@@ -29,7 +29,7 @@ impl<'a> Undecodable<'a> {
         Self { codec, bytes, is_error: true }
     }
 
-    /// The name of the codec that wrote the result: its [`Codec::NAME`].
+    /// The name of the codec that wrote the result: its [`Codec::NAME`](super::Codec::NAME).
     pub const fn codec(&self) -> &'a str {
         self.codec
     }

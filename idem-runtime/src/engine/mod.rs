@@ -66,11 +66,11 @@ impl Operation {
 /// What `body` returned, or the [`Error`] that says why it has no result.
 ///
 /// # Panics
-/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`]. If a migration of
-/// [`OnUndecodable`] does; nothing changes then.
+/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of
+/// [`OnUndecodable`](crate::OnUndecodable) does; nothing changes then.
 ///
 /// # Cancel safety
-/// Dropping the future cancels the body and frees the key, or counts as an interruption under [`OnCrash::Fail`]. Once
+/// Dropping the future cancels the body and frees the key, or counts as an interruption under [`OnCrash::Fail`](crate::OnCrash::Fail). Once
 /// the body has returned, its result is recorded even if the future is dropped.
 ///
 /// ```

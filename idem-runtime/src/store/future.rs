@@ -43,7 +43,7 @@ impl<'a, T> StoreFuture<'a, T> {
 }
 
 impl<'a> StoreFuture<'a, ()> {
-    /// For [`Store::renew`] of a store whose answers come together, in the order of the leases.
+    /// For [`Store::renew`](super::Store::renew) of a store whose answers come together, in the order of the leases.
     pub fn renewed(
         answer: &'a Answers<'a>,
         renewed: impl Future<Output = Result<Vec<Write>, StoreError>> + Send + 'a,

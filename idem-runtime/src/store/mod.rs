@@ -26,7 +26,7 @@ use crate::sync::lock;
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
 ///   one is answered [`Reservation::Reserved`]. What a reservation does with the record it meets is decided by
-///   [`Record::meet`]; the store makes that decision atomic.
+///   [`Record::meet`](crate::Record::meet); the store makes that decision atomic.
 /// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
 ///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
 ///   number of the attempt. A refusal is an answer ([`Write::Refused`]), not an error.
