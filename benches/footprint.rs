@@ -15,8 +15,8 @@ use std::time::Duration;
 use allocation_counter::measure;
 use idem_benches::{Receipt, is_wanted, sized};
 use idem_runtime::{
-    CodecName, Error, Finish, Json, Key, Lease, MemoryStore, OnCrash, Payload, Reservation, Reserve, Store, Write,
-    idempotent,
+    CodecName, Error, Finish, Json, Key, Lease, MemoryStore, OnCrash, Reservation, ReserveRequest, Store, StoredResult,
+    Verdict, idempotent,
 };
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
@@ -42,7 +42,7 @@ fn key(id: usize) -> Key {
 }
 
 fn reserve(store: &MemoryStore, id: usize) -> Lease {
-    let request = Reserve {
+    let request = ReserveRequest {
         key: key(id),
         owner: store.heartbeats().new_owner(),
         lease: Duration::from_secs(30),
@@ -52,15 +52,15 @@ fn reserve(store: &MemoryStore, id: usize) -> Lease {
         max_attempts: None,
     };
     match now(store.reserve(&request)).expect("reserves") {
-        Reservation::Reserved { lease, .. } => lease,
+        Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),
     }
 }
 
 fn finish(store: &MemoryStore, lease: &Lease, payload: usize) {
     let finish =
-        Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: vec![b'x'; payload].into() });
-    assert_eq!(now(store.finish(lease, &finish)).expect("finishes"), Write::Done);
+        Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: vec![b'x'; payload].into() });
+    assert_eq!(now(store.finish(lease, &finish)).expect("finishes"), Verdict::Applied);
 }
 
 thread_local! {
@@ -82,7 +82,7 @@ fn records(name: &str, payload: Option<usize>, goal: f64) {
     }
     let most = sized(1_000_000, 20_000);
     let own = key(0).as_str().len() + payload.unwrap_or(0);
-    let store = MemoryStore::with_capacity(usize::MAX);
+    let store = MemoryStore::options().max_records(usize::MAX).build();
     let before = resident();
     let (mut held, mut worst, mut sum, mut counted) = (0, 0.0_f64, 0.0, 0.0);
     for id in 0..most {

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use idem_benches::{Goal, Table, alternate, is_wanted, nanos_each, sized, timed_on_cpu};
 use idem_runtime::{
-    Codec, CodecName, Error, Finish, Json, Key, MemoryStore, OnCrash, Operation, Payload, Policy, Reservation, Reserve,
-    Store, Write, record_values, run,
+    Codec, CodecName, Error, Finish, Json, Key, MemoryStore, OnCrash, Operation, Policy, Reservation, ReserveRequest,
+    Store, StoredResult, Verdict, record_values, run,
 };
 
 const TTL: Duration = Duration::from_secs(7 * 86_400);
@@ -33,7 +33,7 @@ async fn pending_once() {
 
 async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
     let store = store.handle();
-    let request = Reserve {
+    let request = ReserveRequest {
         key: key(id),
         owner: store.heartbeats().new_owner(),
         lease: Policy::DEFAULT_LEASE,
@@ -42,11 +42,11 @@ async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
         on_crash: OnCrash::Retry,
         max_attempts: None,
     };
-    let Ok(Reservation::Reserved { lease, .. }) = store.reserve(&request).await else { panic!("not reserved") };
+    let Ok(Reservation::Granted { lease, .. }) = store.reserve(&request).await else { panic!("not reserved") };
     let value = black_box(id);
     let bytes = Json::encode(&value).expect("a number can be encoded").into();
-    let finish = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes });
-    assert_eq!(store.finish(&lease, &finish).await.expect("finishes"), Write::Done);
+    let finish = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes });
+    assert_eq!(store.finish(&lease, &finish).await.expect("finishes"), Verdict::Applied);
     value
 }
 

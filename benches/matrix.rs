@@ -28,7 +28,7 @@ use idem_benches::{
     Goal, Receipt, Samples, Table, alternate, alternate_all, is_wanted, paced, sized, thousands_per_second, timed,
 };
 use idem_runtime::{
-    Cached, Error, Lease, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, Write,
+    Cached, Error, Lease, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, Verdict,
     idempotent,
 };
 use idem_tests::cluster::Cluster;
@@ -202,7 +202,7 @@ impl Subject {
     }
 
     fn memory() -> Self {
-        let store = MemoryStore::with_capacity(usize::MAX);
+        let store = MemoryStore::options().max_records(usize::MAX).build();
         Self::new("Memory", runtime(), [store.handle(), store.handle()], ())
     }
 
@@ -527,7 +527,7 @@ impl Subject {
             let before = (cpu_of_children(), cpu_of_this_process());
             let took = timed(|| {
                 let renewed = self.runtime.block_on(idem_runtime::renew_all(&self.store, &leases)).expect("answers");
-                assert!(renewed.iter().all(|write| *write == Write::Done), "a lease was lost");
+                assert!(renewed.iter().all(|write| *write == Verdict::Applied), "a lease was lost");
             });
             if round > 0 {
                 elapsed.push(took.as_secs_f64() * 1e3);

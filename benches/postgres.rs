@@ -14,7 +14,7 @@ use std::sync::Arc;
 use idem_benches::by_hand::postgres::ByHand;
 use idem_benches::by_hand::{new_orders, share};
 use idem_benches::{Goal, Receipt, Samples, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, Lease, PostgresStore, Store, Write, idempotent};
+use idem_runtime::{Error, Lease, PostgresStore, Store, Verdict, idempotent};
 use idem_tests::postgres::PostgresServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
@@ -136,7 +136,7 @@ impl Bench {
         });
         let beat = || {
             let renewed = self.runtime.block_on(idem_runtime::renew_all(&self.store, &leases)).expect("answers");
-            assert!(renewed.iter().all(|write| *write == Write::Done));
+            assert!(renewed.iter().all(|write| *write == Verdict::Applied));
         };
         let beats: Vec<f64> = (0..rounds).map(|_| timed(beat).as_secs_f64() * 1e3).collect();
         beats.into()

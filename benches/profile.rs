@@ -75,7 +75,7 @@ fn main() {
         println!("{name}, {}, {tasks} tasks", if is_first { "first run" } else { "replay" });
         let run = |store: &Arc<dyn Store>| runtime.block_on(calls(store, is_first, tasks, duration));
         match name {
-            "memory" => run(&MemoryStore::with_capacity(50_000_000).handle()),
+            "memory" => run(&MemoryStore::options().max_records(50_000_000).build().handle()),
             "redis" => {
                 let server = RedisServer::start(Kind::Redis);
                 run(&runtime.block_on(RedisStore::connect(&server.url())).expect("connects").handle());

@@ -73,7 +73,7 @@ async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
 /// Passes the bank a key that is the same on every attempt.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_with_key")]
 async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
-    let key = current().map(|attempt| attempt.child_key("charge"));
+    let key = current().ok().map(|attempt| attempt.child_key("charge"));
     app.bank.charge(order, key).await?;
     Ok(Receipt { order })
 }

@@ -47,7 +47,7 @@ const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     fingerprint = event.order
 )]
 async fn charge_customer(app: &App, event: &Event) -> Result<Receipt, PaymentError> {
-    let payment_key = current().expect("an attempt runs this body").child_key("charge");
+    let payment_key = current()?.child_key("charge");
     app.charge(event, payment_key).await
 }
 

@@ -41,7 +41,7 @@ type Failure = Box<dyn Error>;
     fingerprint = event.order
 )]
 async fn charge_customer(app: &App, event: &Event) -> Result<Receipt, PaymentError> {
-    let payment_key = current().expect("an attempt runs this body").child_key("charge");
+    let payment_key = current()?.child_key("charge");
     app.charge(event, payment_key).await
 }
 
@@ -144,7 +144,7 @@ const IN_THE_MIDDLE: &str = "in the middle of a charge";
 
 /// A worker process.
 async fn work(url: &str, prefix: String, idempotent: bool) -> Result<(), Failure> {
-    let store = RedisStore::options().prefix(format!("{prefix}idem:")).connect(url).await?;
+    let store = RedisStore::options().namespace(format!("{prefix}idem:")).connect(url).await?;
     let app = Arc::new(App { store, run: Run { redis: connect(url).await?, prefix } });
     let mut consumers = Vec::new();
     for number in 0..HANDLERS_PER_WORKER {

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use allocation_counter::{AllocationInfo, measure};
 use idem_runtime::{
-    Codec, CodecName, Error, Fingerprint, Finish, Json, Key, ManualClock, MemoryStore, OnCrash, Payload, Reservation,
-    Reserve, Store, Write, idempotent,
+    Codec, CodecName, Error, Fingerprint, Finish, Json, Key, ManualClock, MemoryStore, OnCrash, Reservation,
+    ReserveRequest, Store, StoredResult, Verdict, idempotent,
 };
 use serde::{Deserialize, Serialize};
 
@@ -111,7 +111,7 @@ fn key(id: usize) -> Key {
 }
 
 fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> idem_runtime::Lease {
-    let request = Reserve {
+    let request = ReserveRequest {
         key: key(id),
         owner: store.heartbeats().new_owner(),
         lease: Duration::from_secs(30),
@@ -121,7 +121,7 @@ fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> 
         max_attempts: None,
     };
     match now(store.reserve(&request)).unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
+        Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),
     }
 }
@@ -130,8 +130,8 @@ fn finish(store: &MemoryStore, lease: &idem_runtime::Lease) {
     // A capacity above the length, as encoders leave it.
     let mut bytes = Vec::with_capacity(4 * PAYLOAD);
     bytes.resize(PAYLOAD, b'x');
-    let finish = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
-    assert_eq!(now(store.finish(lease, &finish)).unwrap(), Write::Done);
+    let finish = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() });
+    assert_eq!(now(store.finish(lease, &finish)).unwrap(), Verdict::Applied);
 }
 
 /// Bytes beyond key and payload for each record, while a store is filled record by record: the largest figure and the last.
@@ -139,7 +139,7 @@ fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };
     let mut held = 0;
-    let store = MemoryStore::with_clock(ManualClock::new());
+    let store = MemoryStore::options().clock(ManualClock::new()).build();
     let (mut worst, mut last) = (0.0_f64, 0.0);
     for id in 0..most {
         held += measure(|| {
@@ -183,7 +183,7 @@ fn a_finished_record_takes_its_key_its_result_and_at_most_150_bytes() {
 #[test]
 fn expired_records_are_given_back() {
     let clock = ManualClock::new();
-    let store = MemoryStore::with_clock(clock.clone());
+    let store = MemoryStore::options().clock(clock.clone()).build();
     let held = measure(|| {
         for id in 0..20_000 {
             finish(&store, &reserve(&store, id, None));

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::{
-    Disposition, Error, Inspection, Json, Lease, Operation, Payload, RedisOptions, RedisStore, Release, Reservation,
-    State, Store, StoreError, StoreErrorKind, Write, observe, record_values, renew_all, run,
+    Disposition, Error, Inspection, Json, Lease, Operation, RedisOptions, RedisStore, Release, Reservation, State,
+    Store, StoreError, StoreErrorKind, StoredResult, Verdict, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, call, call_with, done, key, lease_of, request};
 use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
@@ -179,7 +179,7 @@ impl Load {
         for (name, done) in &report {
             assert!(done.runs == 1 || done.failed > 0, "{name}: ran again for no reason: {done:?}");
             match self.inspect(name).await.map(|found| found.record.state) {
-                Some(State::Completed(Payload::Stored { bytes, .. })) => {
+                Some(State::Completed(StoredResult::Encoded { bytes, .. })) => {
                     assert_eq!(bytes, done.result.to_string(), "{name}: another result is recorded: {done:?}");
                 }
                 _ => lost.push(name.clone()),
@@ -218,9 +218,9 @@ async fn no_command_names_keys_of_two_slots() {
     let more: Vec<String> = names.iter().map(|name| format!("lease {name}")).collect();
     let leases = futures::future::join_all(more.iter().map(|name| reserved(&store, name))).await;
     let renewed = renew_all(&store, &leases).await.unwrap();
-    assert!(renewed.len() == leases.len() && renewed.iter().all(|renewed| *renewed == Write::Done));
+    assert!(renewed.len() == leases.len() && renewed.iter().all(|renewed| *renewed == Verdict::Applied));
     let released = futures::future::join_all(leases.iter().map(|lease| store.release(lease, Release::Returned))).await;
-    assert!(released.into_iter().all(|released| released.unwrap() == Write::Done));
+    assert!(released.into_iter().all(|released| released.unwrap() == Verdict::Applied));
     for port in cluster.ports() {
         let errors: String = ask(port, "INFO errorstats").unwrap();
         assert!(!errors.contains("CROSSSLOT"), "{errors}");
@@ -318,9 +318,9 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     .await;
     cluster.nodes[0].signal("-CONT");
     let error = in_flight.await.unwrap().unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
     let answer = store.reserve(&request).await.unwrap();
-    assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
+    assert!(matches!(answer, Reservation::Granted { .. }), "{answer:?}");
     assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
@@ -331,7 +331,7 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
     let healthy = until("the others are answered", async || {
         let answered = answered.lock().unwrap();
-        silent.iter().zip(answered.iter()).all(|(silent, write)| *silent || *write == Some(Write::Done))
+        silent.iter().zip(answered.iter()).all(|(silent, write)| *silent || *write == Some(Verdict::Applied))
     });
     tokio::select! {
         renewed = handle.renew(leases, &answer) => panic!("{how}: waited for the node that is silent: {renewed:?}"),
@@ -393,11 +393,11 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             assert_eq!(reserved(&store, &moved).await.attempt, 1);
             for name in &more {
                 let lease = reserved(&store, name).await;
-                assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+                assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Verdict::Applied);
                 assert!(store.inspect(&lease.key).await.unwrap().is_some());
             }
             for (lease, _) in leases.iter().zip(&silent).filter(|(_, silent)| !**silent).take(10) {
-                assert_eq!(answered(async || store.release(lease, Release::Returned).await).await, Write::Done);
+                assert_eq!(answered(async || store.release(lease, Release::Returned).await).await, Verdict::Applied);
             }
         };
         tokio::select! {
@@ -412,7 +412,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
         cluster.nodes[0].signal("-CONT");
         let kept = &leases[leases.len() - 40..];
         let renewed = answered(async || renew_all(&store, kept).await).await;
-        assert!(renewed.iter().all(|write| *write == Write::Done), "{renewed:?}");
+        assert!(renewed.iter().all(|write| *write == Verdict::Applied), "{renewed:?}");
     });
 }
 
@@ -446,7 +446,7 @@ async fn slots_that_move_are_followed() {
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
-        assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Verdict::Applied]);
         // Half of the slot has moved.
         let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
@@ -458,8 +458,8 @@ async fn slots_that_move_are_followed() {
         say(from, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
         // All of the slot has moved (MOVED).
         each(0..150, 30).await;
-        assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
-        assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&pending, &done()).await.unwrap(), Verdict::Applied);
+        assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Verdict::Applied);
         assert_eq!(call(&store, &name(1000), &runs).await.0.unwrap(), 42);
         assert_eq!(runs.into_inner(), 0);
     }
@@ -534,9 +534,9 @@ async fn what_a_replaced_primary_still_answers_is_not_believed() {
     .await;
     old.signal("-CONT");
     let error = in_flight.await.unwrap().unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
     let answer = store.reserve(&request).await.unwrap();
-    assert!(matches!(answer, Reservation::Reserved { .. }), "{answer:?}");
+    assert!(matches!(answer, Reservation::Granted { .. }), "{answer:?}");
     assert_eq!(ask::<usize>(new, &format!("EXISTS {}", record_of("k"))), Ok(1));
 }
 
@@ -555,7 +555,7 @@ async fn waiters_are_woken_after_a_failover() {
         let (store, lease) = (store.clone(), lease.clone());
         async move { store.wait(&lease.key, lease.attempt, LEASE).await }
     });
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     waiting.await.unwrap().unwrap();
 }
 
@@ -673,8 +673,8 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         // learns of it at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused);
-        assert_eq!(store.finish(&other, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
+        assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Applied);
     });
 }
 
@@ -689,7 +689,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let port = primary.port();
         let runs = AtomicU32::new(0);
         let lease = reserved(&store, replayed).await;
-        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Verdict::Applied);
         let lease = reserved(&store, held).await;
         // Cut off while the body runs: its result is on the primary, and no caller is told that it is recorded.
         let body = async {
@@ -708,13 +708,13 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         // A reservation that no replica has starts no body.
         let (result, _) = call(&store, unreserved, &runs).await;
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
-        assert_eq!(source.kind(), StoreErrorKind::Unknown, "{source}");
+        assert_eq!(source.kind(), StoreErrorKind::Unconfirmed, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
         // Nor does a renewal count. The answer that another attempt is running may be given all the same.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
-        assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+        assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
-        assert!(matches!(pending, Reservation::Pending { attempt: 1, .. }), "{pending:?}");
+        assert!(matches!(pending, Reservation::InProgress { attempt: 1, .. }), "{pending:?}");
 
         pair.fail_over().await;
         // Everything that was acknowledged is there.
@@ -744,7 +744,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
             }
         };
         assert!(matches!(attempt, (2.., Some(2..))), "{attempt:?}");
-        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Write::Done);
+        assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Verdict::Applied);
     });
 }
 
@@ -756,7 +756,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
         let (primary, replica) = pair(kind);
         let connect = async || replicated().connect(&primary.url()).await.unwrap();
         let unconfirmed = |error: StoreError| {
-            assert_eq!(error.kind(), StoreErrorKind::Unknown, "{kind:?}: {error}");
+            assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{kind:?}: {error}");
             assert!(error.to_string().contains("min_replicas"), "{kind:?}: {error}");
         };
         let store = connect().await;
@@ -792,9 +792,9 @@ async fn what_is_found_is_not_taken_for_confirmed() {
         replica.signal("-CONT");
         until("the replica has caught up", async || store.reserve(&request).await.is_ok()).await;
         let answer = store.reserve(&request).await.unwrap();
-        assert!(matches!(answer, Reservation::Reserved { lease: Lease { attempt: 1, .. }, .. }), "{answer:?}");
-        assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
-        assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Write::Done);
+        assert!(matches!(answer, Reservation::Granted { lease: Lease { attempt: 1, .. }, .. }), "{answer:?}");
+        assert_eq!(store.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
+        assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Verdict::Applied);
         let replay = store.reserve(&self::request(&store, "finished")).await.unwrap();
         assert!(matches!(replay, Reservation::Finished(_)), "{replay:?}");
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures::FutureExt;
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, Json, Key, MemoryStore, MessagePack, OnUndecodable, Operation, Outcome,
-    Payload, Policy, Postcard, Record, Recorder, Refusal, State, Store, Unavailable, Undecodable, observe,
+    Policy, Postcard, Record, Recorder, Refusal, ResultProblem, State, Store, StoredResult, Undecodable, observe,
     record_results, record_values, run,
 };
 use proptest::prelude::*;
@@ -606,7 +606,7 @@ impl World {
         let (result, outcome) = self.value::<C, T>(policy, value).await;
         let error = result.unwrap_err();
         assert!(!outcome.executed() && !outcome.replayed(), "{outcome:?}");
-        assert_eq!(outcome.refused(), Some(Refusal::ResultUnavailable));
+        assert_eq!(outcome.refusal(), Some(Refusal::ResultUnavailable));
         assert_eq!(outcome.disposition(), Disposition::DeadLetter, "a failure is not acknowledged");
         assert_eq!(self.record().await, before, "a record is not rewritten");
         assert_eq!(self.runs(), 1);
@@ -614,9 +614,9 @@ impl World {
     }
 }
 
-fn reason(error: Error) -> Unavailable {
+fn reason(error: Error) -> ResultProblem {
     match error {
-        Error::ResultUnavailable { reason, .. } => reason,
+        Error::ResultUnavailable { problem: reason, .. } => reason,
         error => panic!("{error:?}"),
     }
 }
@@ -667,7 +667,7 @@ async fn written_and_read<W: Codec, R: Codec>() {
         assert!(outcome.replayed() && !outcome.executed() && outcome.result_stored(), "{outcome:?}");
         assert_eq!((outcome.disposition(), outcome.attempt(), world.runs()), (Disposition::Ack, Some(1), 1));
         assert_eq!(world.record().await, before, "a record is not rewritten");
-        let State::Completed(Payload::Stored { codec, .. }) = before.state else { panic!("{before:?}") };
+        let State::Completed(StoredResult::Encoded { codec, .. }) = before.state else { panic!("{before:?}") };
         assert_eq!(codec.as_str(), W::NAME);
     }
     value::<W, R, _>(order()).await;
@@ -701,7 +701,7 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
     let world = World::default();
     world.value::<Json, _>(POLICY, 7).await.0.unwrap();
     let reason = reason(world.unavailable::<Own, _>(POLICY, 7).await);
-    let Unavailable::OtherCodec { codec } = &reason else { panic!("{reason:?}") };
+    let ResultProblem::OtherCodec { codec } = &reason else { panic!("{reason:?}") };
     assert_eq!(codec, "json");
 
     let world = World::default();
@@ -709,7 +709,7 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
     let error = world.unavailable::<Json, _>(POLICY, 7).await;
     let said = error.to_string();
     assert!(said.contains("codec `own` wrote it; `on_undecodable` can name a function"), "{said}");
-    assert!(matches!(self::reason(error), Unavailable::OtherCodec { .. }));
+    assert!(matches!(self::reason(error), ResultProblem::OtherCodec { .. }));
 }
 
 // ---- Migration ---------------------------------------------------------------------------------------------------------
@@ -795,16 +795,16 @@ async fn a_migration_that_fails_is_an_answer() {
     let error = world.unavailable::<Json, _>(migrating(fails), NOW()).await;
     assert!(error.to_string().contains("`on_undecodable` could not migrate it"), "{error}");
     assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "parcels have no numbers any more");
-    assert!(matches!(reason(error), Unavailable::MigrationFailed { .. }));
+    assert!(matches!(reason(error), ResultProblem::MigrationFailed { .. }));
 
     let error = world.unavailable::<Json, _>(migrating(useless), NOW()).await;
     assert!(error.to_string().contains("what `on_undecodable` made of it does not decode"), "{error}");
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("at line 1"));
-    assert!(matches!(reason(error), Unavailable::MigratedUndecodable { .. }));
+    assert!(matches!(reason(error), ResultProblem::MigratedUndecodable { .. }));
 
     // The function's bytes are decoded by the handler's codec, whichever codec wrote the record.
     let error = world.unavailable::<Postcard, _>(migrating(migrate_to::<Json>), NOW()).await;
-    assert!(matches!(reason(error), Unavailable::MigratedUndecodable { .. }));
+    assert!(matches!(reason(error), ResultProblem::MigratedUndecodable { .. }));
 }
 
 #[tokio::test]
@@ -851,7 +851,7 @@ async fn recorded_errors_are_migrated_as_errors() {
     assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
     // A handler that doesn't record errors doesn't read them, and doesn't call the function.
     let reason = reason(world.unavailable::<MessagePack, _>(migrating(must_not_be_asked), NOW()).await);
-    assert!(matches!(reason, Unavailable::RecordedError), "{reason:?}");
+    assert!(matches!(reason, ResultProblem::RecordedError), "{reason:?}");
 
     let world = World::default();
     assert!(world.result::<Json, _, OldFailure>(POLICY, Ok(BEFORE())).await.0.is_ok());
@@ -877,17 +877,17 @@ async fn what_is_not_there_can_not_be_migrated() {
     let world = World::default();
     world.value::<Json, _>(policy.max_result_bytes(1), BEFORE()).await.0.unwrap();
     let reason = self::reason(world.unavailable::<Json, _>(policy, BEFORE()).await);
-    assert!(matches!(reason, Unavailable::TooLarge { .. }), "{reason:?}");
+    assert!(matches!(reason, ResultProblem::TooLarge { .. }), "{reason:?}");
 
     let world = World::default();
     world.value::<Mute, _>(policy, BEFORE()).await.0.unwrap();
     let reason = self::reason(world.unavailable::<Json, _>(policy, BEFORE()).await);
-    assert!(matches!(reason, Unavailable::Unencodable), "{reason:?}");
+    assert!(matches!(reason, ResultProblem::Unencodable), "{reason:?}");
 
-    let state = State::Completed(Payload::Unreadable { reason: "gone".into() });
+    let state = State::Completed(StoredResult::Unreadable { reason: "gone".into() });
     let on_undecodable = OnUndecodable::Migrate(must_not_be_asked);
     let replay = record_values::<Json>().replay(&state, on_undecodable) as Result<Result<u8, Error>, _>;
-    assert!(matches!(replay, Err(Unavailable::Unreadable { .. })), "{replay:?}");
+    assert!(matches!(replay, Err(ResultProblem::Unreadable { .. })), "{replay:?}");
 }
 
 #[tokio::test]

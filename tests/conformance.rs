@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use idem_runtime::conformance::{CLAUSES, Clause, Subject};
 use idem_runtime::{MemoryStore, store_conformance};
-#[cfg(feature = "cluster")]
 use idem_runtime::{RedisOptions, RedisStore};
 use idem_tests::server::Kind;
 
@@ -23,13 +22,9 @@ store_conformance!(sqlite, idem_tests::sqlite::subject().await);
 store_conformance!(postgres, idem_tests::postgres::subject().await);
 #[cfg(feature = "postgres")]
 store_conformance!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await);
-#[cfg(feature = "cluster")]
 store_conformance!(cluster, idem_tests::cluster::cluster_subject(RedisStore::options).await);
-#[cfg(feature = "cluster")]
 store_conformance!(cluster_replicated, idem_tests::cluster::cluster_subject(replicated).await);
-#[cfg(feature = "cluster")]
 store_conformance!(sentinel, idem_tests::cluster::sentinel_subject(RedisStore::options).await);
-#[cfg(feature = "cluster")]
 store_conformance!(sentinel_replicated, idem_tests::cluster::sentinel_subject(replicated).await);
 #[cfg(feature = "dynamodb")]
 store_conformance!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await);
@@ -46,7 +41,6 @@ store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
 /// Acknowledged by the replica as well. It gets plenty of time, because nothing fails here.
-#[cfg(feature = "cluster")]
 fn replicated() -> RedisOptions {
     RedisStore::options().min_replicas(1, Duration::from_secs(5))
 }

@@ -8,7 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,10 +18,11 @@ use aws_sdk_dynamodb::types::{
     AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType,
 };
 use idem_runtime::{
-    DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner,
-    Payload, Record, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe,
-    record_values, renew_all, run,
+    DynamoOptions, DynamoStore, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation,
+    OwnerToken, Record, Release, Reservation, ReserveRequest, State, Store, StoreError, StoreErrorKind, StoredResult,
+    Verdict, observe, record_values, renew_all, run,
 };
+use idem_tests::WallClock;
 use idem_tests::calls::{LEASE, POLICY, TTL, call, done, request, reserved, stored, wins};
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
 use idem_tests::proxy::{Line, Proxy};
@@ -33,21 +34,20 @@ const THEN: i64 = 1_700_000_000_000;
 
 /// Settings for keys that no other test uses, and for machines of any speed.
 fn options(test: &str) -> DynamoOptions {
-    DynamoStore::options().prefix(format!("{test}:")).call_timeout(Duration::from_secs(60))
+    DynamoStore::options().namespace(format!("{test}:")).response_timeout(Duration::from_secs(60))
 }
 
 /// A store on the shared emulator whose keys no other test uses, and its wire.
 fn wired(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
-    (options(test).open(client(&wire), TABLE), wire)
+    (options(test).build(client(&wire), TABLE), wire)
 }
 
 /// The same with a clock that stands still.
-fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, Arc<AtomicI64>) {
-    let (clock, skew) = (Arc::new(AtomicI64::new(now)), Duration::from_millis(skew.unsigned_abs()));
-    let shown = Arc::clone(&clock);
-    let options = options(test).max_clock_skew(skew).wall_clock(move || shown.load(Ordering::SeqCst));
-    (options.open(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE), clock)
+fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, WallClock) {
+    let (clock, skew) = (WallClock::at(now), Duration::from_millis(skew.unsigned_abs()));
+    let options = options(test).max_clock_skew(skew).clock(clock.clone());
+    (options.build(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE), clock)
 }
 
 fn raw() -> Client {
@@ -92,11 +92,11 @@ async fn the_written_form_is_pinned() {
         assert_eq!(store.inspect(&key).await.unwrap().expect("recorded").record, record, "{name}");
     };
     let begin = async |name: &str, fingerprint, on_crash| {
-        clock.store(THEN, Ordering::SeqCst);
-        let owner = Owner::from_bytes(*b"0123456789abcdef");
-        let lease = wins(&store, &Reserve { owner, fingerprint, on_crash, ..request(&store, name) }).await;
+        clock.millis.store(THEN, Ordering::SeqCst);
+        let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
+        let lease = wins(&store, &ReserveRequest { owner, fingerprint, on_crash, ..request(&store, name) }).await;
         // The renewal or end of the attempt comes later, and not at a whole second.
-        clock.store(THEN + 7_001, Ordering::SeqCst);
+        clock.millis.store(THEN + 7_001, Ordering::SeqCst);
         lease
     };
     let pending = |on_crash| State::Pending { lease: LEASE, ttl: TTL, on_crash };
@@ -106,32 +106,32 @@ async fn the_written_form_is_pinned() {
     let lease = begin("pending-fail-fingerprint", fingerprint, OnCrash::Fail).await;
     show("pending-fail-fingerprint", Record::after(&lease, pending(OnCrash::Fail))).await;
     let lease = begin("renewed", None, OnCrash::Retry).await;
-    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     show("renewed", Record::after(&lease, pending(OnCrash::Retry))).await;
     let lease = begin("released", fingerprint, OnCrash::Retry).await;
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     show("released", Record::after(&lease, State::Released)).await;
     let lease = begin("not-started", None, OnCrash::Retry).await;
-    assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done);
-    show("not-started", Record { starts: 0, ..Record::after(&lease, State::Released) }).await;
+    assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Verdict::Applied);
+    show("not-started", Record { attempts_used: 0, ..Record::after(&lease, State::Released) }).await;
     let lease = begin("interrupted", None, OnCrash::Fail).await;
-    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Verdict::Applied);
     show("interrupted", Record::after(&lease, State::Interrupted)).await;
     for (name, fingerprint, finish) in [
         ("completed", None, Finish::Completed(stored(r#"{"a":1}"#))),
         ("completed-fingerprint", fingerprint, Finish::Completed(stored(""))),
         ("failed", None, Finish::Failed(stored("null"))),
-        ("too-large", None, Finish::Completed(Payload::TooLarge { bytes: 300_000 })),
-        ("unencodable", None, Finish::Completed(Payload::Unencodable)),
+        ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
+        ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
     ] {
         let lease = begin(name, fingerprint, OnCrash::Retry).await;
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
         show(name, Record::after(&lease, finish.state())).await;
     }
     let lease = begin("reopened", None, OnCrash::Retry).await;
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
-    assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Write::Done);
-    show("reopened", Record { starts: 0, ..Record::after(&lease, State::Released) }).await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
+    show("reopened", Record { attempts_used: 0, ..Record::after(&lease, State::Released) }).await;
     assert_eq!(
         written,
         include_str!("golden/dynamo-v1.txt"),
@@ -152,7 +152,7 @@ async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retent
             assert_eq!(number("expires_at"), now + kept, "{state}");
             let (purged, last) = (number("purge_at") * 1000, now + kept + skew);
             assert!((last..last + 1000).contains(&purged), "{state}: {purged}, not {last}: whole seconds, rounded up");
-            store.finish(&lease, &done()).await.unwrap();
+            let _either = store.finish(&lease, &done()).await.unwrap();
         }
     }
 }
@@ -162,10 +162,10 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
     const LARGEST: usize = 400 * 1024;
     // Numbers take room by their digits, so the time stands still.
     let wire = Wire::to(&Kind::Dynoxide.shared());
-    let store = options("limit").wall_clock(|| THEN).open(client(&wire), TABLE);
+    let store = options("limit").clock(WallClock::at(THEN)).build(client(&wire), TABLE);
     for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
         let name = format!("k{}", fingerprint.is_some());
-        let lease = wins(&store, &Reserve { fingerprint, ..request(&store, &name) }).await;
+        let lease = wins(&store, &ReserveRequest { fingerprint, ..request(&store, &name) }).await;
         wire.seen();
         let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
         let error = store.finish(&lease, &result(LARGEST)).await.unwrap_err();
@@ -176,7 +176,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
         let error = store.finish(&lease, &result(fits + 1)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::TooLarge, "{error}");
         assert_eq!(wire.seen(), [""; 0], "nothing was sent");
-        assert_eq!(store.finish(&lease, &result(fits)).await.unwrap(), Write::Done, "{fits} bytes fit");
+        assert_eq!(store.finish(&lease, &result(fits)).await.unwrap(), Verdict::Applied, "{fits} bytes fit");
         let Some(found) = store.inspect(&lease.key).await.unwrap() else { panic!("recorded") };
         assert_eq!(found.record, Record::after(&lease, result(fits).state()));
         // The limit is DynamoDB's own.
@@ -233,8 +233,8 @@ async fn the_template_makes_the_same_table_as_create_table() {
         let raw = client(&Wire::to(&emulator.endpoint()));
         let store = DynamoStore::new(raw.clone(), TABLE);
         // At once from many processes, and then again.
-        futures::future::try_join_all((0..4).map(|_| store.create_table())).await.unwrap();
-        store.create_table().await.unwrap();
+        futures::future::try_join_all((0..4).map(|_| store.ensure_table())).await.unwrap();
+        store.ensure_table().await.unwrap();
         let described = raw.describe_table().table_name(TABLE).send().await.unwrap().table.unwrap();
         let ttl = raw.describe_time_to_live().table_name(TABLE).send().await.unwrap().time_to_live_description.unwrap();
         let made = serde_json::json!({
@@ -266,7 +266,7 @@ async fn tables_of_others_are_refused() {
     let request = raw.create_table().table_name("others").billing_mode(BillingMode::PayPerRequest);
     request.attribute_definitions(string("id")).key_schema(hash).send().await.unwrap();
     let store = DynamoStore::new(raw.clone(), "others");
-    let error = store.create_table().await.unwrap_err();
+    let error = store.ensure_table().await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
     let store = DynamoStore::new(raw, "missing");
     let runs = AtomicU32::new(0);
@@ -303,19 +303,19 @@ async fn calls_are_counted() {
         leases.push(reserved(&store, &format!("beat{n}")).await);
     }
     wire.seen();
-    assert_eq!(renew_all(&store, &leases).await.unwrap(), [Write::Done; 100]);
+    assert_eq!(renew_all(&store, &leases).await.unwrap(), [Verdict::Applied; 100]);
     costs("beat of 100 leases", &["UpdateItem"; 100]);
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     costs("release", &["UpdateItem"]);
     assert!(call(&store, "held", &runs).await.1.executed());
     costs("run after a release", &["PutItem", "PutItem", "PutItem"]);
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     costs("inspection", &["GetItem"]);
-    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done);
+    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
     costs("decision of an operator", &["GetItem", "PutItem"]);
 
-    let lapsed = Reserve { lease: Duration::from_millis(1), ..request(&store, "lapsed") };
-    let eager = options("calls").max_clock_skew(Duration::ZERO).open(client(&wire), TABLE);
+    let lapsed = ReserveRequest { lease: Duration::from_millis(1), ..request(&store, "lapsed") };
+    let eager = options("calls").max_clock_skew(Duration::ZERO).build(client(&wire), TABLE);
     wins(&eager, &lapsed).await;
     tokio::time::sleep(Duration::from_millis(5)).await;
     wire.seen();
@@ -344,7 +344,7 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
         let duplicate = observe(run(operation, record_values::<Json>(), body));
         let end = async {
             tokio::time::sleep(Duration::from_millis(400)).await;
-            assert_eq!(by.finish(&lease, &done()).await.unwrap(), Write::Done);
+            assert_eq!(by.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         };
         let ((result, outcome), ()) = tokio::join!(duplicate, end);
         assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
@@ -361,7 +361,7 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
 /// Two machines whose clocks differ, and the true time.
 struct Machines {
     stores: [DynamoStore; 2],
-    clocks: [Arc<AtomicI64>; 2],
+    clocks: [WallClock; 2],
     ahead: [i64; 2],
 }
 
@@ -373,7 +373,7 @@ impl Machines {
 
     fn at(&self, true_time: i64) {
         for (clock, ahead) in self.clocks.iter().zip(self.ahead) {
-            clock.store(THEN + true_time + ahead, Ordering::SeqCst);
+            clock.millis.store(THEN + true_time + ahead, Ordering::SeqCst);
         }
     }
 }
@@ -388,17 +388,17 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         machines.at(0);
         let held = reserved(a, "k").await;
         let refused = async |why: &str| match b.reserve(&request(b, "k")).await.unwrap() {
-            Reservation::Pending { attempt: 1, lapses_in } => lapses_in,
+            Reservation::InProgress { attempt: 1, lapses_in } => lapses_in,
             other => panic!("{ahead:?}, {why}: {other:?}"),
         };
         // The owner renews once, when half of its lease is over.
         machines.at(lease / 2);
-        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
         let lapses = lease / 2 + lease;
         for at in [lease / 2, lease, lapses - 1, lapses] {
             machines.at(at);
             let lapses_in = refused("the lease still holds").await;
-            assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?} at {at}");
+            assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?} at {at}");
             // A duplicate is told the time at which it can take over.
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
@@ -410,10 +410,10 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         refused("a moment too early").await;
         machines.at(free);
         let answer = b.reserve(&request(b, "k")).await.unwrap();
-        let Reservation::Reserved { lease: taken, takeover: true } = answer else { panic!("{ahead:?}: {answer:?}") };
+        let Reservation::Granted { lease: taken, takeover: true } = answer else { panic!("{ahead:?}: {answer:?}") };
         assert_eq!(taken.attempt, 2);
-        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Write::Refused], "{ahead:?}");
-        assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Refused, "{ahead:?}");
+        assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Refused], "{ahead:?}");
+        assert_eq!(a.finish(&held, &done()).await.unwrap(), Verdict::Refused, "{ahead:?}");
     }
 }
 
@@ -426,7 +426,7 @@ async fn clocks_within_the_skew_never_forget_early() {
         let [a, b] = &machines.stores;
         machines.at(0);
         let held = reserved(a, "k").await;
-        assert_eq!(a.finish(&held, &done()).await.unwrap(), Write::Done);
+        assert_eq!(a.finish(&held, &done()).await.unwrap(), Verdict::Applied);
         let forgotten = ttl + ahead[0] - ahead[1] + SKEW + 1;
         assert!(forgotten > ttl, "{ahead:?}");
         for at in [1, ttl, forgotten - 1] {
@@ -438,7 +438,7 @@ async fn clocks_within_the_skew_never_forget_early() {
         // The item has not been deleted, and is absent all the same.
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
-        assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Write::Refused, "{ahead:?}");
+        assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?}");
         assert_eq!(reserved(b, "k").await.attempt, 1, "{ahead:?}");
     }
 }
@@ -451,10 +451,10 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
             let (owner, clock) = timed("between", 0, THEN);
             let name = format!("{}:{operator}", end.replace(' ', "-"));
             let lease = reserved(&owner, &name).await;
-            clock.store(THEN + lapsed, Ordering::SeqCst);
+            clock.millis.store(THEN + lapsed, Ordering::SeqCst);
             let wire = Wire::to(&Kind::Dynoxide.shared());
             let options = options("between").max_clock_skew(Duration::ZERO);
-            let other = options.wall_clock(move || clock.load(Ordering::SeqCst)).open(client(&wire), TABLE);
+            let other = options.clock(clock).build(client(&wire), TABLE);
             // Its first request finds the lapsed lease; the second, which takes it over, has to wait.
             let may = Arc::new(Semaphore::new(0));
             wire.script([Reply::Pass, Reply::Once(Arc::clone(&may))]);
@@ -464,17 +464,17 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
                 }
                 match end {
                     "renewed" => {
-                        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done])
+                        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied])
                     }
-                    "released" => assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done),
-                    "finished" => assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done),
+                    "released" => assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied),
+                    "finished" => assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Verdict::Applied),
                     _ => assert_eq!(reserved(&owner, &name).await.attempt, 2),
                 }
                 may.add_permits(1);
             };
             if operator {
                 let (reopened, ()) = tokio::join!(other.reopen(&lease.key, 1), meanwhile);
-                let expected = if matches!(end, "released" | "finished") { Write::Done } else { Write::Refused };
+                let expected = if matches!(end, "released" | "finished") { Verdict::Applied } else { Verdict::Refused };
                 assert_eq!(reopened.unwrap(), expected, "{end}");
                 continue;
             }
@@ -482,10 +482,10 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
             let (answer, ()) = tokio::join!(other.reserve(&request), meanwhile);
             let answer = answer.unwrap();
             let right = match (end, &answer) {
-                ("renewed", Reservation::Pending { attempt, .. }) => *attempt == 1,
-                ("released", Reservation::Reserved { lease, takeover }) => lease.attempt == 2 && !takeover,
+                ("renewed", Reservation::InProgress { attempt, .. }) => *attempt == 1,
+                ("released", Reservation::Granted { lease, takeover }) => lease.attempt == 2 && !takeover,
                 ("finished", Reservation::Finished(record)) => *record == Record::after(&lease, done().state()),
-                ("taken over", Reservation::Pending { attempt, .. }) => *attempt == 2,
+                ("taken over", Reservation::InProgress { attempt, .. }) => *attempt == 2,
                 _ => false,
             };
             assert!(right, "{end}: {answer:?}");
@@ -519,11 +519,9 @@ async fn a_clock_that_is_too_far_off_is_warned_of_once() {
         let writer = log.clone();
         let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
         let logging = tracing::subscriber::set_default(subscriber);
-        let now = move || {
-            let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-            i64::try_from(since.as_millis()).unwrap() + off
-        };
-        let store = options("off").wall_clock(now).open(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE);
+        let now = idem_runtime::Clock::wall(&idem_runtime::SystemClock::default());
+        let clock = WallClock::at(i64::try_from(now.as_millis()).unwrap() + off);
+        let store = options("off").clock(clock).build(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE);
         for n in 0..3 {
             store.reserve(&request(&store, &format!("{off}:{n}"))).await.unwrap();
         }
@@ -538,19 +536,19 @@ async fn a_clock_that_is_too_far_off_is_warned_of_once() {
 async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     let (store, clock) = timed("late-renewal", 0, THEN);
     let held = reserved(&store, "k").await;
-    clock.store(THEN + 20_000, Ordering::SeqCst);
-    assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+    clock.millis.store(THEN + 20_000, Ordering::SeqCst);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
     // A renewal sent 10 s earlier arrives only now; or the clock was set back.
-    clock.store(THEN + 10_000, Ordering::SeqCst);
+    clock.millis.store(THEN + 10_000, Ordering::SeqCst);
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
-        [Write::Done],
+        [Verdict::Applied],
         "it is held, and for longer"
     );
     assert_eq!(item(&raw(), "late-renewal:1/test/k").await, before);
     let forged = Lease { owner: store.heartbeats().new_owner(), ..held };
-    assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Write::Refused]);
+    assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Verdict::Refused]);
 }
 
 // Leases are kept.
@@ -582,9 +580,9 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
     for apart in [true, false] {
         let (calls, upkeep) = (Wire::to(&endpoint), Wire::to(&endpoint));
         let options =
-            if apart { options("blocked") } else { options("blocked").call_timeout(Duration::from_millis(200)) };
+            if apart { options("blocked") } else { options("blocked").response_timeout(Duration::from_millis(200)) };
         let options = if apart { options.upkeep_client(client(&upkeep)) } else { options };
-        let store = options.open(client(&calls), TABLE);
+        let store = options.build(client(&calls), TABLE);
         let request = lease.clone();
         let caller = store.clone();
         let blocked = blocked_runtime(move || async move { drop(wins(&caller, &request).await) });
@@ -594,7 +592,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
         assert!(Arc::ptr_eq(&handle, &store.upkeep()) && Arc::ptr_eq(&handle, &handle.upkeep()));
         if apart {
             for _ in 0..10 {
-                assert_eq!(renew_all(&*handle, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+                assert_eq!(renew_all(&*handle, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
             }
             assert_eq!((calls.seen().len(), upkeep.seen().len()), (1, 10));
         } else {
@@ -631,15 +629,15 @@ async fn a_renewal_that_hangs_holds_up_no_other() {
         .unwrap();
     let mut answered = answered.into_inner().unwrap();
     answered.sort_by_key(|(at, _)| *at);
-    assert!(answered.into_iter().eq((0..leases.len()).map(|at| (at, Write::Done))));
+    assert!(answered.into_iter().eq((0..leases.len()).map(|at| (at, Verdict::Applied))));
 }
 
 #[tokio::test]
 async fn a_call_of_several_requests_has_one_time_limit() {
     const LIMIT: Duration = Duration::from_secs(2);
     let (store, wire) = wired("limit-of-all");
-    assert_eq!(store.release(&reserved(&store, "k").await, Release::Returned).await.unwrap(), Write::Done);
-    let hurried = options("limit-of-all").call_timeout(LIMIT).open(client(&wire), TABLE);
+    assert_eq!(store.release(&reserved(&store, "k").await, Release::Returned).await.unwrap(), Verdict::Applied);
+    let hurried = options("limit-of-all").response_timeout(LIMIT).build(client(&wire), TABLE);
     assert_eq!((hurried.response_timeout(), hurried.upkeep().response_timeout()), (LIMIT, LIMIT));
     assert_eq!((Store::namespace(&hurried), hurried.upkeep().namespace()), ("limit-of-all:", "limit-of-all:"));
     let may = Arc::new(Semaphore::new(0));
@@ -659,7 +657,7 @@ async fn a_call_of_several_requests_has_one_time_limit() {
 
 /// Answers to the request that begins an attempt, and the kinds of error that they mean.
 fn answers() -> Vec<(Reply, StoreErrorKind)> {
-    use StoreErrorKind::{Full, Misconfigured, Unavailable, Unknown};
+    use StoreErrorKind::{Full, Misconfigured, Unavailable, Unconfirmed};
     let mut answers = Vec::new();
     for code in [
         "ProvisionedThroughputExceededException",
@@ -692,7 +690,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
         (400, "NobodyKnowsException"),
         (408, "RequestTimeout"),
     ] {
-        answers.push((Reply::error(status, code), Unknown));
+        answers.push((Reply::error(status, code), Unconfirmed));
     }
     let no_answers = [
         "",
@@ -708,12 +706,12 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ];
     for body in no_answers {
         for status in [200, 204, 400, 403, 500] {
-            answers.push((Reply::Instead(status, body.to_owned()), Unknown));
+            answers.push((Reply::Instead(status, body.to_owned()), Unconfirmed));
         }
-        answers.push((Reply::After(200, body.to_owned()), Unknown));
+        answers.push((Reply::After(200, body.to_owned()), Unconfirmed));
     }
-    answers.push((Reply::After(500, String::new()), Unknown));
-    answers.push((Reply::Lost, Unknown));
+    answers.push((Reply::After(500, String::new()), Unconfirmed));
+    answers.push((Reply::Lost, Unconfirmed));
     answers
 }
 
@@ -739,13 +737,13 @@ async fn every_refusal_has_its_kind_in_every_call() {
         is("inspect", store.inspect(&lease.key).await.err());
         play();
         is("release", store.release(&lease, Release::Returned).await.err());
-        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{reply:?}");
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied, "{reply:?}");
         play();
         is("reopen", store.reopen(&lease.key, 1).await.err());
-        let second = wins(&store, &Reserve { owner: store.heartbeats().new_owner(), ..request.clone() }).await;
+        let second = wins(&store, &ReserveRequest { owner: store.heartbeats().new_owner(), ..request.clone() }).await;
         play();
         is("finish", store.finish(&second, &done()).await.err());
-        assert_eq!(store.finish(&second, &done()).await.unwrap(), Write::Done, "{reply:?}");
+        assert_eq!(store.finish(&second, &done()).await.unwrap(), Verdict::Applied, "{reply:?}");
     }
 }
 
@@ -793,12 +791,12 @@ async fn a_refusal_without_the_item_is_looked_into() {
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
     // Another attempt's record is there.
     wire.script([bare()]);
-    assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
+    assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(wire.seen(), ["PutItem", "GetItem"]);
     // The attempt's own result is there.
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     wire.script([bare()]);
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     // A failed look at the item is an error.
     wire.script([bare(), Reply::error(500, "InternalServerError")]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
@@ -878,9 +876,9 @@ async fn items_of_others_are_left_alone() {
         // No write of an owner touches it, nor does an operator's `reopen`, whatever its version.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Refused, "{what}");
-        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Refused, "{what}");
-        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{what}");
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused, "{what}");
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused, "{what}");
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Refused], "{what}");
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap_err().kind(), StoreErrorKind::Corrupt, "{what}");
         assert_eq!(item(&raw(), &format!("others:1/test/{name}")).await, spoiled, "{what} is as it was");
     }
@@ -905,7 +903,7 @@ async fn errors_show_neither_signatures_nor_results() {
 fn retrying(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let retries = RetryConfig::standard().with_max_attempts(3).with_initial_backoff(Duration::from_millis(1));
-    (options(test).open(client_with(&wire, retries), TABLE), wire)
+    (options(test).build(client_with(&wire, retries), TABLE), wire)
 }
 
 #[tokio::test]
@@ -922,21 +920,21 @@ async fn writes_that_the_client_repeats_take_effect_once() {
         let lease = wins(&store, &first).await;
         assert_eq!((lease.attempt, wire.seen().len()), (1, 2), "{lost:?}");
         fail_at(0);
-        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{lost:?}");
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied], "{lost:?}");
         fail_at(0);
-        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{lost:?}");
-        let released = Record { starts: 0, ..Record::after(&lease, State::Released) };
+        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Verdict::Applied, "{lost:?}");
+        let released = Record { attempts_used: 0, ..Record::after(&lease, State::Released) };
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
         // The second request of a reservation that meets a record.
         fail_at(1);
         let lease = reserved(&store, &name).await;
-        assert_eq!((lease.attempt, lease.starts), (2, 1), "{lost:?}");
+        assert_eq!((lease.attempt, lease.attempts_used), (2, 1), "{lost:?}");
         fail_at(0);
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "{lost:?}");
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied, "{lost:?}");
         let recorded = Record::after(&lease, done().state());
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, recorded, "{lost:?}");
         fail_at(0);
-        assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done, "{lost:?}");
+        assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied, "{lost:?}");
     }
 }
 
@@ -952,9 +950,10 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     let patient = RetryConfig::standard()
         .with_initial_backoff(Duration::from_secs(1000))
         .with_max_backoff(Duration::from_secs(1000));
-    let hurried = options("doubt").call_timeout(Duration::from_millis(500)).open(client_with(&wire, patient), TABLE);
+    let hurried =
+        options("doubt").response_timeout(Duration::from_millis(500)).build(client_with(&wire, patient), TABLE);
     for (reply, kind) in
-        [(throttled(), StoreErrorKind::Unavailable), (Reply::Instead(500, String::new()), StoreErrorKind::Unknown)]
+        [(throttled(), StoreErrorKind::Unavailable), (Reply::Instead(500, String::new()), StoreErrorKind::Unconfirmed)]
     {
         wire.script(vec![reply; 3]);
         let error = hurried.reserve(&request(&store, "pause")).await.unwrap_err();
@@ -966,7 +965,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
         let request = request(&store, &format!("{refusal:?}").replace('/', ""));
         wire.script([Reply::After(500, String::new()), refusal.clone(), refusal.clone(), refusal.clone()]);
         let error = store.reserve(&request).await.unwrap_err();
-        assert_eq!(error.kind(), StoreErrorKind::Unknown, "{refusal:?}: {error}");
+        assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{refusal:?}: {error}");
         wire.script([]);
         assert!(store.inspect(&request.key).await.unwrap().is_some(), "it had landed");
     }
@@ -978,7 +977,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
 async fn a_call_that_is_never_answered_ends() {
     let (store, _) = wired("silence");
     let wire = Wire::to(&Kind::Dynoxide.shared());
-    let hurried = options("silence").call_timeout(Duration::from_millis(100)).open(client(&wire), TABLE);
+    let hurried = options("silence").response_timeout(Duration::from_millis(100)).build(client(&wire), TABLE);
     let first = request(&store, "k");
     let silent = async {
         wire.script(vec![Reply::Silence; 5]);
@@ -988,7 +987,7 @@ async fn a_call_that_is_never_answered_ends() {
         assert!(hurried.inspect(&lease.key).await.is_err());
         assert!(hurried.reopen(&lease.key, 1).await.is_err());
         assert!(hurried.finish(&lease, &done()).await.unwrap_err().may_have_landed());
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "recognised, or written now");
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied, "recognised, or written now");
     };
     tokio::time::timeout(Duration::from_secs(50), silent).await.expect("every call ends");
 }
@@ -1000,7 +999,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
     let broken = async |line: Line| {
         let proxy = Proxy::to(emulator.port()).await;
         let through = Wire::to(&proxy.url().replace("redis:", "http:"));
-        let store = DynamoStore::options().call_timeout(Duration::from_secs(2)).open(client(&through), TABLE);
+        let store = DynamoStore::options().response_timeout(Duration::from_secs(2)).build(client(&through), TABLE);
         let (runs, name) = (AtomicU32::new(0), format!("finish:{line:?}"));
         // The line breaks while the result is being recorded, and heals after a while.
         let body = async {

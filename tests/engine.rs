@@ -21,8 +21,8 @@ use std::time::Duration;
 
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, InProgress, Json, Key, ManualClock, MemoryStore, MissingKey, Mode,
-    ModeSwitch, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Refusal, State, Store,
-    StoreErrorKind, Unavailable, current, observe, record_results, record_results_if, record_values, run,
+    ModeSwitch, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy, Record, Refusal, ResultProblem, State,
+    Store, StoreErrorKind, StoredResult, current, observe, record_results, record_results_if, record_values, run,
 };
 use idem_tests::{Call, Fault, FaultyStore, settle};
 use serde::{Deserialize, Serialize};
@@ -57,7 +57,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let clock = ManualClock::new();
-        let store = FaultyStore::new(&MemoryStore::with_clock(clock.clone()));
+        let store = FaultyStore::new(&MemoryStore::options().clock(clock.clone()).build());
         Self { clock, store, runs: AtomicU32::new(0) }
     }
 
@@ -106,7 +106,7 @@ impl World {
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(Call::Renew, Fault::Hang);
-        let request = idem_runtime::Reserve {
+        let request = idem_runtime::ReserveRequest {
             key: Self::key("k"),
             owner: dead.heartbeats().new_owner(),
             lease: LEASE,
@@ -119,7 +119,7 @@ impl World {
             },
             max_attempts: None,
         };
-        assert!(matches!(dead.reserve(&request).await, Ok(idem_runtime::Reservation::Reserved { .. })));
+        assert!(matches!(dead.reserve(&request).await, Ok(idem_runtime::Reservation::Granted { .. })));
     }
 
     async fn record(&self) -> Option<Record> {
@@ -184,7 +184,7 @@ async fn a_running_attempt_turns_duplicates_away() {
     let Err(Error::InProgress { attempt: 1, retry_after, .. }) = duplicate else { panic!("{duplicate:?}") };
     assert_eq!(retry_after, LEASE - Duration::from_secs(5));
     assert_eq!(outcome.disposition(), Disposition::Retry { after: retry_after });
-    assert_eq!((outcome.executed(), outcome.refused()), (false, Some(Refusal::InProgress)));
+    assert_eq!((outcome.executed(), outcome.refusal()), (false, Some(Refusal::InProgress)));
     drop(running);
     assert!(world.call(POLICY).await.1.executed());
 }
@@ -283,7 +283,10 @@ async fn a_recorded_error_is_replayed() {
     assert_eq!(world.runs(), 1);
     // A handler that doesn't read errors doesn't run either.
     let (result, outcome) = world.call(POLICY).await;
-    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::RecordedError, .. })), "{result:?}");
+    assert!(
+        matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::RecordedError, .. })),
+        "{result:?}"
+    );
     assert_eq!(outcome.disposition(), Disposition::DeadLetter, "an error is never acknowledged");
     assert!(outcome.recorded());
 }
@@ -372,7 +375,7 @@ async fn a_panic_frees_the_key_at_once() {
         assert_eq!(world.state().await, state);
     }
     // The thread no longer counts as inside of an attempt.
-    assert!(current().is_none());
+    assert!(current().is_err());
 }
 
 #[tokio::test]
@@ -510,7 +513,7 @@ async fn a_store_that_fails_is_never_read_as_no_record() {
         }
         assert_eq!(result.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded());
-        assert_eq!(outcome.suppressed(), Some(Refusal::Store));
+        assert_eq!(outcome.bypassed(), Some(Refusal::Store));
     }
 }
 
@@ -586,14 +589,14 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
         }
         world.store.heartbeats().flush().await;
         assert_eq!((world.state().await, world.runs()), (State::Released, 0), "{fault:?}");
-        assert_eq!(world.record().await.unwrap().starts, 0, "{fault:?}");
+        assert_eq!(world.record().await.unwrap().attempts_used, 0, "{fault:?}");
     }
 }
 
 /// A waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
-    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unknown));
+    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
     let policy = POLICY.in_progress(InProgress::Wait(2 * LEASE));
     let mut waiting = Box::pin(run(world.operation(policy), record_values::<Json>(), async {
         Ok::<_, Error>(current().expect("inside").lease_remaining())
@@ -603,7 +606,7 @@ async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Resu
     assert!(poll_once(waiting.as_mut()).await.is_pending(), "asked again, and waits");
     drop(running);
     let late = world.store.reserves()[1].clone();
-    assert!(matches!(world.store.reserve(&late).await, Ok(idem_runtime::Reservation::Reserved { .. })));
+    assert!(matches!(world.store.reserve(&late).await, Ok(idem_runtime::Reservation::Granted { .. })));
     waiting
 }
 
@@ -634,7 +637,7 @@ async fn a_reservation_that_is_given_up_is_released() {
     assert_eq!(world.runs(), 0);
     world.store.heartbeats().flush().await;
     assert_eq!(world.state().await, State::Released, "not held for a lease by nobody");
-    assert_eq!(world.record().await.unwrap().starts, 0);
+    assert_eq!(world.record().await.unwrap().attempts_used, 0);
 }
 
 #[tokio::test]
@@ -703,14 +706,14 @@ async fn results_that_can_not_be_stored_end_the_operation_all_the_same() {
     assert!(outcome.recorded() && !outcome.result_stored());
     assert_eq!(outcome.disposition(), Disposition::Ack);
     let (result, outcome) = world.call(POLICY).await;
-    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. })));
+    assert!(matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 1 }, .. })));
     assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
 
     let world = World::new();
     let call = async || observe(run(world.operation(POLICY), record_values::<Mute>(), world.body())).await;
     assert_eq!(call().await.0.unwrap(), 1);
     let (result, _) = call().await;
-    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::Unencodable, .. })));
+    assert!(matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::Unencodable, .. })));
     assert_eq!(world.runs(), 1);
 }
 
@@ -730,11 +733,11 @@ async fn results_that_no_longer_decode_never_run_again() {
     world.call(POLICY).await.0.unwrap();
     let body = async { Ok::<_, Error>(vec!["a list now".to_owned()]) };
     let result = run(world.operation(POLICY), record_values::<Json>(), body).await;
-    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::Undecodable { .. }, .. })));
+    assert!(matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::Undecodable { .. }, .. })));
     let result = run(world.operation(POLICY), record_values::<Other>(), world.body()).await;
-    assert!(matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::OtherCodec { .. }, .. })));
+    assert!(matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::OtherCodec { .. }, .. })));
     assert_eq!(world.runs(), 1);
-    assert!(matches!(world.state().await, State::Completed(Payload::Stored { .. })), "left alone");
+    assert!(matches!(world.state().await, State::Completed(StoredResult::Encoded { .. })), "left alone");
 }
 
 #[tokio::test]
@@ -951,7 +954,7 @@ async fn shadow_mode_always_runs_and_reports() {
     let (result, outcome) = world.call(shadow).await;
     assert_eq!(result.unwrap(), 2, "runs again");
     assert!(outcome.executed() && !outcome.recorded());
-    assert_eq!(outcome.suppressed(), Some(Refusal::Replay));
+    assert_eq!(outcome.bypassed(), Some(Refusal::Replay));
     assert_eq!(outcome.disposition(), Disposition::Ack);
     assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the first result stands");
 
@@ -959,16 +962,16 @@ async fn shadow_mode_always_runs_and_reports() {
     let running = world.hang(shadow.in_progress(InProgress::Wait(LEASE))).await;
     let (_, outcome) = world.call(shadow.in_progress(InProgress::Wait(LEASE))).await;
     assert!(outcome.executed() && !outcome.waited());
-    assert_eq!(outcome.suppressed(), Some(Refusal::InProgress));
+    assert_eq!(outcome.bypassed(), Some(Refusal::InProgress));
     drop(running);
 
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(shadow).await;
     assert!(result.is_ok());
-    assert_eq!(outcome.suppressed(), Some(Refusal::Store));
+    assert_eq!(outcome.bypassed(), Some(Refusal::Store));
     let operation = Operation::new(&world.store, Key::new("test", ""), shadow);
     let (_, outcome) = observe(run(operation, record_values::<Json>(), world.body())).await;
-    assert_eq!(outcome.suppressed(), Some(Refusal::MissingKey));
+    assert_eq!(outcome.bypassed(), Some(Refusal::MissingKey));
 }
 
 #[tokio::test]
@@ -989,7 +992,7 @@ async fn the_mode_is_switched_while_the_process_runs() {
     for n in 1..=2 {
         let (result, outcome) = world.call(policy).await;
         assert_eq!(result.unwrap(), n);
-        assert_eq!(outcome.suppressed(), None);
+        assert_eq!(outcome.bypassed(), None);
     }
     assert_eq!(world.store.count(Call::Reserve), 0, "off means no store call");
     SWITCH.set(Mode::Enforce);
@@ -1000,7 +1003,7 @@ async fn the_mode_is_switched_while_the_process_runs() {
 #[tokio::test]
 async fn the_current_attempt_is_known_to_the_body_only() {
     let world = World::new();
-    assert!(current().is_none());
+    assert!(current().is_err());
     let inside = async {
         tokio::task::yield_now().await;
         let attempt = current().expect("inside");
@@ -1011,9 +1014,9 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     };
     let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), inside));
     assert!(poll_once(call.as_mut()).await.is_pending());
-    assert!(current().is_none(), "not between polls");
+    assert!(current().is_err(), "not between polls");
     let child = call.await.unwrap();
-    assert!(current().is_none());
+    assert!(current().is_err());
     assert_eq!(world.store.count(Call::Renew), 1);
 
     // A later attempt gets the same child key, another key a different one.
@@ -1033,7 +1036,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
     let child = |policy: Policy, name: &'static str| {
         let operation = Operation::new(&world.store, Key::new("test", name), policy);
         observe(run(operation, record_values::<Json>(), async move {
-            let Some(attempt) = current() else { return Ok(None) };
+            let Ok(attempt) = current() else { return Ok(None) };
             attempt.confirm_lease().await?;
             assert_eq!(attempt.is_protected(), attempt.number() > 0);
             assert_eq!(attempt.lease_remaining().is_zero(), !attempt.is_protected());
@@ -1050,7 +1053,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
         assert!(outcome.executed());
         let (shadow, outcome) = child(POLICY.mode(Mode::Shadow), "a").await;
         assert_eq!(shadow?.unwrap(), (off, 0));
-        assert_eq!((outcome.suppressed(), outcome.refused()), (Some(Refusal::Replay), None));
+        assert_eq!((outcome.bypassed(), outcome.refusal()), (Some(Refusal::Replay), None));
         assert_eq!(child(POLICY.missing_key(MissingKey::Run), "").await.0?, None, "no key, no attempt");
         Ok::<_, Error>(())
     })
@@ -1074,7 +1077,7 @@ async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
         run(shared.operation(POLICY), record_values::<Json>(), body).await.map(|_| ())
     });
     assert!(panicked.await.unwrap_err().is_panic());
-    assert_eq!(world.state().await, State::Completed(Payload::Unencodable));
+    assert_eq!(world.state().await, State::Completed(StoredResult::Unencodable));
     assert!(matches!(world.call(POLICY).await.0, Err(Error::ResultUnavailable { .. })));
 }
 
@@ -1086,10 +1089,10 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
     assert_eq!(result.unwrap(), 1);
     assert!(outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(outcome.disposition(), Disposition::Ack);
-    assert_eq!(world.state().await, State::Completed(Payload::TooLarge { bytes: 1 }));
+    assert_eq!(world.state().await, State::Completed(StoredResult::TooLarge { size: 1 }));
     let (result, outcome) = world.call(POLICY).await;
     let unavailable =
-        matches!(&result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 1 }, .. }));
+        matches!(&result, Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 1 }, .. }));
     assert!(unavailable, "{result:?}");
     assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
@@ -1104,7 +1107,7 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
     assert!(poll_once(call.as_mut()).await.is_pending());
     drop(call);
     world.store.heartbeats().flush().await;
-    assert_eq!(world.state().await, State::Completed(Payload::TooLarge { bytes: 1 }));
+    assert_eq!(world.state().await, State::Completed(StoredResult::TooLarge { size: 1 }));
 }
 
 #[tokio::test]
@@ -1260,10 +1263,12 @@ async fn errors_name_key_store_and_what_happened() {
 
 #[test]
 fn payloads_and_tokens_are_not_shown() {
-    let payload =
-        Payload::Stored { codec: idem_runtime::CodecName::of::<Json>(), bytes: br#"{"card":"4111"}"#.to_vec().into() };
+    let payload = StoredResult::Encoded {
+        codec: idem_runtime::CodecName::of::<Json>(),
+        bytes: br#"{"card":"4111"}"#.to_vec().into(),
+    };
     assert!(!format!("{payload:?}").contains("4111"));
-    let owner = idem_runtime::Owner::from_bytes([0xab; 16]);
+    let owner = idem_runtime::OwnerToken::from_bytes([0xab; 16]);
     assert_eq!(format!("{owner:?}"), "abababababababab…");
 }
 

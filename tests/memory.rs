@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idem_runtime::{
-    Finish, Heartbeats, Key, Lease, ManualClock, MemoryStore, OnCrash, Payload, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, Write, renew_all,
+    Finish, Heartbeats, Key, Lease, ManualClock, MemoryStore, OnCrash, Release, Reservation, ReserveRequest, Store,
+    StoreError, StoreErrorKind, StoredResult, Verdict, renew_all,
 };
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -20,12 +20,12 @@ struct World {
 impl World {
     fn new(capacity: usize) -> Self {
         let clock = ManualClock::seeded(1);
-        let store = MemoryStore::with_capacity_and_clock(capacity, clock.clone());
+        let store = MemoryStore::options().max_records(capacity).clock(clock.clone()).build();
         Self { owners: Heartbeats::new(Arc::new(clock.clone())), clock, store }
     }
 
-    fn request(&self, n: usize) -> Reserve {
-        Reserve {
+    fn request(&self, n: usize) -> ReserveRequest {
+        ReserveRequest {
             key: Key::new("memory", n).unwrap(),
             owner: self.owners.new_owner(),
             lease: LEASE,
@@ -36,18 +36,18 @@ impl World {
         }
     }
 
-    async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         self.store.reserve(request).await
     }
 
-    async fn reserved(&self, request: &Reserve) -> Lease {
+    async fn reserved(&self, request: &ReserveRequest) -> Lease {
         match self.reserve(request).await.unwrap() {
-            Reservation::Reserved { lease, .. } => lease,
+            Reservation::Granted { lease, .. } => lease,
             other => panic!("{other:?}"),
         }
     }
 
-    async fn refuses(&self, request: &Reserve) {
+    async fn refuses(&self, request: &ReserveRequest) {
         let error = self.reserve(request).await.expect_err("the store is full");
         assert_eq!(error.kind(), StoreErrorKind::Full);
         assert!(!error.is_transient() && !error.may_have_landed(), "a full store has written nothing");
@@ -56,7 +56,7 @@ impl World {
 }
 
 fn done() -> Finish {
-    Finish::Completed(Payload::Unencodable)
+    Finish::Completed(StoredResult::Unencodable)
 }
 
 #[tokio::test]
@@ -73,15 +73,15 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
     assert_eq!(world.store.len(), 4, "a refused key takes no room");
 
     // Every state and every operation of existing records.
-    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Pending { attempt: 1, .. }));
-    assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Write::Done; 4]);
-    assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
+    assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Verdict::Applied; 4]);
+    assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Finished(_)));
-    assert_eq!(world.store.release(&leases[1], Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(world.store.release(&leases[1], Release::Returned).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&world.request(1)).await.attempt, 2);
     world.clock.advance(LEASE);
     assert_eq!(world.reserved(&world.request(2)).await.attempt, 2, "a takeover needs no room");
-    assert_eq!(world.store.reopen(&leases[0].key, 1).await.unwrap(), Write::Done);
+    assert_eq!(world.store.reopen(&leases[0].key, 1).await.unwrap(), Verdict::Applied);
     world.refuses(&world.request(4)).await;
     assert_eq!(world.store.len(), 4);
 }
@@ -92,7 +92,7 @@ async fn expired_records_make_room_wherever_they_are() {
     for n in 0..64 {
         let lease = world.reserved(&world.request(n)).await;
         if n % 2 == 0 {
-            assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+            assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         }
     }
     world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
@@ -123,9 +123,9 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
     // The second attempt comes with a shorter `ttl`.
     let world = World::new(1);
     let lease = world.reserved(&world.request(0)).await;
-    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
-    let lease = world.reserved(&Reserve { ttl: short, ..world.request(0) }).await;
-    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    let lease = world.reserved(&ReserveRequest { ttl: short, ..world.request(0) }).await;
+    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     world.clock.advance(short);
     assert_eq!(world.store.inspect(&lease.key).await.unwrap(), None, "its retention is over");
     world.reserved(&world.request(1)).await;
@@ -133,10 +133,10 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
 
     // The attempt takes longer than its `ttl`, and another reservation looks for room meanwhile.
     let world = World::new(1);
-    let lease = world.reserved(&Reserve { ttl: short, ..world.request(0) }).await;
+    let lease = world.reserved(&ReserveRequest { ttl: short, ..world.request(0) }).await;
     world.clock.advance(short * 2);
     world.refuses(&world.request(1)).await;
-    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     world.clock.advance(short);
     assert_eq!(world.store.inspect(&lease.key).await.unwrap(), None, "its retention is over");
     world.reserved(&world.request(1)).await;
@@ -152,15 +152,15 @@ async fn the_number_of_records_is_bounded_under_churn() {
         world.clock.advance(Duration::from_millis(100));
         // Half of the attempts finish at once, some are released, and some never write again.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
-        match world.reserve(&Reserve { ttl, ..world.request(n % 50_000) }).await {
-            Ok(Reservation::Reserved { lease, .. }) => {
+        match world.reserve(&ReserveRequest { ttl, ..world.request(n % 50_000) }).await {
+            Ok(Reservation::Granted { lease, .. }) => {
                 reserved += 1;
                 let written = match n % 4 {
                     0 | 1 => world.store.finish(&lease, &done()).await.unwrap(),
                     2 => world.store.release(&lease, Release::Returned).await.unwrap(),
-                    _ => Write::Done,
+                    _ => Verdict::Applied,
                 };
-                assert_eq!(written, Write::Done);
+                assert_eq!(written, Verdict::Applied);
             }
             Ok(_) => {}
             Err(error) if error.kind() == StoreErrorKind::Full => refused += 1,
@@ -180,8 +180,8 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
     let mut longest = 0;
     for n in 0..100_000 {
         world.clock.advance(Duration::from_secs(1));
-        let lease = world.reserved(&Reserve { ttl: Duration::from_secs(10), ..world.request(n) }).await;
-        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        let lease = world.reserved(&ReserveRequest { ttl: Duration::from_secs(10), ..world.request(n) }).await;
+        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         longest = longest.max(world.store.len());
     }
     // Ten are live at any time; expired ones stay until their shard is visited again.
@@ -193,7 +193,7 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
     let world = World::new(usize::MAX);
     for n in 0..2_000 {
         let lease = world.reserved(&world.request(n)).await;
-        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     world.clock.advance(TTL);
     assert_eq!(world.store.len(), 2_000);
@@ -212,9 +212,9 @@ async fn the_order_of_the_clean_up_is_bounded() {
     for _ in 0..100 {
         // Each write makes it expire sooner than the one before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
-            let lease = world.reserved(&Reserve { ttl, ..world.request(0) }).await;
+            let lease = world.reserved(&ReserveRequest { ttl, ..world.request(0) }).await;
             assert_eq!(lease.attempt, attempt);
-            assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+            assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         }
         world.clock.advance(TTL / 4);
     }
@@ -262,7 +262,7 @@ async fn waiters_leave_nothing_behind() {
     assert_eq!(entries(), 0, "their time was up");
 
     let early = wait();
-    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let second = world.reserved(&world.request(0)).await;
     let late = world.store.wait(&second.key, 2, LEASE / 2);
     early.await.unwrap();
@@ -271,17 +271,9 @@ async fn waiters_leave_nothing_behind() {
     assert_eq!(entries(), 0, "woken, and dropped");
 }
 
-#[tokio::test]
-async fn a_namespace_changes_no_record() {
-    let store = MemoryStore::new().with_namespace("shop");
+#[test]
+fn every_handle_has_the_namespace() {
+    let store = MemoryStore::options().namespace("shop").build();
     assert_eq!([store.namespace(), store.peer().namespace(), store.upkeep().namespace()], ["shop"; 3]);
     assert_eq!(MemoryStore::new().namespace(), "");
-    let other = store.clone().with_namespace("other");
-    assert!(std::ptr::eq(other.heartbeats(), store.heartbeats()));
-    let world = World::new(10);
-    let lease = match store.reserve(&world.request(0)).await.unwrap() {
-        Reservation::Reserved { lease, .. } => lease,
-        answer => panic!("{answer:?}"),
-    };
-    assert_eq!(other.finish(&lease, &done()).await.unwrap(), Write::Done);
 }

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    Clock, CodecName, Fingerprint, Finish, Inspection, Key, Lease, ManualClock, MemoryStore, OnCrash, Owner, Payload,
-    Record, RedisStore, Release, Reservation, Reserve, State, Store, SystemClock, renew_all,
+    Clock, CodecName, Fingerprint, Finish, Inspection, Key, Lease, ManualClock, MemoryStore, OnCrash, OwnerToken,
+    Record, RedisStore, Release, Reservation, ReserveRequest, State, Store, StoredResult, SystemClock, renew_all,
 };
 use idem_tests::server::Kind;
 use proptest::prelude::*;
@@ -72,12 +72,12 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     // Mostly the latest attempts, as the writes of all others are refused.
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
-        4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| Payload::Stored {
+        4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {
             codec: CodecName::new(b"model").unwrap(),
             bytes: Bytes::from(bytes),
         }),
-        1 => any::<u64>().prop_map(|bytes| Payload::TooLarge { bytes }),
-        1 => Just(Payload::Unencodable),
+        1 => any::<u64>().prop_map(|size| StoredResult::TooLarge { size }),
+        1 => Just(StoredResult::Unencodable),
     ];
     let finish = (payload, any::<bool>())
         .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) });
@@ -107,7 +107,7 @@ struct History<'a> {
     time: &'a Time,
     reference: Reference,
     keys: [Key; 2],
-    asks: Vec<(Ask, Reserve, Lease)>,
+    asks: Vec<(Ask, ReserveRequest, Lease)>,
 }
 
 impl<'a> History<'a> {
@@ -125,7 +125,7 @@ impl<'a> History<'a> {
         self.asks.len().checked_sub(back + 1)
     }
 
-    fn owner(&self, index: usize) -> Owner {
+    fn owner(&self, index: usize) -> OwnerToken {
         self.asks[index].1.owner
     }
 
@@ -143,7 +143,7 @@ impl<'a> History<'a> {
         Record {
             owner: self.owner(entry.owner),
             attempt: entry.attempt,
-            starts: entry.starts,
+            attempts_used: entry.starts,
             fingerprint: entry.fingerprint.map(fingerprint),
             state: match &entry.phase {
                 Phase::Pending { lease, ttl, on_crash, .. } => {
@@ -156,42 +156,42 @@ impl<'a> History<'a> {
         }
     }
 
-    fn is_expected(&self, found: &Reservation, expected: &Answer, request: &Reserve) -> bool {
+    fn is_expected(&self, found: &Reservation, expected: &Answer, request: &ReserveRequest) -> bool {
         match (found, expected) {
             (
-                Reservation::Reserved { lease, takeover },
+                Reservation::Granted { lease, takeover },
                 Answer::Reserved { attempt, starts, fingerprint: mark, takeover: took },
             ) => {
                 let expected = Lease {
                     key: request.key.clone(),
                     owner: request.owner,
                     attempt: *attempt,
-                    starts: *starts,
-                    lease: request.lease,
+                    attempts_used: *starts,
+                    duration: request.lease,
                     ttl: request.ttl,
                     on_crash: request.on_crash,
                     fingerprint: mark.map(fingerprint),
                 };
                 *lease == expected && takeover == took
             }
-            (Reservation::Pending { attempt, lapses_in }, Answer::Pending { attempt: running, lapses_in: left }) => {
+            (Reservation::InProgress { attempt, lapses_in }, Answer::Pending { attempt: running, lapses_in: left }) => {
                 attempt == running && self.is_left(*lapses_in, *left)
             }
             (Reservation::Finished(record), Answer::Finished(entry)) => *record == self.record(entry),
-            (Reservation::Mismatch { attempt: found }, Answer::Mismatch { attempt: expected })
+            (Reservation::FingerprintMismatch { attempt: found }, Answer::Mismatch { attempt: expected })
             | (Reservation::Interrupted { attempt: found }, Answer::Interrupted { attempt: expected })
-            | (Reservation::Exhausted { attempts: found }, Answer::Exhausted { attempts: expected })
+            | (Reservation::AttemptsExhausted { attempts: found }, Answer::Exhausted { attempts: expected })
             | (Reservation::Released { attempt: found }, Answer::Released { attempt: expected }) => found == expected,
             _ => false,
         }
     }
 
-    async fn reserve(&mut self, ask: &Ask, request: &Reserve) -> Result<Option<Lease>, TestCaseError> {
+    async fn reserve(&mut self, ask: &Ask, request: &ReserveRequest) -> Result<Option<Lease>, TestCaseError> {
         let expected = self.reference.reserve(ask);
         let found = self.store.reserve(request).await.unwrap();
         prop_assert!(self.is_expected(&found, &expected, request), "should be {expected:?}, is {found:?}");
         match found {
-            Reservation::Reserved { lease, .. } => Ok(Some(lease)),
+            Reservation::Granted { lease, .. } => Ok(Some(lease)),
             _ => Ok(None),
         }
     }
@@ -199,7 +199,7 @@ impl<'a> History<'a> {
     async fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
         match step {
             Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts } => {
-                let request = Reserve {
+                let request = ReserveRequest {
                     key: self.keys[*key].clone(),
                     owner: self.store.heartbeats().new_owner(),
                     lease: Duration::from_millis(*lease),
@@ -364,7 +364,7 @@ fn parse_seed(text: &str) -> [u8; 32] {
 fn memory_on_time_driven_by_hand() {
     agrees_with_the_reference(2_000, true, async || {
         let clock = ManualClock::seeded(1);
-        (Arc::new(MemoryStore::with_clock(clock.clone())) as Arc<dyn Store>, Time::ByHand(clock))
+        (Arc::new(MemoryStore::options().clock(clock.clone()).build()) as Arc<dyn Store>, Time::ByHand(clock))
     });
 }
 
@@ -373,7 +373,10 @@ fn memory_on_time_driven_by_hand() {
 fn memory_that_is_always_full() {
     agrees_with_the_reference(2_000, true, async || {
         let clock = ManualClock::seeded(1);
-        (Arc::new(MemoryStore::with_capacity_and_clock(2, clock.clone())) as Arc<dyn Store>, Time::ByHand(clock))
+        (
+            Arc::new(MemoryStore::options().max_records(2).clock(clock.clone()).build()) as Arc<dyn Store>,
+            Time::ByHand(clock),
+        )
     });
 }
 
@@ -431,10 +434,10 @@ fn wrappers_on_time_driven_by_hand() {
     for max_entries in [2, 1000] {
         agrees_with_the_reference(1_000, true, async || {
             let clock = ManualClock::seeded(1);
-            let store = MemoryStore::with_clock(clock.clone());
-            let store = Offloaded::options().above(0).around(store, Arc::new(InMemory::new()));
-            let store = Compressed::options().above(0).around(store);
-            let store = Cached::options().max_entries(max_entries).around(store);
+            let store = MemoryStore::options().clock(clock.clone()).build();
+            let store = Offloaded::options().above(0).wrap(store, Arc::new(InMemory::new()));
+            let store = Compressed::options().above(0).wrap(store);
+            let store = Cached::options().max_entries(max_entries).wrap(store);
             (Arc::new(store) as Arc<dyn Store>, Time::ByHand(clock))
         });
     }
@@ -445,7 +448,7 @@ fn wrappers_on_time_driven_by_hand() {
 #[should_panic(expected = "run again with IDEM_MODEL_SEED=")]
 fn a_store_that_forgets_nothing_disagrees() {
     agrees_with_the_reference(2_000, true, async || {
-        let store = MemoryStore::with_clock(ManualClock::seeded(1));
+        let store = MemoryStore::options().clock(ManualClock::seeded(1)).build();
         (Arc::new(store) as Arc<dyn Store>, Time::ByHand(ManualClock::new()))
     });
 }

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload,
-    PostgresOptions, PostgresStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write,
-    current, observe, record_values, renew_all, run,
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, OwnerToken,
+    PostgresOptions, PostgresStore, Release, Reservation, ReserveRequest, State, Store, StoreError, StoreErrorKind,
+    StoredResult, Verdict, current, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, call, done, request, reserved, wins};
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
@@ -132,35 +132,35 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
 #[tokio::test]
 async fn the_written_form_is_pinned() {
     let (store, raw, table) = open().await;
-    let fixed = |name: &str, fingerprint: Option<u8>, on_crash| Reserve {
-        owner: Owner::from_bytes(*b"0123456789abcdef"),
+    let fixed = |name: &str, fingerprint: Option<u8>, on_crash| ReserveRequest {
+        owner: OwnerToken::from_bytes(*b"0123456789abcdef"),
         fingerprint: fingerprint.map(|byte| Fingerprint::from_bytes([byte; 32])),
         on_crash,
         ..request(&store, name)
     };
-    let stored = Payload::Stored { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
     let finishes = [
         ("completed", Some(0x5a), Finish::Completed(stored.clone())),
         ("failed", None, Finish::Failed(stored)),
-        ("too-large", None, Finish::Completed(Payload::TooLarge { bytes: 300_000 })),
-        ("unencodable", None, Finish::Completed(Payload::Unencodable)),
+        ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
+        ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
     ];
     for (name, fingerprint, finish) in finishes {
         let lease = wins(&store, &fixed(name, fingerprint, OnCrash::Fail)).await;
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
     }
     for (name, release) in
         [("released", Release::Returned), ("not-started", Release::NotStarted), ("interrupted", Release::Interrupted)]
     {
         let lease = wins(&store, &fixed(name, None, OnCrash::Retry)).await;
-        assert_eq!(store.release(&lease, release).await.unwrap(), Write::Done);
+        assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
     }
     wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
     wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
     let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let again = fixed("second-attempt", None, OnCrash::Retry);
-    wins(&store, &Reserve { owner: Owner::from_bytes(*b"fedcba9876543210"), ..again }).await;
+    wins(&store, &ReserveRequest { owner: OwnerToken::from_bytes(*b"fedcba9876543210"), ..again }).await;
 
     let rows = format!(
         "SELECT (to_jsonb(r) - '{{expires_at,lapses_at,listed_at}}'::text[] \
@@ -269,9 +269,9 @@ async fn a_first_run_is_two_statements_and_everything_else_one() {
         assert!(matches!(call(store, "busy", &runs).await.0, Err(Error::InProgress { .. })));
         assert_eq!(counter.count(), 1, "in progress");
     }
-    assert_eq!(renew_all(&owner, std::slice::from_ref(&busy)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&owner, std::slice::from_ref(&busy)).await.unwrap(), [Verdict::Applied]);
     assert_eq!(counter.count(), 1, "a beat");
-    assert_eq!(owner.release(&busy, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(owner.release(&busy, Release::Returned).await.unwrap(), Verdict::Applied);
     assert_eq!(counter.count(), 1, "a release");
 }
 
@@ -298,7 +298,7 @@ async fn operations_of_many_tasks_leave_together() {
     }))
     .await;
     counter.count();
-    assert!(renew_all(&store, &leases).await.unwrap().iter().all(|answer| *answer == Write::Done));
+    assert!(renew_all(&store, &leases).await.unwrap().iter().all(|answer| *answer == Verdict::Applied));
     assert_eq!(counter.count(), 20, "500 leases a statement");
 }
 
@@ -368,12 +368,12 @@ async fn a_purge_deletes_what_has_expired_and_nothing_else() {
     let (store, raw, table) = open().await;
     let short = Duration::from_millis(1);
     for n in 0..10 {
-        let expired = wins(&store, &Reserve { ttl: short, ..request(&store, &format!("expired{n}")) }).await;
-        assert_eq!(store.finish(&expired, &done()).await.unwrap(), Write::Done);
+        let expired = wins(&store, &ReserveRequest { ttl: short, ..request(&store, &format!("expired{n}")) }).await;
+        assert_eq!(store.finish(&expired, &done()).await.unwrap(), Verdict::Applied);
         // Listed early, as the attempts might have finished at once.
-        wins(&store, &Reserve { ttl: short, ..request(&store, &format!("pending{n}")) }).await;
+        wins(&store, &ReserveRequest { ttl: short, ..request(&store, &format!("pending{n}")) }).await;
         let kept = reserved(&store, &format!("kept{n}")).await;
-        assert_eq!(store.finish(&kept, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&kept, &done()).await.unwrap(), Verdict::Applied);
     }
     until(&raw, &format!("SELECT bool_and(expires_at < now()) FROM {table} WHERE key LIKE '%expired%'")).await;
     let key = Key::new("test", "expired0").unwrap();
@@ -394,8 +394,8 @@ async fn a_purge_deletes_what_has_expired_and_nothing_else() {
 async fn a_purge_waits_for_nobody() {
     let (store, raw, table) = open().await;
     for name in ["a", "b"] {
-        let lease = wins(&store, &Reserve { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        let lease = wins(&store, &ReserveRequest { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     until(&raw, &format!("SELECT bool_and(expires_at < now()) FROM {table}")).await;
     raw.batch_execute(&format!("BEGIN; SELECT 1 FROM {table} WHERE key = '1/test/a' FOR UPDATE")).await.unwrap();
@@ -411,8 +411,8 @@ async fn the_purger_works_as_long_as_its_store_lives() {
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
     let purging = options().schema(&schema).purge_every(Duration::from_millis(20)).connect(&url).await.unwrap();
     let expiring = async |name: &str| {
-        let lease = wins(&store, &Reserve { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        let lease = wins(&store, &ReserveRequest { ttl: Duration::from_millis(1), ..request(&store, name) }).await;
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     };
     expiring("a").await;
     until(&raw, &format!("SELECT count(*) = 0 FROM {table}")).await;
@@ -431,7 +431,7 @@ async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
     let lease = reserved(&store, "k").await;
     // Zeroes that are never read take no memory.
     let bytes = vec![0; 1_000_000_001].into();
-    let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes });
+    let large = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes });
     assert_eq!(kind(store.finish(&lease, &large).await), StoreErrorKind::TooLarge);
     assert!(matches!(store.inspect(&lease.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
 }
@@ -497,7 +497,7 @@ async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
     read_only("off").await;
     loop {
         match store.reserve(&request(&store, "after")).await {
-            Ok(Reservation::Reserved { .. }) => break,
+            Ok(Reservation::Granted { .. }) => break,
             Ok(other) => panic!("{other:?}"),
             Err(error) => assert!(error.is_transient(), "{error}"),
         }
@@ -576,7 +576,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let warm = async || {
             let name = format!("warm{}", warmed.fetch_add(1, Ordering::Relaxed));
             let lease = wins(&store, &request(&store, &name)).await;
-            assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+            assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
             lease.key
         };
         let key = warm().await;
@@ -591,17 +591,17 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
 
         let asked = request(&store, "k");
         proxy.set(line);
-        assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unknown, "{line:?}");
+        assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unconfirmed, "{line:?}");
         assert_eq!(direct.inspect(&asked.key).await.unwrap().is_some(), lands, "{line:?}");
         heals().await;
         let lease = wins(&store, &asked).await;
         assert_eq!(lease.attempt, 1, "the repeated reservation is recognised");
 
         proxy.set(line);
-        assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unknown, "{line:?}");
+        assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unconfirmed, "{line:?}");
         assert_eq!(direct.inspect(&asked.key).await.unwrap().unwrap().record.is_finished(), lands, "{line:?}");
         heals().await;
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done, "{line:?}");
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied, "{line:?}");
 
         proxy.set(line);
         assert_eq!(kind(store.inspect(&asked.key).await), StoreErrorKind::Unavailable, "a read can't land");
@@ -705,7 +705,7 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Client {
 }
 
 /// The answers to renewals, for the leases that have one.
-async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Write>>, Result<(), StoreError>) {
+async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Verdict>>, Result<(), StoreError>) {
     let answers = Mutex::new(vec![None; leases.len()]);
     let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
     (answers.into_inner().unwrap(), renewed)
@@ -734,7 +734,7 @@ async fn a_locked_record_costs_no_other_lease() {
     let (store, url) = (connect(&server.url()).await, server.url());
     let leases = join_all((0..6).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
     let gone = reserved(&store, "gone").await;
-    assert_eq!(store.release(&gone, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&gone, Release::Returned).await.unwrap(), Verdict::Applied);
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
@@ -744,8 +744,8 @@ async fn a_locked_record_costs_no_other_lease() {
             let expected: Vec<_> = (0..7)
                 .map(|n| match n {
                     2 => None,
-                    6 => Some(Write::Refused),
-                    _ => Some(Write::Done),
+                    6 => Some(Verdict::Refused),
+                    _ => Some(Verdict::Applied),
                 })
                 .collect();
             assert_eq!(said, expected, "a locked one is neither held nor lost");
@@ -755,7 +755,7 @@ async fn a_locked_record_costs_no_other_lease() {
     holder.batch_execute("COMMIT").await.unwrap();
     for _ in 0..2 {
         let renewed = renew_all(&store, &leases[..6]).await.unwrap();
-        assert!(renewed.iter().all(|write| *write == Write::Done), "{renewed:?}");
+        assert!(renewed.iter().all(|write| *write == Verdict::Applied), "{renewed:?}");
     }
 }
 
@@ -797,7 +797,7 @@ async fn a_locked_record_holds_up_no_other_write() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (store, url) = (connect(&server.url()).await, server.url());
     let leases = join_all((0..64).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
-    let lapsed = |name: &str| Reserve { lease: Duration::from_millis(100), ..request(&store, name) };
+    let lapsed = |name: &str| ReserveRequest { lease: Duration::from_millis(100), ..request(&store, name) };
     wins(&store, &lapsed("lapsed")).await;
     let holder = lock_row(&url, "idem.records", "k7").await;
     let other = lock_row(&url, "idem.records", "lapsed").await;
@@ -808,7 +808,7 @@ async fn a_locked_record_holds_up_no_other_write() {
         for (n, ended) in ended.into_iter().enumerate() {
             match n {
                 7 => assert_eq!(kind(ended), StoreErrorKind::Unavailable),
-                _ => assert_eq!(ended.unwrap(), Write::Done),
+                _ => assert_eq!(ended.unwrap(), Verdict::Applied),
             }
         }
         assert_eq!(kind(store.release(&leases[7], Release::Returned).await), StoreErrorKind::Unavailable);
@@ -820,7 +820,7 @@ async fn a_locked_record_holds_up_no_other_write() {
     for holder in [holder, other] {
         holder.batch_execute("ROLLBACK").await.unwrap();
     }
-    assert_eq!(store.finish(&leases[7], &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&leases[7], &done()).await.unwrap(), Verdict::Applied);
     assert_eq!(reserved(&store, "lapsed").await.attempt, 2);
 }
 
@@ -885,7 +885,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
             _ = &mut stuck => panic!("it has to wait"),
             () = until(&raw, &waits) => {}
         }
-        let requests: Vec<Reserve> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
+        let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
         let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
         let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
         for call in &mut calls {
@@ -918,7 +918,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
     }
     let mut counter = Counter::new(&server);
     proxy.set(Line::Delay(Duration::from_millis(200)));
-    let requests: Vec<Reserve> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
+    let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
     let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
     // The server was asked whether the keys exist; its answer is under way.
     while counter.count() == 0 {
@@ -946,7 +946,7 @@ async fn a_key_that_is_being_made_holds_up_no_other_twice() {
         for (n, answer) in answers.into_iter().enumerate() {
             match n {
                 9 => assert_eq!(kind(answer), StoreErrorKind::Unavailable),
-                _ => assert!(matches!(answer, Ok(Reservation::Reserved { .. })), "{answer:?}"),
+                _ => assert!(matches!(answer, Ok(Reservation::Granted { .. })), "{answer:?}"),
             }
         }
     };
@@ -978,17 +978,17 @@ fn one_thread() -> Runtime {
 async fn everything(store: &PostgresStore, name: &str) {
     let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
     let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
-    assert!(renew_all(&*store.upkeep(), &leases).await.unwrap().iter().all(|write| *write == Write::Done));
-    assert!(renew_all(store, &leases).await.unwrap().iter().all(|write| *write == Write::Done));
+    assert!(renew_all(&*store.upkeep(), &leases).await.unwrap().iter().all(|write| *write == Verdict::Applied));
+    assert!(renew_all(store, &leases).await.unwrap().iter().all(|write| *write == Verdict::Applied));
     let waiting = async { store.wait(&leases[0].key, 1, Duration::from_secs(30)).await.unwrap() };
     let ends = join_all(leases.iter().map(async |lease| {
-        assert_eq!(store.upkeep().finish(lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.upkeep().finish(lease, &done()).await.unwrap(), Verdict::Applied);
     }));
     tokio::join!(waiting, ends);
     let runs = AtomicU32::new(0);
     assert!(call(store, &names[0], &runs).await.1.replayed());
     assert!(store.inspect(&leases[1].key).await.unwrap().is_some());
-    assert_eq!(store.reopen(&leases[2].key, 1).await.unwrap(), Write::Done);
+    assert_eq!(store.reopen(&leases[2].key, 1).await.unwrap(), Verdict::Applied);
     store.purge(1).await.unwrap();
 }
 
@@ -1053,9 +1053,9 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             scope.spawn(move || {
                 one_thread().block_on(async {
                     for _ in 0..10 {
-                        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Write::Done]);
+                        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied]);
                     }
-                    assert_eq!(upkeep.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+                    assert_eq!(upkeep.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
                     assert!(Arc::ptr_eq(&upkeep, &upkeep.upkeep()) || upkeep.upkeep().name() == upkeep.name());
                 });
             });
@@ -1132,7 +1132,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
             let after = runtime.block_on(sessions());
             assert!(before.iter().all(|pid| after.contains(pid)), "{before:?} before the fork, {after:?} after it");
             runtime.block_on(async {
-                assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+                assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
                 everything(&store, "after").await;
                 let key = Key::new("test", "beats").unwrap();
                 assert!(store.inspect(&key).await.unwrap().unwrap().record.is_finished());
@@ -1153,11 +1153,11 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
     let store = options().schema(&schema).response_timeout(timeout);
     let store = store.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
     let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
-    let large = Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() });
+    let large = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     let lease = reserved(&store, "k").await;
     // Writing also takes longer than the limit.
     proxy.set(Line::Slow(800_000));
-    assert_eq!(store.finish(&lease, &large).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
     // So does reading: the connections share the line.
     proxy.set(Line::Slow(4_000_000));
     // More requests than there are connections, alone and in one batch.
@@ -1182,13 +1182,13 @@ async fn a_batch_of_replays_leaves_large_results_out() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let store = connect(&server.url()).await;
     let result = |bytes: usize| {
-        Finish::Completed(Payload::Stored { codec: CodecName::of::<Json>(), bytes: vec![b'1'; bytes].into() })
+        Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: vec![b'1'; bytes].into() })
     };
     let sizes = [0, 1, 4096, 4097, 100_000];
     let names: Vec<String> = (0..40).map(|n| format!("k{n}")).collect();
     for (n, name) in names.iter().enumerate() {
         let lease = reserved(&store, name).await;
-        assert_eq!(store.finish(&lease, &result(sizes[n % 5])).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &result(sizes[n % 5])).await.unwrap(), Verdict::Applied);
     }
     for round in 0..20 {
         let mut counter = Counter::new(&server);
@@ -1215,7 +1215,7 @@ async fn waits(store: &PostgresStore, owner: &PostgresStore, lease: &Lease, is_w
     let duplicate = observe(run::<u32, Error, _, _>(operation, record_values::<Json>(), body));
     let finish = async {
         is_waiting.await;
-        assert_eq!(owner.finish(lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(owner.finish(lease, &done()).await.unwrap(), Verdict::Applied);
     };
     let ((result, outcome), ()) = tokio::join!(duplicate, finish);
     assert_eq!(result.unwrap(), 42);
@@ -1281,7 +1281,7 @@ async fn an_end_that_nobody_waits_for_notifies_nobody() {
     }
     let lease = reserved(&store, "waited").await;
     store.wait(&lease.key, 1, Duration::from_millis(1)).await.unwrap();
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     assert_eq!(heard.recv().await.as_deref(), Some("1/test/waited"));
 }
 

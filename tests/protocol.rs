@@ -4,7 +4,7 @@
 //! # What is modelled
 //!
 //! - *The store* (`model/protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
-//!   runtime's own `Record::first`, `Record::meet`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state` and
+//!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state` and
 //!   `Release::state`, each step atomic.
 //! - *The calls* (`model/protocol/steps.rs`): the steps of `engine.rs`, `ending.rs` and `heartbeat.rs`. A reservation is
 //!   repeated with the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped

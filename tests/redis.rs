@@ -18,9 +18,9 @@ use std::time::Duration;
 
 use idem_runtime::record::format;
 use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload, Record,
-    RedisStore, Release, Reservation, Reserve, State, Store, StoreError, StoreErrorKind, Write, observe, record_values,
-    renew_all, run,
+    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, OwnerToken, Record,
+    RedisStore, Release, Reservation, ReserveRequest, State, Store, StoreError, StoreErrorKind, StoredResult, Verdict,
+    observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, TTL, call, call_with, done, request, reserved, stored, wins};
 use idem_tests::proxy::{Line, Proxy};
@@ -37,11 +37,11 @@ async fn connect(server: &RedisServer) -> RedisStore {
 
 #[test]
 fn the_written_form_is_pinned() {
-    let owner = Owner::from_bytes(*b"0123456789abcdef");
+    let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
-    let record = |state, fingerprint| Record { owner, attempt: 3, starts: 2, fingerprint, state };
+    let record = |state, fingerprint| Record { owner, attempt: 3, attempts_used: 2, fingerprint, state };
     let pending = |on_crash| State::Pending { lease: Duration::from_secs(30), ttl: Duration::from_secs(60), on_crash };
-    let stored = Payload::Stored { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
     let records = [
         ("pending", record(pending(OnCrash::Retry), None)),
         ("pending-fail-fingerprint", record(pending(OnCrash::Fail), fingerprint)),
@@ -50,8 +50,8 @@ fn the_written_form_is_pinned() {
         ("completed", record(State::Completed(stored.clone()), None)),
         ("completed-fingerprint", record(State::Completed(stored.clone()), fingerprint)),
         ("failed", record(State::Failed(stored), None)),
-        ("too-large", record(State::Completed(Payload::TooLarge { bytes: 300_000 }), None)),
-        ("unencodable", record(State::Completed(Payload::Unencodable), None)),
+        ("too-large", record(State::Completed(StoredResult::TooLarge { size: 300_000 }), None)),
+        ("unencodable", record(State::Completed(StoredResult::Unencodable), None)),
     ];
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let written: String = records.iter().map(|(name, it)| format!("{name} {}\n", hex(&format::encode(it)))).collect();
@@ -63,7 +63,10 @@ fn the_written_form_is_pinned() {
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
         // One byte less or more is noticed, except in a result, whose length follows from the value's own.
-        if !matches!(record.state, State::Completed(Payload::Stored { .. }) | State::Failed(Payload::Stored { .. })) {
+        if !matches!(
+            record.state,
+            State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
+        ) {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
@@ -82,12 +85,12 @@ async fn the_server_holds_the_written_form() {
     assert_eq!((record.owner, record.attempt), (lease.owner, 1));
     let left: i64 = raw.pttl(name).await.unwrap();
     assert!((3_600_000..=3_660_000).contains(&left), "the record outlives its lease by its ttl: {left}");
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let value: Vec<u8> = raw.get(name).await.unwrap();
     let released = Record::after(&lease, State::Released);
     assert_eq!(format::encode(&released), value, "scripts and code write the same bytes");
     let lease = reserved(&store, "k").await;
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     let value: Vec<u8> = raw.get(name).await.unwrap();
     assert_eq!(format::encode(&Record::after(&lease, done().state())), value);
     let left: i64 = raw.pttl(name).await.unwrap();
@@ -97,7 +100,7 @@ async fn the_server_holds_the_written_form() {
 #[tokio::test]
 async fn prefixes_keep_applications_apart() {
     let server = RedisServer::start(Kind::Redis);
-    let (a, b) = (RedisStore::options().prefix("a:"), RedisStore::options().prefix("b:"));
+    let (a, b) = (RedisStore::options().namespace("a:"), RedisStore::options().namespace("b:"));
     let (a, b) = (a.connect(&server.url()).await.unwrap(), b.connect(&server.url()).await.unwrap());
     assert_eq!((reserved(&a, "k").await.attempt, reserved(&b, "k").await.attempt), (1, 1));
 }
@@ -117,7 +120,7 @@ async fn other_protocols_and_sockets_work_as_well() {
             assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == round), "{url}");
         }
         let lease = reserved(&store, &url[..8]).await;
-        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
         assert!(store.inspect(&lease.key).await.unwrap().is_some());
     }
 }
@@ -188,12 +191,12 @@ async fn values_of_others_are_left_alone() {
             store.reopen(&lease.key, 1).await,
         ] {
             match write {
-                Ok(write) => assert_eq!(write, Write::Refused, "{name}"),
+                Ok(write) => assert_eq!(write, Verdict::Refused, "{name}"),
                 // A value that is no string is an error.
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
-        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Refused], "{name}");
+        assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Refused], "{name}");
         let left: i64 = raw.pttl(format!("idem:1/test/{name}")).await.unwrap();
         assert_eq!(left, -1, "{name} is as it was");
     }
@@ -303,17 +306,17 @@ async fn scripts_survive_a_flush() {
     flush().await;
     let lease = reserved(&store, "k").await;
     flush().await;
-    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     flush().await;
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     flush().await;
     let lease = reserved(&store, "k").await;
     flush().await;
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     flush().await;
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     flush().await;
-    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Write::Done);
+    assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
     // Under load, when completions share a script.
     flush().await;
     let runs = AtomicU32::new(0);
@@ -343,7 +346,7 @@ async fn a_restart_with_persistence_keeps_every_record() {
         }
     };
     assert_eq!(replayed, (1, true));
-    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Verdict::Applied);
 }
 
 #[tokio::test]
@@ -408,7 +411,7 @@ async fn a_reservation_cut_off_mid_call_is_recognised_when_repeated() {
         proxy.set(Line::Pass);
         let lease = loop {
             match store.reserve(&request).await {
-                Ok(Reservation::Reserved { lease, .. }) => break lease,
+                Ok(Reservation::Granted { lease, .. }) => break lease,
                 Ok(other) => panic!("{line:?}: somebody else's? {other:?}"),
                 Err(error) => assert!(error.is_transient(), "{error}"),
             }
@@ -432,7 +435,7 @@ async fn a_completion_cut_off_mid_call_is_recognised_when_repeated() {
         proxy.set(Line::Pass);
         loop {
             match store.finish(&lease, &done()).await {
-                Ok(write) => break assert_eq!(write, Write::Done, "{line:?}"),
+                Ok(write) => break assert_eq!(write, Verdict::Applied, "{line:?}"),
                 Err(error) => assert!(error.is_transient(), "{error}"),
             }
         }
@@ -492,7 +495,7 @@ async fn a_connection_that_stopped_answering_is_given_up() {
     let error = store.reserve(&request).await.unwrap_err();
     assert!(error.may_have_landed(), "{error}");
     // The old connection would time out for ever; neither side has closed it.
-    assert!(matches!(store.reserve(&request).await, Ok(Reservation::Reserved { .. })));
+    assert!(matches!(store.reserve(&request).await, Ok(Reservation::Granted { .. })));
 }
 
 #[tokio::test]
@@ -571,7 +574,7 @@ async fn ten_thousand_leases_are_renewed_in_short_calls() {
     .await;
     let before = calls_of(&server).await("evalsha");
     let answers = renew_all(&store, &leases).await.unwrap();
-    assert!(answers.iter().all(|answer| *answer == Write::Done));
+    assert!(answers.iter().all(|answer| *answer == Verdict::Applied));
     let calls = calls_of(&server).await("evalsha") - before;
     assert_eq!(calls, 100, "100 leases a call bound how long the server does nothing else");
 }
@@ -603,7 +606,7 @@ async fn a_waiter_of_another_process_is_woken() {
                     tokio::task::yield_now().await;
                 }
             }
-            assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done);
+            assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         };
         let ((result, outcome), ()) = tokio::join!(duplicate, finish);
         assert_eq!(result.unwrap(), 42);

@@ -34,7 +34,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ledger::Check;
-use linearize::Verdict;
+use linearize::Judgement;
 use plain::Mistake as M;
 use store::Prank;
 use world::{Broken, Report, run};
@@ -172,9 +172,9 @@ fn histories_are_judged_the_same_from_outside() {
     in_parallel(&worlds, |(broken, seed)| {
         for [known, unknown] in run(*seed, *broken).verdicts() {
             let [known, unknown] = [known, unknown].map(|verdict| match verdict {
-                Verdict::Linearizable => Some(true),
-                Verdict::NotLinearizable { .. } => Some(false),
-                Verdict::Undecided => None,
+                Judgement::Linearizable => Some(true),
+                Judgement::NotLinearizable { .. } => Some(false),
+                Judgement::Undecided => None,
             });
             assert_eq!(known, unknown, "{broken:?}, seed {seed}");
             assert!(known.is_some(), "{broken:?}, seed {seed} is decided");

@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, Owner, Payload, Record, Release,
-    Reservation, Reserve, SqliteOptions, SqliteStore, State, Store, StoreError, StoreErrorKind, Synchronous, Write,
-    observe, record_values, renew_all, run,
+    Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, OwnerToken, Record, Release,
+    Reservation, ReserveRequest, SqliteOptions, SqliteStore, State, Store, StoreError, StoreErrorKind, StoredResult,
+    Synchronous, Verdict, observe, record_values, renew_all, run,
 };
 use idem_tests::calls::{LEASE, POLICY, TTL, call, done, key, lease_of, request, reserved, stored};
 use idem_tests::race::{self, Race};
@@ -57,20 +57,20 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         ("completed", None, Some(Ok(Finish::Completed(result.clone())))),
         ("completed-fingerprint", fingerprint, Some(Ok(Finish::Completed(result.clone())))),
         ("failed", None, Some(Ok(Finish::Failed(result)))),
-        ("too-large", None, Some(Ok(Finish::Completed(Payload::TooLarge { bytes: 300_000 })))),
-        ("unencodable", None, Some(Ok(Finish::Completed(Payload::Unencodable)))),
+        ("too-large", None, Some(Ok(Finish::Completed(StoredResult::TooLarge { size: 300_000 })))),
+        ("unencodable", None, Some(Ok(Finish::Completed(StoredResult::Unencodable)))),
     ];
     let mut records = Vec::new();
     for (name, fingerprint, end) in ends {
-        let owner = Owner::from_bytes(*b"0123456789abcdef");
+        let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
         let on_crash = if name.starts_with("pending-") { OnCrash::Fail } else { OnCrash::Retry };
         let lease = Duration::from_secs(30);
-        let request = Reserve { owner, fingerprint, on_crash, lease, ..request(store, name) };
+        let request = ReserveRequest { owner, fingerprint, on_crash, lease, ..request(store, name) };
         let lease = lease_of(store.reserve(&request).await);
         match &end {
             None => {}
-            Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Write::Done),
-            Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Write::Done),
+            Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Verdict::Applied),
+            Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Verdict::Applied),
         }
         let mut record = Record::first(&request);
         match end {
@@ -78,7 +78,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             Some(Ok(finish)) => record.state = finish.state(),
             Some(Err(release)) => {
                 record.state = release.state();
-                record.starts -= u32::from(release == Release::NotStarted);
+                record.attempts_used -= u32::from(release == Release::NotStarted);
             }
         }
         records.push((request.key, record));
@@ -161,7 +161,7 @@ async fn times_are_milliseconds_of_the_wall_clock() {
     assert!((before..=now()).contains(&at), "{before} {at}");
     assert_eq!((lapses_at, expires_at), (Some(at + millis(LEASE)), at + millis(LEASE) + millis(TTL)));
     let before = now();
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     let (lapses_at, expires_at, still_listed_at) = times();
     assert_eq!((lapses_at, still_listed_at), (None, listed_at), "a completion leaves the index alone");
     assert!((before..=now()).contains(&(expires_at - millis(TTL))), "the ttl counts from completion");
@@ -175,7 +175,7 @@ async fn expired_records_are_cleaned_up() {
     let rows = || raw.query_row("SELECT count(*) FROM idem_records", [], |row| row.get::<_, u32>(0)).unwrap();
     for n in 0..100 {
         let lease = reserved(&store, &format!("finished{n}")).await;
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     let alive = reserved(&store, "alive").await;
     // Time passes: all rows are listed for clean-up, and all but one have expired.
@@ -191,7 +191,7 @@ async fn expired_records_are_cleaned_up() {
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
     assert_eq!(rows(), 12, "eleven new ones, and the one that is alive");
-    assert_eq!(store.finish(&alive, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&alive, &done()).await.unwrap(), Verdict::Applied);
 }
 
 #[tokio::test]
@@ -297,7 +297,7 @@ async fn rows_of_others_are_left_alone() {
             store.release(&stranger, Release::Returned).await,
             renew_all(&store, std::slice::from_ref(&stranger)).await.map(|answers| answers[0]),
         ] {
-            assert!(!matches!(answer, Ok(Write::Done)), "{name}: {answer:?}");
+            assert!(!matches!(answer, Ok(Verdict::Applied)), "{name}: {answer:?}");
         }
         store.purge(1000).await.unwrap();
         assert_eq!(row(), before, "{name}");
@@ -313,8 +313,8 @@ async fn results_beyond_what_sqlite_holds_are_refused_before_they_are_written() 
     let answer = store.finish(&lease, &Finish::Completed(stored(result.clone()))).await;
     assert_eq!(kind(&answer), StoreErrorKind::TooLarge, "{answer:?}");
     assert!(matches!(store.inspect(&lease.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
-    let without = Finish::Completed(Payload::TooLarge { bytes: 1_000_000_000 });
-    assert_eq!(store.finish(&lease, &without).await.unwrap(), Write::Done);
+    let without = Finish::Completed(StoredResult::TooLarge { size: 1_000_000_000 });
+    assert_eq!(store.finish(&lease, &without).await.unwrap(), Verdict::Applied);
 }
 
 /// The output of another process that opens `path` and has no more rights than the file modes give it.
@@ -383,11 +383,11 @@ async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
         assert!(answer.unwrap_err().to_string().contains("another process holds the lock"));
     }
     assert!(call(&store, "done", &runs).await.1.replayed());
-    assert!(matches!(store.reserve(&request(&store, "pending")).await, Ok(Reservation::Pending { attempt: 1, .. })));
+    assert!(matches!(store.reserve(&request(&store, "pending")).await, Ok(Reservation::InProgress { attempt: 1, .. })));
     assert!(store.inspect(&pending.key).await.unwrap().is_some());
     holder.execute_batch("COMMIT").unwrap();
     assert_eq!(store.inspect(&new.key).await.unwrap(), None, "nothing was written");
-    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&pending, &done()).await.unwrap(), Verdict::Applied);
 }
 
 #[tokio::test]
@@ -414,7 +414,7 @@ async fn every_call_ends_and_says_whether_it_was_begun() {
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
     let (begun, waiting, refused) = (request(&store, "begun"), request(&store, "waiting"), request(&store, "refused"));
     let answer = store.reserve(&begun).await;
-    assert_eq!(kind(&answer), StoreErrorKind::Unknown, "it waits for the lock: {answer:?}");
+    assert_eq!(kind(&answer), StoreErrorKind::Unconfirmed, "it waits for the lock: {answer:?}");
     let (waited, answer) = tokio::join!(store.reserve(&waiting), store.reserve(&refused));
     assert_eq!(kind(&waited), StoreErrorKind::Unavailable, "nobody has taken it up: {waited:?}");
     assert!(answer.unwrap_err().to_string().contains("too many calls"));
@@ -441,7 +441,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     let answers =
         tokio::join!(store.finish(&large, &too_large), store.finish(&beside, &done), store.reserve(&meanwhile),);
     assert_eq!(kind(&answers.0), StoreErrorKind::Full, "{answers:?}");
-    assert_eq!(answers.1.unwrap(), Write::Done);
+    assert_eq!(answers.1.unwrap(), Verdict::Applied);
     lease_of(answers.2);
     assert!(matches!(store.inspect(&large.key).await.unwrap().unwrap().record.state, State::Pending { .. }));
     let mut count = 0;
@@ -460,7 +460,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     assert!(call(&store, "first", &runs).await.1.replayed());
     // A handle without the limit can write.
     let roomy = open(&folder.file()).await;
-    assert_eq!(roomy.finish(&held, &done).await.unwrap(), Write::Done);
+    assert_eq!(roomy.finish(&held, &done).await.unwrap(), Verdict::Applied);
 }
 
 /// A store whose file is full, with attempts that have begun.
@@ -484,17 +484,17 @@ async fn what_has_begun_can_be_ended_in_a_full_file() {
     let (store, leases) = filled(&folder).await;
     assert!(leases.len() > 100, "{}", leases.len());
     let upkeep = store.upkeep();
-    assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), vec![Write::Done; leases.len()]);
+    assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), vec![Verdict::Applied; leases.len()]);
     for (n, lease) in leases.iter().enumerate() {
         let result = Finish::Completed(stored(vec![b'x'; 100 * 1024]));
         assert_eq!(kind(&store.finish(lease, &result).await), StoreErrorKind::Full, "{n}");
         let store: &dyn Store = if n % 2 == 0 { &store } else { &*upkeep };
         let written = match n % 4 {
-            0 | 1 => store.finish(lease, &Finish::Completed(Payload::TooLarge { bytes: u64::MAX >> 1 })).await,
-            2 => store.finish(lease, &Finish::Failed(Payload::Unencodable)).await,
+            0 | 1 => store.finish(lease, &Finish::Completed(StoredResult::TooLarge { size: u64::MAX >> 1 })).await,
+            2 => store.finish(lease, &Finish::Failed(StoredResult::Unencodable)).await,
             _ => store.release(lease, Release::Returned).await,
         };
-        assert_eq!(written.unwrap(), Write::Done, "{n}");
+        assert_eq!(written.unwrap(), Verdict::Applied, "{n}");
     }
 }
 
@@ -602,7 +602,7 @@ async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
     let store = open(&folder.file()).await;
     let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
     let reopened = reserved(&store, "reopened").await;
-    assert_eq!(store.finish(&reopened, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&reopened, &done()).await.unwrap(), Verdict::Applied);
     for handle in [store.handle(), store.upkeep()] {
         let holder = raw(&folder.file());
         holder.execute_batch("BEGIN IMMEDIATE").unwrap();
@@ -628,7 +628,10 @@ async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
         assert_eq!(state(&finished).await, done().state());
         assert_eq!(state(&released).await, State::Interrupted);
         assert!(matches!(state(&reopened).await, State::Completed(_)));
-        assert_eq!(store.release(&lease_of(store.reserve(&last).await), Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(
+            store.release(&lease_of(store.reserve(&last).await), Release::Returned).await.unwrap(),
+            Verdict::Applied
+        );
     }
 }
 
@@ -667,8 +670,8 @@ async fn upkeep_goes_on_while_others_hold_the_lock() {
         holder.execute_batch("COMMIT").unwrap();
     };
     let (renewed, ended, ()) = tokio::join!(renewed, ended, busy);
-    assert_eq!(renewed.unwrap(), [Write::Done; 2]);
-    assert_eq!(ended.unwrap(), Write::Done);
+    assert_eq!(renewed.unwrap(), [Verdict::Applied; 2]);
+    assert_eq!(ended.unwrap(), Verdict::Applied);
 }
 
 #[tokio::test]
@@ -687,15 +690,15 @@ async fn upkeep_waits_for_no_queue() {
     let result = Finish::Completed(stored(vec![b'x'; 64 * 1024 * 1024 / CALLS]));
     let done_calls = AtomicU32::new(0);
     let calls = leases.iter().map(|lease| async {
-        assert_eq!(store.finish(lease, &result).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(lease, &result).await.unwrap(), Verdict::Applied);
         done_calls.fetch_add(1, Ordering::SeqCst);
     });
     let mut calls = Box::pin(futures::future::join_all(calls));
     begin(&mut calls).await;
     let upkeep = store.upkeep();
     let keep = async {
-        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&kept)).await.unwrap(), [Write::Done]);
-        assert_eq!(upkeep.release(&late, Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&kept)).await.unwrap(), [Verdict::Applied]);
+        assert_eq!(upkeep.release(&late, Release::Returned).await.unwrap(), Verdict::Applied);
         usize::try_from(done_calls.load(Ordering::SeqCst)).unwrap()
     };
     let free = async { holder.execute_batch("COMMIT").unwrap() };
@@ -717,10 +720,10 @@ async fn a_renewal_never_cuts_short_what_was_confirmed() {
         raw.query_row(sql, [], |row| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?))).unwrap()
     };
     let before = times();
-    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     assert_eq!(times(), before);
     raw.execute("UPDATE idem_records SET lapses_at = 1", []).unwrap();
-    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     assert!(times().0 > 1 && times().1 == before.1, "{:?}", times());
 }
 
@@ -738,7 +741,7 @@ async fn renewals_without_number_are_answered_one_by_one() {
         })
         .collect();
     let answers = renew_all(&*store.upkeep(), &leases).await.unwrap();
-    let expected = [Write::Done, Write::Refused].into_iter().cycle().take(LEASES);
+    let expected = [Verdict::Applied, Verdict::Refused].into_iter().cycle().take(LEASES);
     assert!(answers.into_iter().eq(expected));
 }
 
@@ -867,7 +870,7 @@ async fn reservations_among_replays_are_decided_once() {
         }
         assert_eq!(executed, 1);
         let lease = reserved(&store, &format!("{name}-released")).await;
-        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         assert_eq!(reserved(&store, &format!("{name}-released")).await.attempt, 2);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 101);
@@ -908,7 +911,7 @@ async fn a_waiter_of_another_handle_is_woken() {
         observe(run(Operation::new(&waiting, Key::new("test", "k"), policy), record_values::<Json>(), body));
     let finish = async {
         tokio::time::sleep(Duration::from_millis(100)).await;
-        assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     };
     let started = std::time::Instant::now();
     let ((result, outcome), ()) = tokio::join!(duplicate, finish);

@@ -19,9 +19,9 @@ use std::time::{Duration, SystemTime};
 use futures::FutureExt as _;
 use futures::future::join_all;
 use idem_runtime::{
-    Attempt, Codec, CodecError, Disposition, Error, InProgress, Json, Key, Mode, OnCrash, Outcome, Payload, Policy,
-    PostgresStore, Reservation, Reserve, SqliteStore, State, Store, StoreErrorKind, Unavailable, current, idempotent,
-    observe, record_results, record_values, run_within,
+    Attempt, Codec, CodecError, Disposition, Error, InProgress, Json, Key, Mode, OnCrash, Outcome, Policy,
+    PostgresStore, Reservation, ReserveRequest, ResultProblem, SqliteStore, State, Store, StoreErrorKind, StoredResult,
+    current, idempotent, observe, record_results, record_values, run_within,
 };
 use idem_tests::postgres::{raw, shared_schema};
 use idem_tests::sqlite::{Folder, raw as sqlite};
@@ -436,7 +436,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
     let mut client = bank.client().await;
     let tx = client.transaction().await.unwrap();
     let begun: SystemTime = tx.query_one("SELECT now()", &[]).await.unwrap().get(0);
-    let died = Reserve {
+    let died = ReserveRequest {
         key: key("a"),
         owner: bank.store.heartbeats().new_owner(),
         lease,
@@ -445,7 +445,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
         on_crash: OnCrash::Retry,
         max_attempts: None,
     };
-    assert!(matches!(bank.store.reserve(&died).await, Ok(Reservation::Reserved { .. })));
+    assert!(matches!(bank.store.reserve(&died).await, Ok(Reservation::Granted { .. })));
     tokio::time::sleep(lease + Duration::from_millis(50)).await;
     let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
     assert_eq!(paid.unwrap(), 2);
@@ -475,7 +475,7 @@ async fn a_duplicate_is_told_to_come_back_soon() {
 async fn a_record_that_somebody_has_locked_is_not_waited_for() {
     let bank = Bank::open().await;
     bank.pay_and_commit("a").await.0.unwrap();
-    assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::Write::Done);
+    assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::Verdict::Applied);
     let mut holder = bank.client().await;
     let holding = holder.transaction().await.unwrap();
     holding.execute("SELECT FROM records FOR UPDATE", &[]).await.unwrap();
@@ -515,13 +515,13 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     tx.commit().await.unwrap();
     assert_eq!(bank.payments().await, 1);
-    assert!(matches!(bank.state("a").await, Some(State::Completed(Payload::TooLarge { .. }))));
+    assert!(matches!(bank.state("a").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
     // The store itself does the same.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(idem_runtime::run(operation, record_values::<Json>(), body)).await;
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
-    assert!(matches!(bank.state("b").await, Some(State::Completed(Payload::TooLarge { .. }))));
+    assert!(matches!(bank.state("b").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
 }
 
 #[tokio::test]
@@ -1399,7 +1399,7 @@ async fn in_sqlite_the_store_and_transactions_share_records() {
     let store = SqliteStore::open(till.folder.file()).await.unwrap();
     let mut connection = till.connection();
     let reserved = store
-        .reserve(&Reserve {
+        .reserve(&ReserveRequest {
             key: key("a"),
             owner: store.heartbeats().new_owner(),
             lease: Duration::from_secs(60),
@@ -1410,7 +1410,7 @@ async fn in_sqlite_the_store_and_transactions_share_records() {
         })
         .await
         .unwrap();
-    assert!(matches!(reserved, Reservation::Reserved { .. }));
+    assert!(matches!(reserved, Reservation::Granted { .. }));
     let tx = begin(&mut connection);
     let (refused, _) = sell(&tx, "a", POLICY).await;
     assert!(matches!(refused, Err(Error::InProgress { attempt: 1, .. })), "{refused:?}");
@@ -1471,7 +1471,7 @@ async fn in_sqlite_a_result_too_large_for_a_row_ends_the_operation_without_it() 
             observe(run_within(operation, record_values::<Huge>(), async { Ok::<_, Error>(7) })).await;
         if replays {
             let unavailable =
-                matches!(result, Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: HUGE }, .. }));
+                matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: HUGE }, .. }));
             assert!(unavailable && !outcome.executed(), "{result:?}");
         } else {
             assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored());

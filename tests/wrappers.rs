@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use idem_runtime::{
     Answers, Cached, CodecName, Compressed, Disposition, Error, Fingerprint, Finish, Heartbeats, Inspection, Json, Key,
-    Lease, ManualClock, MemoryStore, Offloaded, OnCrash, OnStoreError, Operation, Outcome, Payload, Policy, Record,
-    Release, Reservation, Reserve, State, Store, StoreFuture, Unavailable, Write, observe, record_values, renew_all,
-    run,
+    Lease, ManualClock, MemoryStore, Offloaded, OnCrash, OnStoreError, Operation, Outcome, Policy, Record, Release,
+    Reservation, ReserveRequest, ResultProblem, State, Store, StoreFuture, StoredResult, Verdict, observe,
+    record_values, renew_all, run,
 };
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer};
@@ -43,12 +43,12 @@ struct World {
 impl World {
     fn new() -> Self {
         let clock = ManualClock::new();
-        let memory = MemoryStore::with_clock(clock.clone());
+        let memory = MemoryStore::options().clock(clock.clone()).build();
         Self { clock, store: FaultyStore::new(&memory), memory, runs: AtomicU32::new(0) }
     }
 
-    fn request(&self, name: &str) -> Reserve {
-        Reserve {
+    fn request(&self, name: &str) -> ReserveRequest {
+        ReserveRequest {
             key: key(name),
             owner: self.memory.heartbeats().new_owner(),
             lease: LEASE,
@@ -62,7 +62,7 @@ impl World {
     /// The lease of a new attempt.
     async fn reserved(&self, store: &dyn Store, name: &str) -> Lease {
         match store.reserve(&self.request(name)).await.unwrap() {
-            Reservation::Reserved { lease, .. } => lease,
+            Reservation::Granted { lease, .. } => lease,
             other => panic!("{other:?}"),
         }
     }
@@ -71,7 +71,7 @@ impl World {
     async fn finished(&self, store: &dyn Store, name: &str, bytes: &[u8]) -> Record {
         let lease = self.reserved(store, name).await;
         let finish = completed(bytes);
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
         Record::after(&lease, finish.state())
     }
 
@@ -102,7 +102,7 @@ impl World {
         let runs = self.runs();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
             let (result, outcome) = self.call(store, POLICY.on_store_error(on_store_error), "again").await;
-            let Err(Error::ResultUnavailable { reason: Unavailable::Unreadable { reason }, .. }) = &result else {
+            let Err(Error::ResultUnavailable { problem: ResultProblem::Unreadable { reason }, .. }) = &result else {
                 panic!("{why}: {result:?}")
             };
             assert!(reason.contains(why), "{why}: {reason}");
@@ -116,15 +116,15 @@ fn key(name: &str) -> Key {
     Key::new("wrappers", name).unwrap()
 }
 
-fn stored(bytes: &[u8]) -> Payload {
-    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.to_vec().into() }
+fn stored(bytes: &[u8]) -> StoredResult {
+    StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.to_vec().into() }
 }
 
 fn completed(bytes: &[u8]) -> Finish {
     Finish::Completed(stored(bytes))
 }
 
-fn payload(record: &Record) -> &Payload {
+fn payload(record: &Record) -> &StoredResult {
     match &record.state {
         State::Completed(payload) | State::Failed(payload) => payload,
         other => panic!("not finished: {other:?}"),
@@ -132,27 +132,27 @@ fn payload(record: &Record) -> &Payload {
 }
 
 /// The result as the innermost store holds it.
-async fn kept(store: &dyn Store, name: &str) -> Payload {
+async fn kept(store: &dyn Store, name: &str) -> StoredResult {
     payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
 }
 
-fn codec_of(payload: &Payload) -> &str {
+fn codec_of(payload: &StoredResult) -> &str {
     match payload {
-        Payload::Stored { codec, .. } => codec.as_str(),
+        StoredResult::Encoded { codec, .. } => codec.as_str(),
         other => panic!("{other:?}"),
     }
 }
 
-fn bytes_of(payload: &Payload) -> Vec<u8> {
+fn bytes_of(payload: &StoredResult) -> Vec<u8> {
     match payload {
-        Payload::Stored { bytes, .. } => bytes.to_vec(),
+        StoredResult::Encoded { bytes, .. } => bytes.to_vec(),
         other => panic!("{other:?}"),
     }
 }
 
-fn reason_of(payload: &Payload) -> &str {
+fn reason_of(payload: &StoredResult) -> &str {
     match payload {
-        Payload::Unreadable { reason } => reason,
+        StoredResult::Unreadable { reason } => reason,
         other => panic!("{other:?}"),
     }
 }
@@ -194,10 +194,9 @@ async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, 
 /// Each wrapper around each other one and around itself, with every result in another form.
 fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
     let cached = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Cached::new(store)) };
-    let compressed =
-        |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Compressed::options().above(0).around(store)) };
+    let compressed = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Compressed::options().above(0).wrap(store)) };
     let offloaded = |store: Arc<dyn Store>| -> Arc<dyn Store> {
-        Arc::new(Offloaded::options().above(0).around(store, Arc::clone(objects)))
+        Arc::new(Offloaded::options().above(0).wrap(store, Arc::clone(objects)))
     };
     let store = || store.handle();
     vec![
@@ -230,7 +229,7 @@ async fn wrappers_compose_in_every_order() {
             // Another process, with the same wrappers and empty caches, reads it as well.
             let failed = Finish::Failed(stored(bytes));
             let lease = world.reserved(&*store, &format!("{i} failed")).await;
-            assert_eq!(store.finish(&lease, &failed).await.unwrap(), Write::Done);
+            assert_eq!(store.finish(&lease, &failed).await.unwrap(), Verdict::Applied);
             let record = Record::after(&lease, failed.state());
             assert_eq!(world.replay(&*store, &format!("{i} failed")).await, record, "{order}, error {i}");
         }
@@ -255,8 +254,8 @@ async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
                 let name = format!("{codec} {}", bytes.len());
                 let lease = world.reserved(&*store, &name).await;
                 let codec = CodecName::new(codec.as_bytes()).unwrap();
-                let finish = Finish::Completed(Payload::Stored { codec, bytes: bytes.to_vec().into() });
-                assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+                let finish = Finish::Completed(StoredResult::Encoded { codec, bytes: bytes.to_vec().into() });
+                assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
                 let record = Record::after(&lease, finish.state());
                 for _ in 0..2 {
                     assert_eq!(world.replay(&*store, &name).await, record, "{order}: {codec:?}");
@@ -272,14 +271,14 @@ async fn without_the_wrapper_a_result_is_of_another_codec() {
     for name in ["idem:zstd", "idem:object"] {
         let world = World::new();
         let store: Arc<dyn Store> = match name {
-            "idem:zstd" => Arc::new(Compressed::options().above(10).around(world.store.clone())),
-            _ => Arc::new(Offloaded::options().above(10).around(world.store.clone(), Arc::new(InMemory::new()))),
+            "idem:zstd" => Arc::new(Compressed::options().above(10).wrap(world.store.clone())),
+            _ => Arc::new(Offloaded::options().above(10).wrap(world.store.clone(), Arc::new(InMemory::new()))),
         };
         let result = "x".repeat(1000);
         world.call(&*store, POLICY, &result).await.0.unwrap();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
             let (answer, outcome) = world.call(&world.store, POLICY.on_store_error(on_store_error), "again").await;
-            let Err(Error::ResultUnavailable { reason: Unavailable::OtherCodec { codec }, .. }) = answer else {
+            let Err(Error::ResultUnavailable { problem: ResultProblem::OtherCodec { codec }, .. }) = answer else {
                 panic!("{answer:?}")
             };
             assert_eq!((codec.as_str(), outcome.disposition()), (name, Disposition::DeadLetter));
@@ -308,22 +307,26 @@ async fn other_endings_pass_unchanged() {
         let world = World::new();
         let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
         for (name, finish) in [
-            ("too large", Finish::Completed(Payload::TooLarge { bytes: 1 << 40 })),
-            ("unencodable", Finish::Failed(Payload::Unencodable)),
+            ("too large", Finish::Completed(StoredResult::TooLarge { size: 1 << 40 })),
+            ("unencodable", Finish::Failed(StoredResult::Unencodable)),
         ] {
             let lease = world.reserved(&*store, name).await;
-            assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done, "{order}");
+            assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied, "{order}");
             assert_eq!(kept(&world.store, name).await, *payload(&Record::after(&lease, finish.state())), "{order}");
             assert_eq!(world.replay(&*store, name).await, Record::after(&lease, finish.state()), "{order}");
         }
         assert_eq!(store.name(), "memory", "{order}: errors name the store itself");
         assert!(std::ptr::eq(store.heartbeats(), world.memory.heartbeats()), "{order}");
-        let marked = Reserve { fingerprint: Some(Fingerprint::of(&1).unwrap()), ..world.request("marked") };
-        let Reservation::Reserved { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
-        assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Write::Done);
-        let other = Reserve { fingerprint: Some(Fingerprint::of(&2).unwrap()), ..world.request("marked") };
+        let marked = ReserveRequest { fingerprint: Some(Fingerprint::of(&1).unwrap()), ..world.request("marked") };
+        let Reservation::Granted { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
+        assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Verdict::Applied);
+        let other = ReserveRequest { fingerprint: Some(Fingerprint::of(&2).unwrap()), ..world.request("marked") };
         for _ in 0..3 {
-            assert_eq!(store.reserve(&other).await.unwrap(), Reservation::Mismatch { attempt: 1 }, "{order}");
+            assert_eq!(
+                store.reserve(&other).await.unwrap(),
+                Reservation::FingerprintMismatch { attempt: 1 },
+                "{order}"
+            );
         }
     }
 }
@@ -371,7 +374,7 @@ impl Store for Apart {
         self.line().heartbeats()
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         self.line().reserve(request)
     }
 
@@ -379,11 +382,11 @@ impl Store for Apart {
         self.line().renew(leases, answer)
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.line().finish(lease, finish)
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.line().release(lease, release)
     }
 
@@ -395,7 +398,7 @@ impl Store for Apart {
         self.line().inspect(key)
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.line().reopen(key, attempt)
     }
 }
@@ -414,17 +417,17 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         assert_eq!((upkeep.name(), upkeep.namespace(), upkeep.response_timeout()), ("memory", "apart", LEASE / 10));
         // A beat, a result that is recorded late, and the clean-up of a dropped call.
         let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
-        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Write::Done; 2], "{order}");
+        assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied; 2], "{order}");
         let result = completed(&[b'x'; 5000]);
-        assert_eq!(upkeep.finish(&leases[0], &result).await.unwrap(), Write::Done, "{order}");
-        let again = Reserve { owner: leases[1].owner, ..world.request("dropped") };
-        assert!(matches!(upkeep.reserve(&again).await.unwrap(), Reservation::Reserved { .. }), "{order}");
-        assert_eq!(upkeep.release(&leases[1], Release::NotStarted).await.unwrap(), Write::Done, "{order}");
+        assert_eq!(upkeep.finish(&leases[0], &result).await.unwrap(), Verdict::Applied, "{order}");
+        let again = ReserveRequest { owner: leases[1].owner, ..world.request("dropped") };
+        assert!(matches!(upkeep.reserve(&again).await.unwrap(), Reservation::Granted { .. }), "{order}");
+        assert_eq!(upkeep.release(&leases[1], Release::NotStarted).await.unwrap(), Verdict::Applied, "{order}");
         for call in [Call::Renew, Call::Finish, Call::Release] {
             assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
         }
         // The record is the store's own, with its result in the form that the wrappers give it.
-        let as_it_was = kept(&world.memory, "late").await == *result.payload();
+        let as_it_was = kept(&world.memory, "late").await == *result.result();
         assert_eq!(as_it_was, order == "cached twice", "{order}");
         for _ in 0..3 {
             assert_eq!(world.replay(&*store, "late").await, Record::after(&leases[0], result.state()), "{order}");
@@ -453,24 +456,27 @@ async fn what_has_been_released_passes_unchanged() {
         let world = World::new();
         let (order, store) = compositions(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
         let request = world.request("k");
-        let Reservation::Reserved { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
-        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Write::Done, "{order}");
+        let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
+        assert_eq!(store.release(&lease, Release::NotStarted).await.unwrap(), Verdict::Applied, "{order}");
         for _ in 0..3 {
             assert_eq!(store.reserve(&request).await.unwrap(), Reservation::Released { attempt: 1 }, "{order}");
         }
         let second = world.reserved(&*store, "k").await;
         assert_eq!(second.attempt, 2, "{order}");
         // Late again: while another attempt holds the key, and once that has finished.
-        assert!(matches!(store.reserve(&request).await.unwrap(), Reservation::Pending { attempt: 2, .. }), "{order}");
+        assert!(
+            matches!(store.reserve(&request).await.unwrap(), Reservation::InProgress { attempt: 2, .. }),
+            "{order}"
+        );
         let result = completed(&[b'x'; 5000]);
-        assert_eq!(store.finish(&second, &result).await.unwrap(), Write::Done, "{order}");
+        assert_eq!(store.finish(&second, &result).await.unwrap(), Verdict::Applied, "{order}");
         for _ in 0..3 {
             assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
             let Reservation::Finished(_) = store.reserve(&request).await.unwrap() else { panic!("{order}") };
         }
         // An operator frees the key: the late reservation is now that of the other owner, and changes nothing.
-        assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Write::Done, "{order}");
-        let late = Reserve { owner: second.owner, ..world.request("k") };
+        assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Verdict::Applied, "{order}");
+        let late = ReserveRequest { owner: second.owner, ..world.request("k") };
         assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
         assert_eq!(world.reserved(&*store, "k").await.attempt, 3, "{order}");
     }

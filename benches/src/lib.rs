@@ -15,7 +15,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use idem_runtime::{Key, Lease, OnCrash, Reservation, Reserve, Store};
+use idem_runtime::{Key, Lease, OnCrash, Reservation, ReserveRequest, Store};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -41,7 +41,7 @@ pub fn is_wanted(work: &str) -> bool {
 /// # Panics
 /// If it can't be reserved.
 pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Lease {
-    let request = Reserve {
+    let request = ReserveRequest {
         key: Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
         owner: store.heartbeats().new_owner(),
         lease: Duration::from_secs(3600),
@@ -51,7 +51,7 @@ pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Leas
         max_attempts: None,
     };
     match store.reserve(&request).await {
-        Ok(Reservation::Reserved { lease, .. }) => lease,
+        Ok(Reservation::Granted { lease, .. }) => lease,
         other => panic!("{other:?}"),
     }
 }

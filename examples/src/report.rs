@@ -85,7 +85,7 @@ pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
         (outcome.replayed(), Count::Replay),
         (outcome.waited(), Count::Wait),
         (outcome.took_over(), Count::Takeover),
-        (outcome.refused() == Some(Refusal::InProgress), Count::InProgress),
+        (outcome.refusal() == Some(Refusal::InProgress), Count::InProgress),
         (outcome.executed() && retried, Count::Failure),
         (outcome.disposition() == Disposition::DeadLetter, Count::DeadLetter),
     ]

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use bytes::Bytes;
 use idem_runtime::{
-    Codec, Json, MessagePack, OnUndecodable, Payload, Postcard, Recorder, State, Unavailable, record_results,
+    Codec, Json, MessagePack, OnUndecodable, Postcard, Recorder, ResultProblem, State, StoredResult, record_results,
 };
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
@@ -104,11 +104,11 @@ fn replayed(mut input: Input<'_>) {
     let fails = input.flag();
     let payload = match input.flag() {
         true => input.payload(),
-        false => Payload::Stored { codec: input.codec(), bytes: Bytes::copy_from_slice(input.rest()) },
+        false => StoredResult::Encoded { codec: input.codec(), bytes: Bytes::copy_from_slice(input.rest()) },
     };
     let state = if fails { State::Failed(payload) } else { State::Completed(payload) };
     let recorder = record_results::<Json>();
-    let result: Result<Result<Order, String>, Unavailable> = recorder.replay(&state, OnUndecodable::Error);
+    let result: Result<Result<Order, String>, ResultProblem> = recorder.replay(&state, OnUndecodable::Error);
     match result {
         Ok(result) => assert_eq!(result.is_err(), fails, "a value became an error, or the reverse"),
         Err(error) => assert!(!error.to_string().is_empty()),

@@ -10,7 +10,8 @@ use aws_sdk_dynamodb::types::AttributeValue;
 use idem_runtime::__stored::{Cells, meet_row, read_item, read_row};
 use idem_runtime::record::format::FormatError;
 use idem_runtime::{
-    Inspection, Meeting, OnCrash, Payload, Record, Reservation, Reserve, State, StoreError, StoreErrorKind,
+    Admission, Inspection, OnCrash, Record, Reservation, ReserveRequest, State, StoreError, StoreErrorKind,
+    StoredResult,
 };
 use rusqlite::Connection;
 use rusqlite::types::Value;
@@ -120,7 +121,7 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         Cell::Text(state.to_owned()),
         Cell::Blob(record.owner.as_bytes().to_vec()),
         Cell::Int(record.attempt.into()),
-        Cell::Int(record.starts.into()),
+        Cell::Int(record.attempts_used.into()),
         record.fingerprint.map_or(Cell::Null, |fingerprint| Cell::Blob(fingerprint.as_bytes().to_vec())),
         Cell::Bool(fails),
         lease,
@@ -133,12 +134,12 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
     ]
 }
 
-fn payload_columns(payload: &Payload) -> (Cell, Cell, Cell) {
+fn payload_columns(payload: &StoredResult) -> (Cell, Cell, Cell) {
     match payload {
-        Payload::Stored { codec, bytes } => {
+        StoredResult::Encoded { codec, bytes } => {
             (Cell::Text(codec.as_str().to_owned()), Cell::Blob(bytes.to_vec()), Cell::Null)
         }
-        Payload::TooLarge { bytes } => (Cell::Null, Cell::Null, Cell::Int(bytes.cast_signed())),
+        StoredResult::TooLarge { size } => (Cell::Null, Cell::Null, Cell::Int(size.cast_signed())),
         _ => (Cell::Null, Cell::Null, Cell::Null),
     }
 }
@@ -199,7 +200,7 @@ thread_local! {
 struct Ended;
 
 /// SQLite's reading of a row.
-fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, Ended> {
+fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Record>, Ended> {
     // A time that must be present in one state, and absent in the others.
     let lapses = row[STATE] == Cell::Text("P".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
@@ -233,14 +234,14 @@ fn sqlite(row: &Columns, request: &Reserve, now: i64) -> Result<Option<Record>, 
             };
             assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
             assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
-            assert!(matches!(reserved, Ok(Reservation::Reserved { takeover: false, .. })), "{reserved:?}");
+            assert!(matches!(reserved, Ok(Reservation::Granted { takeover: false, .. })), "{reserved:?}");
             Err(Ended)
         }
         Some(Some(Inspection { record, lapses_in, .. })) => {
-            match (record.meet(request, lapses_in.unwrap_or_default()), reserved) {
-                (Meeting::Answer(expected), Ok(answer)) => assert_eq!(answer, expected),
-                (Meeting::Replace { with, takeover }, Ok(answer)) => {
-                    assert_eq!(answer, Reservation::Reserved { lease: with.lease(request), takeover });
+            match (record.admit(request, lapses_in.unwrap_or_default()), reserved) {
+                (Admission::Answer(expected), Ok(answer)) => assert_eq!(answer, expected),
+                (Admission::Replace { with, takeover }, Ok(answer)) => {
+                    assert_eq!(answer, Reservation::Granted { lease: with.lease(request), takeover });
                 }
                 (expected, Err(error)) => panic!("{error} instead of {expected:?}"),
             }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    CodecName, Compressed, Finish, Key, ManualClock, MemoryStore, Offloaded, OnCrash, Owner, Payload, Reservation,
-    Reserve, Store, StoreErrorKind, Write,
+    CodecName, Compressed, Finish, Key, ManualClock, MemoryStore, Offloaded, OnCrash, OwnerToken, Reservation,
+    ReserveRequest, Store, StoreErrorKind, StoredResult, Verdict,
 };
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -26,11 +26,11 @@ pub fn envelopes(data: &[u8]) {
     let mut input = Input(data);
     let objects = Arc::new(InMemory::new());
     // Its clock stands still: a call that waits is never answered.
-    let inner = MemoryStore::with_clock(ManualClock::new());
+    let inner = MemoryStore::options().clock(ManualClock::new()).build();
     let (offload, above) = (input.flag(), input.byte().into());
     let around = |inner: &MemoryStore| match offload {
-        true => Offloaded::options().above(above).around(inner.clone(), objects.clone()).handle(),
-        false => Compressed::options().above(above).around(inner.clone()).handle(),
+        true => Offloaded::options().above(above).wrap(inner.clone(), objects.clone()).handle(),
+        false => Compressed::options().above(above).wrap(inner.clone()).handle(),
     };
     let wrapped = around(&inner);
     match input.flag() {
@@ -39,23 +39,23 @@ pub fn envelopes(data: &[u8]) {
             let times = 1 + usize::from(input.byte());
             let (at, mask) = (u16::from_be_bytes(input.array()), input.byte());
             let bytes = Bytes::from(input.rest().repeat(times));
-            let payload = Payload::Stored { codec, bytes: bytes.clone() };
+            let payload = StoredResult::Encoded { codec, bytes: bytes.clone() };
             finish(&*wrapped, payload.clone());
             assert_eq!(replay(&*wrapped), payload);
 
             // Damage is noticed in everything after the form and the name of the codec, which are unprotected in other
             // records as well.
-            let Payload::Stored { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
+            let StoredResult::Encoded { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
             let header = 3 + usize::from(written.get(2).copied().unwrap_or_default());
             if written != bytes && written[1] != 0 && mask != 0 {
                 let mut damaged = written.to_vec();
                 damaged[header + usize::from(at) % (written.len() - header)] ^= mask;
                 written = damaged.into();
-                let inner = MemoryStore::with_clock(ManualClock::new());
-                finish(&inner, Payload::Stored { codec, bytes: written });
+                let inner = MemoryStore::options().clock(ManualClock::new()).build();
+                finish(&inner, StoredResult::Encoded { codec, bytes: written });
                 match replay(&*around(&inner)) {
-                    Payload::Stored { bytes: read, .. } => assert_eq!(read, bytes),
-                    other => assert!(matches!(other, Payload::Unreadable { .. }), "{other:?}"),
+                    StoredResult::Encoded { bytes: read, .. } => assert_eq!(read, bytes),
+                    other => assert!(matches!(other, StoredResult::Unreadable { .. }), "{other:?}"),
                 }
             }
         }
@@ -66,10 +66,10 @@ pub fn envelopes(data: &[u8]) {
                 0 => Bytes::copy_from_slice(input.rest()),
                 _ => envelope(&mut input, &objects),
             };
-            finish(&inner, Payload::Stored { codec, bytes });
+            finish(&inner, StoredResult::Encoded { codec, bytes });
             match replay(&*wrapped) {
-                Payload::Stored { .. } => {}
-                Payload::Unreadable { reason } => assert!(!reason.is_empty()),
+                StoredResult::Encoded { .. } => {}
+                StoredResult::Unreadable { reason } => assert!(!reason.is_empty()),
                 other => panic!("{other:?} was never recorded"),
             }
         }
@@ -110,10 +110,10 @@ const SHA_OF_NOTHING: [u8; 32] = [
     0xe4, 0x64, 0x9b, 0x93, 0x4c, 0xa4, 0x95, 0x99, 0x1b, 0x78, 0x52, 0xb8, 0x55,
 ];
 
-fn request(owner: u8) -> Reserve {
-    Reserve {
+fn request(owner: u8) -> ReserveRequest {
+    ReserveRequest {
         key: Key::new("fuzz", "key").expect("a key"),
-        owner: Owner::from_bytes([owner; Owner::BYTES]),
+        owner: OwnerToken::from_bytes([owner; OwnerToken::BYTES]),
         lease: Duration::from_secs(30),
         ttl: Duration::from_secs(3600),
         fingerprint: None,
@@ -122,21 +122,21 @@ fn request(owner: u8) -> Reserve {
     }
 }
 
-fn finish(store: &dyn Store, payload: Payload) {
-    let Ok(Reservation::Reserved { lease, .. }) = now(store.reserve(&request(1))) else { panic!("not reserved") };
-    assert_eq!(now(store.finish(&lease, &Finish::Completed(payload))).expect("finishes"), Write::Done);
+fn finish(store: &dyn Store, payload: StoredResult) {
+    let Ok(Reservation::Granted { lease, .. }) = now(store.reserve(&request(1))) else { panic!("not reserved") };
+    assert_eq!(now(store.finish(&lease, &Finish::Completed(payload))).expect("finishes"), Verdict::Applied);
 }
 
 /// The result that a duplicate gets, and an operator as well.
-fn replay(store: &dyn Store) -> Payload {
+fn replay(store: &dyn Store) -> StoredResult {
     let Ok(Reservation::Finished(record)) = now(store.reserve(&request(2))) else {
         panic!("a finished record is replayed")
     };
-    let payload = record.state.payload().expect("is finished").clone();
+    let payload = record.state.result().expect("is finished").clone();
     match now(store.inspect(&request(2).key)) {
         Ok(inspection) => assert_eq!(inspection.expect("is there").record, record),
         Err(error) => {
-            assert!(matches!(payload, Payload::Unreadable { .. }));
+            assert!(matches!(payload, StoredResult::Unreadable { .. }));
             assert!(matches!(error.kind(), StoreErrorKind::Misconfigured | StoreErrorKind::Unavailable), "{error}");
         }
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{CodecName, Fingerprint, OnCrash, Owner, Payload, Record, State};
+use idem_runtime::{CodecName, Fingerprint, OnCrash, OwnerToken, Record, State, StoredResult};
 
 /// The rest of an input.
 #[derive(Clone, Copy)]
@@ -79,8 +79,8 @@ impl<'a> Input<'a> {
         })
     }
 
-    pub(crate) fn owner(&mut self) -> Owner {
-        Owner::from_bytes([self.byte(); Owner::BYTES])
+    pub(crate) fn owner(&mut self) -> OwnerToken {
+        OwnerToken::from_bytes([self.byte(); OwnerToken::BYTES])
     }
 
     pub(crate) fn codec(&mut self) -> CodecName {
@@ -95,11 +95,11 @@ impl<'a> Input<'a> {
         CodecName::new(name.as_bytes()).expect("a name")
     }
 
-    pub(crate) fn payload(&mut self) -> Payload {
+    pub(crate) fn payload(&mut self) -> StoredResult {
         match self.below(4) {
-            0 => Payload::TooLarge { bytes: self.integer().cast_unsigned() },
-            1 => Payload::Unencodable,
-            _ => Payload::Stored { codec: self.codec(), bytes: Bytes::copy_from_slice(self.bytes()) },
+            0 => StoredResult::TooLarge { size: self.integer().cast_unsigned() },
+            1 => StoredResult::Unencodable,
+            _ => StoredResult::Encoded { codec: self.codec(), bytes: Bytes::copy_from_slice(self.bytes()) },
         }
     }
 
@@ -115,6 +115,6 @@ impl<'a> Input<'a> {
             3 => State::Completed(self.payload()),
             _ => State::Failed(self.payload()),
         };
-        Record { owner, attempt, starts, fingerprint, state }
+        Record { owner, attempt, attempts_used: starts, fingerprint, state }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::record::format::{self, FLAG_WAITED_FOR, FLAGS_AT};
-use idem_runtime::{Key, Meeting, Payload, Record, Reservation, Reserve, State};
+use idem_runtime::{Admission, Key, Record, Reservation, ReserveRequest, State, StoredResult};
 
 use super::input::Input;
 
@@ -21,7 +21,7 @@ pub fn record(data: &[u8]) {
             assert_eq!(written, unmarked);
         }
         assert_eq!(format::decode(&written.into()).as_ref(), Ok(&record));
-        meet(&record, Input(data));
+        admit(&record, Input(data));
     }
 
     let mut input = Input(data);
@@ -29,40 +29,40 @@ pub fn record(data: &[u8]) {
     let written = Bytes::from(format::encode(&record));
     assert_eq!(format::decode(&written).as_ref(), Ok(&record));
     // The end of a result is the end of the value; the end of all other states is known.
-    if !matches!(record.state.payload(), Some(Payload::Stored { .. })) {
+    if !matches!(record.state.result(), Some(StoredResult::Encoded { .. })) {
         let mut longer = written.to_vec();
         longer.push(input.byte());
         format::decode(&longer.into()).expect_err("a byte too many");
         let cut = usize::from(input.byte()) % written.len();
         format::decode(&written.slice(..cut)).expect_err("cut off");
     }
-    meet(&record, input);
+    admit(&record, input);
 }
 
 /// A reservation that meets a readable record gets an answer that agrees with the record.
-fn meet(record: &Record, mut input: Input<'_>) {
+fn admit(record: &Record, mut input: Input<'_>) {
     let request = request(&mut input);
     let lapses_in = input.duration();
-    match record.meet(&request, lapses_in) {
-        Meeting::Replace { with, .. } => {
+    match record.admit(&request, lapses_in) {
+        Admission::Replace { with, .. } => {
             assert!(!record.is_finished(), "a finished record is replaced");
             assert_ne!(record.state, State::Interrupted, "an interrupted record is replaced");
             assert!(!record.is_pending() || lapses_in.is_zero(), "a live lease is taken over");
             assert_eq!(with.attempt, record.attempt + 1);
-            assert!(with.is_pending() && with.owner == request.owner && with.starts <= with.attempt);
+            assert!(with.is_pending() && with.owner == request.owner && with.attempts_used <= with.attempt);
         }
-        Meeting::Answer(Reservation::Finished(finished)) => assert_eq!(finished, *record),
-        Meeting::Answer(Reservation::Reserved { .. }) => {
+        Admission::Answer(Reservation::Finished(finished)) => assert_eq!(finished, *record),
+        Admission::Answer(Reservation::Granted { .. }) => {
             assert!(record.is_pending() && record.owner == request.owner, "it was nobody's own");
         }
-        Meeting::Answer(_) => {}
+        Admission::Answer(_) => {}
     }
     let _: Duration = record.retention(request.ttl);
 }
 
 /// Any request.
-pub(crate) fn request(input: &mut Input<'_>) -> Reserve {
-    Reserve {
+pub(crate) fn request(input: &mut Input<'_>) -> ReserveRequest {
+    ReserveRequest {
         key: Key::new("fuzz", "key").expect("a key"),
         owner: input.owner(),
         lease: input.duration(),

@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use crate::codec::Unavailable;
+use crate::codec::ResultProblem;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
-use crate::policy::{Doubt, InvalidPolicy, Uncertain};
+use crate::policy::{Doubt, PolicyProblem, Uncertain};
 use crate::store::{StoreError, StoreErrorKind};
 
 /// When a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop, short enough for
@@ -49,6 +49,8 @@ pub enum Disposition {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
+    /// [`current`](crate::current) was called where no attempt runs. What the caller did before that stays done.
+    NoAttempt,
     /// The key, or a part of it, is `None`, empty or blank. The body did not run.
     MissingKey {
         /// The scope of the handler.
@@ -59,7 +61,7 @@ pub enum Error {
         /// The scope of the handler.
         scope: String,
         /// What is wrong with the key.
-        reason: KeyProblem,
+        problem: KeyProblem,
     },
     /// The payload can't be hashed. The body did not run.
     InvalidFingerprint {
@@ -73,7 +75,7 @@ pub enum Error {
         /// The key of the operation.
         key: Key,
         /// Which option is wrong, and what to write instead.
-        reason: InvalidPolicy,
+        problem: PolicyProblem,
     },
     /// Another attempt is running. The body did not run.
     InProgress {
@@ -171,7 +173,7 @@ pub enum Error {
         /// Where the record is.
         store: &'static str,
         /// Why there is no result.
-        reason: Unavailable,
+        problem: ResultProblem,
     },
     /// The store could not reserve the key, or confirm its lease to a body that asked.
     Store {
@@ -222,7 +224,7 @@ impl Error {
     /// The key of the operation, where there is one.
     pub fn key(&self) -> Option<&Key> {
         match self {
-            Self::MissingKey { .. } | Self::InvalidKey { .. } => None,
+            Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } => None,
             Self::Panicked { key, .. } => key.as_ref(),
             Self::InvalidFingerprint { key, .. }
             | Self::InvalidPolicy { key, .. }
@@ -249,7 +251,8 @@ impl Error {
             | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
             _ if self.is_misconfigured() => Disposition::Retry { after: DEPLOYMENT_PAUSE },
             // The operation is done, and nobody can be told with what result: that is for a person to settle.
-            Self::ResultUnavailable { .. }
+            Self::NoAttempt
+            | Self::ResultUnavailable { .. }
             | Self::MissingKey { .. }
             | Self::InvalidKey { .. }
             | Self::InvalidFingerprint { .. }
@@ -261,11 +264,11 @@ impl Error {
     }
 
     /// Whether this is a mistake of the deployment and not of the message: a policy that can't be honoured, two handlers with
-    /// one scope, a store with the wrong version, rights or settings. Messages are kept for when it is mended.
+    /// one scope, `current()` outside of a handler, a store with the wrong version, rights or settings. Messages are kept for when it is mended.
     pub fn is_misconfigured(&self) -> bool {
         match self {
-            Self::InvalidPolicy { .. } => true,
-            Self::InvalidKey { reason, .. } => reason.is_misconfiguration(),
+            Self::NoAttempt | Self::InvalidPolicy { .. } => true,
+            Self::InvalidKey { problem, .. } => problem.is_misconfiguration(),
             Self::Store { source, .. } | Self::Unrecorded { source, .. } => {
                 source.kind() == StoreErrorKind::Misconfigured
             }
@@ -305,6 +308,10 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::NoAttempt => f.write_str(
+                "no attempt runs here: `current()` was called outside of the body of an idempotent function, in a task that \
+                 the body spawned, or in a run without a key",
+            ),
             Self::MissingKey { scope } => write!(
                 f,
                 "a message for `{scope}` has no idempotency key: the key or a part of it is `None`, empty or blank; \
@@ -316,7 +323,7 @@ impl fmt::Display for Error {
             Self::InvalidFingerprint { key, .. } => {
                 write!(f, "key `{key}`: the fingerprint can't be computed; the body did not run")
             }
-            Self::InvalidPolicy { key, reason } => write!(f, "key `{key}`: {reason}; the body did not run"),
+            Self::InvalidPolicy { key, problem: reason } => write!(f, "key `{key}`: {reason}; the body did not run"),
             Self::InProgress { key, store, attempt, retry_after } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} is running; the body did not run; \
@@ -362,7 +369,7 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: the body ran as attempt {attempt}, its result is not recorded; the key is held \
                  for {retry_after:?} more; deliver the message again after that"
             ),
-            Self::ResultUnavailable { key, store, reason } => write!(
+            Self::ResultUnavailable { key, store, problem: reason } => write!(
                 f,
                 "key `{key}` in {store}: the operation has finished, but its result can't be replayed: {reason}; \
                  the body did not run again"
@@ -393,10 +400,10 @@ impl std::error::Error for Error {
             Self::InvalidFingerprint { source, .. } => Some(source),
             Self::Unrecorded { source, .. } | Self::Store { source, .. } => Some(source),
             Self::ResultUnavailable {
-                reason:
-                    Unavailable::Undecodable { source }
-                    | Unavailable::MigrationFailed { source }
-                    | Unavailable::MigratedUndecodable { source },
+                problem:
+                    ResultProblem::Undecodable { source }
+                    | ResultProblem::MigrationFailed { source }
+                    | ResultProblem::MigratedUndecodable { source },
                 ..
             } => Some(&**source),
             _ => None,
@@ -408,7 +415,7 @@ impl From<KeyError> for Error {
     fn from(error: KeyError) -> Self {
         match error {
             KeyError { scope, problem: KeyProblem::Missing } => Self::MissingKey { scope },
-            KeyError { scope, problem } => Self::InvalidKey { scope, reason: problem },
+            KeyError { scope, problem } => Self::InvalidKey { scope, problem },
         }
     }
 }

@@ -36,7 +36,7 @@
 //! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
 //! | shut down | [`Heartbeats::flush`] |
 //! | test your handlers: killed at each await, with duplicates in flight | `testing` (feature `testing`) |
-//! | test time | [`ManualClock`], [`MemoryStore::with_clock`], [`MemoryStore::peer`] |
+//! | test time | [`ManualClock`], [`MemoryStore::options`], [`MemoryStore::peer`] |
 //! | write a store | [`Store`], [`record`], `conformance` (feature `conformance`) |
 //!
 //! # What is guaranteed
@@ -55,9 +55,8 @@
 //! |---|---|
 //! | `macros` (default) | the attribute |
 //! | `memory` (default) | [`MemoryStore`] |
-//! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer |
+//! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer; one server, Sentinel or Cluster |
 //! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
-//! | `redis-cluster` | `redis-cluster://` URLs |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
 //! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
 //! | `postgres-tls` | `sslmode=require` in its URLs: rustls, with the certificates that the system trusts |
@@ -97,7 +96,7 @@ pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock, Task};
 pub use codec::MessagePack;
 #[cfg(feature = "postcard")]
 pub use codec::Postcard;
-pub use codec::{Codec, CodecError, CodecName, Json, Unavailable, Undecodable};
+pub use codec::{Codec, CodecError, CodecName, Json, ResultProblem, Undecodable};
 pub use engine::{
     Attempt, CatchPanics, Ending, ErrorRule, Observe, Operation, Outcome, RecordResults, RecordValues, Recorder,
     Refusal, current, observe, record_results, record_results_if, record_values, run,
@@ -107,11 +106,12 @@ pub use error::{Disposition, Error, Mismatch};
 pub use idem_macros::idempotent;
 pub use key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
 pub use policy::{
-    Backoff, Doubt, InProgress, InvalidPolicy, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError,
-    OnUndecodable, Policy, Uncertain,
+    Backoff, Doubt, InProgress, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, OnUndecodable,
+    Policy, PolicyProblem, Uncertain,
 };
 pub use record::{
-    Finish, Inspection, Lease, Meeting, Owner, Payload, Record, Release, Reservation, Reserve, State, Write,
+    Admission, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest, State,
+    StoredResult, Verdict,
 };
 pub use store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 #[cfg(feature = "cached")]
@@ -121,7 +121,7 @@ pub use stores::compressed::{Compressed, CompressedOptions};
 #[cfg(feature = "dynamodb")]
 pub use stores::dynamo::{DynamoOptions, DynamoStore};
 #[cfg(feature = "memory")]
-pub use stores::memory::MemoryStore;
+pub use stores::memory::{MemoryOptions, MemoryStore};
 #[cfg(feature = "offloaded")]
 pub use stores::offloaded::{Offloaded, OffloadedOptions};
 #[cfg(feature = "sqlx")]

@@ -29,7 +29,7 @@ use crate::error::{Disposition, Error};
 use crate::future::race;
 use crate::key::{Key, KeyError};
 use crate::policy::{Mode, OnCrash, Policy};
-use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::lock;
 
@@ -223,12 +223,12 @@ where
 
 /// A request to a store whose records are seen through one transaction.
 pub(crate) enum Ask {
-    Reserve(Reserve, Sender<Reservation>),
-    Finish(Lease, Finish, Sender<Write>),
-    Release(Lease, Release, Sender<Write>),
+    Reserve(ReserveRequest, Sender<Reservation>),
+    Finish(Lease, Finish, Sender<Verdict>),
+    Release(Lease, Release, Sender<Verdict>),
     Wait(Key, Duration, Sender<()>),
     Inspect(Key, Sender<Option<Inspection>>),
-    Reopen(Key, u32, Sender<Write>),
+    Reopen(Key, u32, Sender<Verdict>),
 }
 
 impl Ask {
@@ -287,13 +287,13 @@ pub trait Transaction: sealed::Sealed + Clone {
     fn undo_at_once(&self);
 
     #[doc(hidden)]
-    fn reserve(&self, request: &Reserve) -> impl Future<Output = Result<Reservation, StoreError>>;
+    fn reserve(&self, request: &ReserveRequest) -> impl Future<Output = Result<Reservation, StoreError>>;
 
     #[doc(hidden)]
-    fn finish(&self, lease: &Lease, finish: &Finish) -> impl Future<Output = Result<Write, StoreError>>;
+    fn finish(&self, lease: &Lease, finish: &Finish) -> impl Future<Output = Result<Verdict, StoreError>>;
 
     #[doc(hidden)]
-    fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Write, StoreError>>;
+    fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Verdict, StoreError>>;
 
     /// Waits until no other transaction holds `key`, at most `at_most`. Returns whether to keep what this has done.
     #[doc(hidden)]
@@ -303,7 +303,7 @@ pub trait Transaction: sealed::Sealed + Clone {
     fn inspect(&self, key: &Key) -> impl Future<Output = Result<Option<Inspection>, StoreError>>;
 
     #[doc(hidden)]
-    fn reopen(&self, key: &Key, attempt: u32) -> impl Future<Output = Result<Write, StoreError>>;
+    fn reopen(&self, key: &Key, attempt: u32) -> impl Future<Output = Result<Verdict, StoreError>>;
 }
 
 pub(crate) mod sealed {
@@ -324,7 +324,7 @@ struct State {
     /// Open savepoints: of the call, and of a write in it.
     saved: usize,
     /// The reservation of the call.
-    reserved: Option<Reserve>,
+    reserved: Option<ReserveRequest>,
 }
 
 impl State {
@@ -378,7 +378,7 @@ impl<C: Transaction> Scene<C> {
         Ok(())
     }
 
-    async fn reserve(&self, request: Reserve) -> Result<Reservation, StoreError> {
+    async fn reserve(&self, request: ReserveRequest) -> Result<Reservation, StoreError> {
         self.save().await?;
         let reserved = match self.transaction.reserve(&request).await {
             Ok(reserved) => reserved,
@@ -388,7 +388,7 @@ impl<C: Transaction> Scene<C> {
             }
         };
         match &reserved {
-            Reservation::Reserved { .. } if self.undoes => {
+            Reservation::Granted { .. } if self.undoes => {
                 if request.on_crash == OnCrash::Fail {
                     // The record that a body has started is not undone with it.
                     self.keep().await?;
@@ -401,7 +401,7 @@ impl<C: Transaction> Scene<C> {
         Ok(reserved)
     }
 
-    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         match finish {
             Finish::Completed(_) if !self.undoes => self.saved(self.transaction.finish(lease, finish)).await,
             Finish::Completed(payload) => {
@@ -409,14 +409,14 @@ impl<C: Transaction> Scene<C> {
                     true => self.saved(self.transaction.finish(lease, finish)).await?,
                     false => self.transaction.finish(lease, finish).await?,
                 };
-                if written == Write::Done {
+                if written == Verdict::Applied {
                     self.over().await?;
                 }
                 Ok(written)
             }
             Finish::Failed(_) => {
                 let written = self.end_undone(lease, Ending::Finish(finish)).await?;
-                if written == Write::Done
+                if written == Verdict::Applied
                     && let Some(request) = self.state().reserved.take()
                 {
                     journal(|journal| {
@@ -429,12 +429,12 @@ impl<C: Transaction> Scene<C> {
         }
     }
 
-    async fn release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+    async fn release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
         self.end_undone(lease, Ending::Release(release)).await
     }
 
     /// Undoes the body's writes, and ends its attempt.
-    async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Write, StoreError> {
+    async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Verdict, StoreError> {
         let Some(request) = self.state().reserved.clone() else {
             return self.saved(ending.write(&self.transaction, lease)).await;
         };
@@ -443,9 +443,9 @@ impl<C: Transaction> Scene<C> {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
             // The reservation was undone, too; the new one gets the same number.
             _ => match self.transaction.reserve(&request).await? {
-                Reservation::Reserved { lease, .. } => ending.write(&self.transaction, &lease).await?,
+                Reservation::Granted { lease, .. } => ending.write(&self.transaction, &lease).await?,
                 // Another transaction came in between, and has the key now. Nothing of this attempt is left.
-                _ => Write::Done,
+                _ => Verdict::Applied,
             },
         };
         self.over().await?;
@@ -508,7 +508,7 @@ enum Ending<'a> {
 }
 
 impl Ending<'_> {
-    async fn write<C: Transaction>(self, transaction: &C, lease: &Lease) -> Result<Write, StoreError> {
+    async fn write<C: Transaction>(self, transaction: &C, lease: &Lease) -> Result<Verdict, StoreError> {
         match self {
             Self::Finish(finish) => transaction.finish(lease, finish).await,
             Self::Release(release) => transaction.release(lease, release).await,
@@ -524,7 +524,7 @@ fn ended(error: StoreError) -> StoreError {
     }
 }
 
-fn is_large(payload: &Payload) -> bool {
+fn is_large(payload: &StoredResult) -> bool {
     payload.stored_bytes() >= LARGE
 }
 
@@ -699,7 +699,7 @@ pub(crate) struct Journal {
 /// A recorded error whose record was rolled back with its transaction.
 pub(crate) struct FailedRecord {
     pub(crate) place: String,
-    request: Reserve,
+    request: ReserveRequest,
     finish: Finish,
 }
 
@@ -707,7 +707,9 @@ impl FailedRecord {
     /// Writes the record, and nothing else. Returns whether it was written.
     pub(crate) async fn write<C: Transaction>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
-            Reservation::Reserved { lease, .. } => Ok(transaction.finish(&lease, &self.finish).await? == Write::Done),
+            Reservation::Granted { lease, .. } => {
+                Ok(transaction.finish(&lease, &self.finish).await? == Verdict::Applied)
+            }
             _ => Ok(false),
         }
     }
@@ -809,8 +811,8 @@ impl Mailbox {
     }
 
     /// A write. It is refused once the call is over: then the transaction alone decides what is left of its record.
-    async fn write(&self, ask: impl FnOnce(Sender<Write>) -> Ask) -> Result<Write, StoreError> {
-        if self.asks.is_closed() { Ok(Write::Refused) } else { self.ask(ask).await }
+    async fn write(&self, ask: impl FnOnce(Sender<Verdict>) -> Ask) -> Result<Verdict, StoreError> {
+        if self.asks.is_closed() { Ok(Verdict::Refused) } else { self.ask(ask).await }
     }
 }
 
@@ -839,22 +841,22 @@ impl Store for Mailbox {
         &self.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.ask(|answer| Ask::Reserve(request.clone(), answer)))
     }
 
     /// The transaction holds its keys for as long as it is open.
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        let held = if self.asks.is_closed() { Write::Refused } else { Write::Done };
+        let held = if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied };
         (0..leases.len()).for_each(|at| answer(at, held));
         StoreFuture::ready(Ok(()))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(|answer| Ask::Finish(lease.clone(), finish.clone(), answer)))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(move |answer| Ask::Release(lease.clone(), release, answer)))
     }
 
@@ -866,7 +868,7 @@ impl Store for Mailbox {
         StoreFuture::new(self.ask(|answer| Ask::Inspect(key.clone(), answer)))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(move |answer| Ask::Reopen(key.clone(), attempt, answer)))
     }
 }

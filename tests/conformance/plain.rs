@@ -1,6 +1,6 @@
 //! A second, minimal store that makes one mistake on request.
 //!
-//! It shares no decision with the library (not even `Record::meet`), so that it checks the suite as much as the suite
+//! It shares no decision with the library (not even `Record::admit`), so that it checks the suite as much as the suite
 //! checks it. Most mistakes were found in the field.
 
 use std::collections::{HashMap, HashSet};
@@ -12,9 +12,9 @@ use std::time::Duration;
 use futures::future::{Either, join_all, select};
 use idem_runtime::conformance::Subject;
 use idem_runtime::{
-    Answers, Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, Owner,
-    Payload, Record, Release, Reservation, Reserve, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture,
-    SystemClock, Task, Write,
+    Answers, Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, OwnerToken,
+    Record, Release, Reservation, ReserveRequest, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture,
+    StoredResult, SystemClock, Task, Verdict,
 };
 use tokio::sync::Notify;
 
@@ -160,7 +160,9 @@ impl Plain {
         };
         match select(std::pin::pin!(unlocked), std::pin::pin!(limit)).await {
             Either::Left(_) => Ok(()),
-            Either::Right(_) => Err(StoreError::new(StoreErrorKind::Unknown, "somebody else has locked the record")),
+            Either::Right(_) => {
+                Err(StoreError::new(StoreErrorKind::Unconfirmed, "somebody else has locked the record"))
+            }
         }
     }
 
@@ -245,7 +247,7 @@ impl Plain {
         }
     }
 
-    fn pending(&self, request: &Reserve, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
+    fn pending(&self, request: &ReserveRequest, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
         let now = self.now();
         let recorded =
             record.and_then(|slot| slot.record.fingerprint).filter(|_| !self.is(M::FingerprintLostAtTakeover));
@@ -267,13 +269,13 @@ impl Plain {
             _ => now.saturating_add(retention),
         };
         Slot {
-            record: Record { owner: request.owner, attempt, starts, fingerprint, state },
+            record: Record { owner: request.owner, attempt, attempts_used: starts, fingerprint, state },
             lapses_at: now.saturating_add(request.lease),
             expires_at,
         }
     }
 
-    fn mismatches(&self, record: &Record, lapsed: bool, request: &Reserve) -> bool {
+    fn mismatches(&self, record: &Record, lapsed: bool, request: &ReserveRequest) -> bool {
         let checked = match self.mistake {
             M::FingerprintOnlyOnceFinished => record.is_finished(),
             M::FingerprintNotOnReplay => !record.is_finished(),
@@ -289,10 +291,10 @@ impl Plain {
             }
     }
 
-    fn admit(&self, slot: &mut Option<Slot>, request: &Reserve) -> Reservation {
+    fn admit(&self, slot: &mut Option<Slot>, request: &ReserveRequest) -> Reservation {
         let now = self.now();
-        let reserved = |lease: Lease, takeover| Reservation::Reserved {
-            lease: Lease { lease: request.lease, on_crash: request.on_crash, ..lease },
+        let reserved = |lease: Lease, takeover| Reservation::Granted {
+            lease: Lease { duration: request.lease, on_crash: request.on_crash, ..lease },
             takeover: takeover && !self.is(M::TakeoverUnannounced),
         };
         let Some(found) = slot.as_ref() else {
@@ -304,12 +306,12 @@ impl Plain {
         let lapsed = lapses_in.is_zero();
         let attempt = record.attempt;
         if self.mismatches(record, lapsed, request) {
-            return Reservation::Mismatch { attempt };
+            return Reservation::FingerprintMismatch { attempt };
         }
-        let used_up = request.max_attempts.is_some_and(|max| record.starts >= max.get());
+        let used_up = request.max_attempts.is_some_and(|max| record.attempts_used >= max.get());
         if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
         {
-            return Reservation::Exhausted { attempts: record.starts };
+            return Reservation::AttemptsExhausted { attempts: record.attempts_used };
         }
         let mut takeover = false;
         match &record.state {
@@ -332,7 +334,7 @@ impl Plain {
                         return Reservation::Interrupted { attempt };
                     }
                     let lapses_in = if self.is(M::LiveLeaseHasNoTimeLeft) { Duration::ZERO } else { lapses_in };
-                    return Reservation::Pending { attempt, lapses_in };
+                    return Reservation::InProgress { attempt, lapses_in };
                 }
                 if holder || newcomer {
                     return Reservation::Interrupted { attempt };
@@ -341,18 +343,18 @@ impl Plain {
             }
         }
         if used_up {
-            return Reservation::Exhausted { attempts: record.starts };
+            return Reservation::AttemptsExhausted { attempts: record.attempts_used };
         }
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
-        let starts = record.starts + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
+        let starts = record.attempts_used + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
         let next = self.pending(request, attempt, starts, Some(found));
         self.wake(false);
         reserved(slot.insert(next).record.lease(request), takeover)
     }
 
-    fn keep_alive(&self, slot: &mut Option<Slot>, lease: &Lease) -> Write {
+    fn keep_alive(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
         let now = self.now();
-        let Some(slot) = slot else { return Write::Refused };
+        let Some(slot) = slot else { return Verdict::Refused };
         let same_number = slot.record.attempt == lease.attempt || self.is(M::RenewIgnoresNumber);
         let own = (slot.record.owner == lease.owner && same_number) || self.is(M::RenewByKey);
         let pending = match slot.record.state {
@@ -362,26 +364,26 @@ impl Plain {
         };
         let granted = own && pending;
         if (granted && !self.is(M::RenewDoesNothing)) || (pending && self.is(M::RefusedRenewExtends)) {
-            slot.lapses_at = now.saturating_add(lease.lease);
+            slot.lapses_at = now.saturating_add(lease.duration);
             slot.expires_at = slot.lapses_at.saturating_add(lease.ttl);
         }
-        if granted { Write::Done } else { Write::Refused }
+        if granted { Verdict::Applied } else { Verdict::Refused }
     }
 
-    fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Write {
+    fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Verdict {
         let now = self.now();
         let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
         let Some(found) = slot else {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
                 *slot = Some(Slot { record: Record::after(lease, state), lapses_at: now, expires_at });
-                return Write::Done;
+                return Verdict::Applied;
             }
-            return Write::Refused;
+            return Verdict::Refused;
         };
         let by_key = if release.is_some() { M::ReleaseByKey } else { M::FinishByKey };
         if found.record.owner != lease.owner && !self.is(by_key) {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         let named = if release.is_some() {
             self.is(M::ReleaseChecksNumber)
@@ -389,7 +391,7 @@ impl Plain {
             !self.is(M::FinishIgnoresNumber) && !self.is(M::FinishByKey)
         };
         if named && found.record.attempt != lease.attempt {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         let refund = u32::from(match release {
             Some(Release::NotStarted) => !self.is(M::NotStartedCounts),
@@ -399,44 +401,44 @@ impl Plain {
         let ended = found.record.is_finished();
         match found.record.state {
             State::Pending { .. } if self.is(M::NoLateFinish) && release.is_none() && found.lapses_at <= now => {
-                return Write::Refused;
+                return Verdict::Refused;
             }
             State::Pending { .. } => {}
             _ if ended && release.is_none() => {
                 if self.is(M::FinishNotRepeatable) || (self.is(M::FinishOnlyRepeatable) && found.record.state != state)
                 {
-                    return Write::Refused;
+                    return Verdict::Refused;
                 }
                 if self.is(M::FinishRepeatedExtends) {
                     found.expires_at = now.saturating_add(lease.ttl);
                 }
                 if !self.is(M::FinishOverwrites) {
-                    return Write::Done;
+                    return Verdict::Applied;
                 }
             }
             _ if ended => {
                 if self.is(M::ReleaseDeletesResult) {
                     *slot = None;
-                    return Write::Done;
+                    return Verdict::Applied;
                 }
-                return Write::Refused;
+                return Verdict::Refused;
             }
             _ if release.is_some() => {
                 if self.is(M::RefundTwice) {
-                    found.record.starts = found.record.starts.saturating_sub(refund);
+                    found.record.attempts_used = found.record.attempts_used.saturating_sub(refund);
                 }
-                return if self.is(M::ReleaseNotRepeatable) { Write::Refused } else { Write::Done };
+                return if self.is(M::ReleaseNotRepeatable) { Verdict::Refused } else { Verdict::Applied };
             }
             _ if self.is(M::FinishAfterRelease) => {}
-            _ => return Write::Refused,
+            _ => return Verdict::Refused,
         }
         if release.is_some() && self.is(M::ReleaseDeletes) {
             *slot = None;
             self.wake(false);
-            return Write::Done;
+            return Verdict::Applied;
         }
         let record = &mut found.record;
-        record.starts = record.starts.saturating_sub(refund);
+        record.attempts_used = record.attempts_used.saturating_sub(refund);
         if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
             record.attempt -= 1;
         }
@@ -456,54 +458,54 @@ impl Plain {
             found.expires_at = now.saturating_add(lease.ttl);
         }
         self.wake(release.is_none());
-        Write::Done
+        Verdict::Applied
     }
 
-    fn written(&self, payload: Payload) -> Payload {
-        let Payload::Stored { codec, bytes } = payload else {
+    fn written(&self, payload: StoredResult) -> StoredResult {
+        let StoredResult::Encoded { codec, bytes } = payload else {
             return match payload {
-                Payload::TooLarge { .. } if self.is(M::SizeIsForgotten) => Payload::TooLarge { bytes: 0 },
+                StoredResult::TooLarge { .. } if self.is(M::SizeIsForgotten) => StoredResult::TooLarge { size: 0 },
                 payload => payload,
             };
         };
         let codec = if self.is(M::CodecIsForgotten) { CodecName::new(b"json").unwrap() } else { codec };
         match self.mistake {
-            M::FalsyIsNothing if bytes.is_empty() => Payload::Unencodable,
-            M::TextOnly => Payload::Stored { codec, bytes: String::from_utf8_lossy(&bytes).into_owned().into() },
-            M::LargeIsCut => Payload::Stored { codec, bytes: bytes.slice(..bytes.len().min(65_536)) },
-            _ => Payload::Stored { codec, bytes },
+            M::FalsyIsNothing if bytes.is_empty() => StoredResult::Unencodable,
+            M::TextOnly => StoredResult::Encoded { codec, bytes: String::from_utf8_lossy(&bytes).into_owned().into() },
+            M::LargeIsCut => StoredResult::Encoded { codec, bytes: bytes.slice(..bytes.len().min(65_536)) },
+            _ => StoredResult::Encoded { codec, bytes },
         }
     }
 
-    fn decide(&self, slot: &mut Option<Slot>, lease: &Lease) -> Write {
+    fn decide(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
         let now = self.now();
         if slot.is_none() && self.is(M::ReopenUpserts) {
             let record = Record::after(lease, State::Released);
             *slot = Some(Slot { record, lapses_at: now, expires_at: now.saturating_add(lease.ttl) });
-            return Write::Done;
+            return Verdict::Applied;
         }
-        let Some(found) = slot else { return Write::Refused };
+        let Some(found) = slot else { return Verdict::Refused };
         let live = matches!(found.record.state, State::Pending { .. }) && found.lapses_at > now;
         let spared = found.record.is_finished() && self.is(M::ReopenSparesResults);
         let refused = (found.record.attempt != lease.attempt && !self.is(M::ReopensAnyAttempt))
             || (live && !self.is(M::ReopensLiveLease))
             || spared;
         if refused {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         self.wake(false);
         if self.is(M::ReopenDeletes) {
             *slot = None;
-            return Write::Done;
+            return Verdict::Applied;
         }
         if !self.is(M::ReopenKeepsStarts) {
-            found.record.starts = 0;
+            found.record.attempts_used = 0;
         }
         found.record.state = State::Released;
         if self.is(M::ReopenRenewsRetention) {
             found.expires_at = now.saturating_add(Duration::from_secs(600));
         }
-        Write::Done
+        Verdict::Applied
     }
 }
 
@@ -515,6 +517,10 @@ fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
     impl Clock for SameChance {
         fn now(&self) -> Instant {
             self.0.now()
+        }
+
+        fn wall(&self) -> Duration {
+            self.0.wall()
         }
 
         fn sleep(&self, duration: Duration) -> Sleep {
@@ -550,7 +556,7 @@ async fn pause(mut times: u32) {
 }
 
 /// A reservation under way, which lands whether or not its caller still waits for it.
-struct Flight<'a>(&'a Plain, Option<Reserve>);
+struct Flight<'a>(&'a Plain, Option<ReserveRequest>);
 
 impl Flight<'_> {
     async fn lands(mut self) -> Result<Reservation, StoreError> {
@@ -601,7 +607,7 @@ impl Store for Plain {
         &self.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         if !self.is(M::DroppedReservationLands) {
             return self.one(&request.key, true, |slot| self.admit(slot, request));
         }
@@ -615,17 +621,17 @@ impl Store for Plain {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             if leases.is_empty() && self.is(M::EmptyBatchFails) {
-                return Err(StoreError::new(StoreErrorKind::Unknown, "syntax error near IN ()"));
+                return Err(StoreError::new(StoreErrorKind::Unconfirmed, "syntax error near IN ()"));
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
-                    at if at >= limit => Ok(Write::Refused),
+                    at if at >= limit => Ok(Verdict::Refused),
                     _ => self.one(&lease.key, true, |slot| self.keep_alive(slot, lease)).await,
                 };
                 let blocked = renewed.is_err() && self.is(M::BlockedIsRefused);
-                let renewed = if blocked { Ok(Write::Refused) } else { renewed };
+                let renewed = if blocked { Ok(Verdict::Refused) } else { renewed };
                 if let Ok(write) = renewed
                     && !together.contains(&self.mistake)
                 {
@@ -650,10 +656,10 @@ impl Store for Plain {
             };
             let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
-                answers.sort_by_key(|answer| *answer == Write::Refused);
+                answers.sort_by_key(|answer| *answer == Verdict::Refused);
             }
-            if self.is(M::RenewAllOrNothing) && answers.contains(&Write::Refused) {
-                answers.fill(Write::Refused);
+            if self.is(M::RenewAllOrNothing) && answers.contains(&Verdict::Refused) {
+                answers.fill(Verdict::Refused);
             }
             if together.contains(&self.mistake) && !self.is(M::RenewWaitsForEach) {
                 answers.into_iter().enumerate().for_each(|(at, write)| answer(at, write));
@@ -662,11 +668,11 @@ impl Store for Plain {
         })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.one(&lease.key, true, |slot| self.end(slot, lease, finish.state(), None))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.one(&lease.key, true, move |slot| self.end(slot, lease, release.state(), Some(release)))
     }
 
@@ -721,13 +727,13 @@ impl Store for Plain {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         let lease = Lease {
             key: key.clone(),
-            owner: Owner::from_bytes([0; Owner::BYTES]),
+            owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
             attempt,
-            starts: 0,
-            lease: Duration::ZERO,
+            attempts_used: 0,
+            duration: Duration::ZERO,
             ttl: Duration::from_secs(600),
             on_crash: OnCrash::Retry,
             fingerprint: None,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures::StreamExt as _;
-use idem_runtime::{Error, OnCrash, Outcome, Payload, Record, State, Store};
+use idem_runtime::{Error, OnCrash, Outcome, Record, State, Store, StoredResult};
 
 use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Scene};
@@ -129,7 +129,7 @@ fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), 
         (State::Interrupted, None) if interrupted => {}
         (State::Interrupted, _) => return Err(Wrong::Interrupted(format!("interrupted: {record:?}"))),
         (State::Released, None) if !interrupted => {}
-        (State::Completed(Payload::Stored { bytes, .. }), Some(attempt)) => {
+        (State::Completed(StoredResult::Encoded { bytes, .. }), Some(attempt)) => {
             if **bytes != *attempt.to_string().as_bytes() {
                 return otherwise("another result");
             }
@@ -139,7 +139,7 @@ fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), 
     if numbers.last().is_some_and(|last| record.attempt < *last) {
         return otherwise("an attempt was forgotten");
     }
-    if record.starts as usize != book.runs.len() {
+    if record.attempts_used as usize != book.runs.len() {
         return otherwise("attempts count that never began, or don't although they did");
     }
     Ok(())

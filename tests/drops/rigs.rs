@@ -127,7 +127,7 @@ async fn dynamo(kind: dynamo::Kind) -> Rig {
     let line = Proxy::to(emulator.port()).await;
     let endpoint = format!("http://127.0.0.1:{}", line.port());
     let client = || dynamo::client(&Wire::to(&endpoint));
-    let open = || dynamo::options().call_timeout(ANSWER).upkeep_client(client()).open(client(), TABLE);
+    let open = || dynamo::options().response_timeout(ANSWER).upkeep_client(client()).build(client(), TABLE);
     rig([open(), open()], [line], emulator)
 }
 

@@ -52,7 +52,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
     })
     .await;
     assert!(result.is_ok());
-    assert_eq!(outcome.refused(), Some(Refusal::InProgress));
+    assert_eq!(outcome.refusal(), Some(Refusal::InProgress));
     retries(&outcome);
     drop(running);
 
@@ -217,7 +217,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
         observe(run(Operation::new(&world.store, Key::new("test", ""), POLICY), record_values::<Json>(), world.body()))
             .await;
     assert!(!result.unwrap_err().is_misconfigured() && !outcome.misconfigured());
-    assert_eq!((outcome.disposition(), outcome.refused()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
+    assert_eq!((outcome.disposition(), outcome.refusal()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
 }
 
 #[tokio::test]

@@ -17,6 +17,10 @@ impl Clock for OwnThread {
         self.0.now()
     }
 
+    fn wall(&self) -> Duration {
+        self.0.wall()
+    }
+
     fn sleep(&self, duration: Duration) -> Sleep {
         self.0.sleep(duration)
     }
@@ -45,7 +49,7 @@ fn block_until(what: &str, mut done: impl FnMut() -> bool) {
 #[test]
 fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
     let clock = ManualClock::new();
-    let memory = MemoryStore::with_clock(OwnThread(clock.clone()));
+    let memory = MemoryStore::options().clock(OwnThread(clock.clone())).build();
     let store = FaultyStore::new(&memory);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
@@ -215,7 +219,7 @@ async fn a_store_that_is_full_for_a_moment_gets_the_result() {
 
 #[tokio::test]
 async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
-    for kind in [StoreErrorKind::Full, StoreErrorKind::Unknown] {
+    for kind in [StoreErrorKind::Full, StoreErrorKind::Unconfirmed] {
         let world = World::new();
         world.store.always(Call::Finish, Fault::BeforeResult(kind));
         let began = world.clock.now();

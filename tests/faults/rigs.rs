@@ -594,7 +594,7 @@ impl Rig for Dynamo {
             Fault::server_stopped_and_continued => self.emulator.signal("-CONT"),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::disk_full => self.disk.heal(),
-            Fault::table_removed => self.emulator.create_table().await,
+            Fault::table_removed => self.emulator.ensure_table().await,
             _ => {}
         }
     }

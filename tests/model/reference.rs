@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use idem_runtime::{Finish, OnCrash, Release, Write};
+use idem_runtime::{Finish, OnCrash, Release, Verdict};
 
 /// The request for an attempt.
 #[derive(Clone, Debug)]
@@ -107,40 +107,40 @@ impl Reference {
         self.begin(ask, attempt + 1, starts + 1, fingerprint, takeover)
     }
 
-    pub(crate) fn renew(&mut self, key: usize, owner: usize, attempt: u32) -> Write {
+    pub(crate) fn renew(&mut self, key: usize, owner: usize, attempt: u32) -> Verdict {
         let now = self.now;
-        let Some(entry) = self.touch(key) else { return Write::Refused };
+        let Some(entry) = self.touch(key) else { return Verdict::Refused };
         if entry.owner != owner || entry.attempt != attempt {
-            return Write::Refused;
+            return Verdict::Refused;
         }
-        let Phase::Pending { lease, ttl, lapses_at, .. } = &mut entry.phase else { return Write::Refused };
+        let Phase::Pending { lease, ttl, lapses_at, .. } = &mut entry.phase else { return Verdict::Refused };
         *lapses_at = now + *lease;
         entry.forgotten_at = *lapses_at + *ttl;
-        Write::Done
+        Verdict::Applied
     }
 
-    pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Write {
+    pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Verdict {
         let now = self.now;
-        let Some(entry) = self.touch(ask.key) else { return Write::Refused };
+        let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
         if entry.owner != ask.owner || entry.attempt != attempt {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         match entry.phase {
             Phase::Pending { .. } => {
                 entry.phase = Phase::Finished(finish.clone());
                 entry.forgotten_at = now + ask.ttl;
-                Write::Done
+                Verdict::Applied
             }
-            Phase::Finished(_) => Write::Done,
-            Phase::Released | Phase::Interrupted => Write::Refused,
+            Phase::Finished(_) => Verdict::Applied,
+            Phase::Released | Phase::Interrupted => Verdict::Refused,
         }
     }
 
-    pub(crate) fn release(&mut self, ask: &Ask, release: Release) -> Write {
+    pub(crate) fn release(&mut self, ask: &Ask, release: Release) -> Verdict {
         let now = self.now;
-        let Some(entry) = self.touch(ask.key) else { return Write::Refused };
+        let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
         if entry.owner != ask.owner {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         match entry.phase {
             Phase::Pending { .. } => {
@@ -149,21 +149,21 @@ impl Reference {
                 }
                 entry.phase = if release == Release::Interrupted { Phase::Interrupted } else { Phase::Released };
                 entry.forgotten_at = now + ask.ttl;
-                Write::Done
+                Verdict::Applied
             }
-            Phase::Released | Phase::Interrupted => Write::Done,
-            Phase::Finished(_) => Write::Refused,
+            Phase::Released | Phase::Interrupted => Verdict::Applied,
+            Phase::Finished(_) => Verdict::Refused,
         }
     }
 
-    pub(crate) fn reopen(&mut self, key: usize, attempt: u32) -> Write {
+    pub(crate) fn reopen(&mut self, key: usize, attempt: u32) -> Verdict {
         let now = self.now;
-        let Some(entry) = self.touch(key) else { return Write::Refused };
+        let Some(entry) = self.touch(key) else { return Verdict::Refused };
         if entry.attempt != attempt || matches!(entry.phase, Phase::Pending { lapses_at, .. } if now < lapses_at) {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         entry.phase = Phase::Released;
         entry.starts = 0;
-        Write::Done
+        Verdict::Applied
     }
 }

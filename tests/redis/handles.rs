@@ -27,9 +27,9 @@ async fn works(store: &RedisStore, name: &str) {
         );
     }
     let lease = reserved(store, name).await;
-    assert_eq!(renew_all(store, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done], "{name}");
+    assert_eq!(renew_all(store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied], "{name}");
     store.wait(&lease.key, lease.attempt, Duration::from_millis(1)).await.unwrap();
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done, "{name}");
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied, "{name}");
 }
 
 /// How many clients the server has, besides the one that asks.
@@ -67,7 +67,7 @@ fn a_runtime_that_stands_still_holds_up_nobody_else() {
     // The first runtime is not driven from here on.
     let elsewhere = lone_runtime();
     elsewhere.block_on(works(&store, "second"));
-    assert_eq!(elsewhere.block_on(store.finish(&lease, &done())).unwrap(), Write::Done);
+    assert_eq!(elsewhere.block_on(store.finish(&lease, &done())).unwrap(), Verdict::Applied);
     runtime.block_on(works(&store, "third"));
 }
 
@@ -122,7 +122,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
                     let _ = futures::poll!(Box::pin(store.inspect(&lease.key)));
                     blocked.send(lease.clone()).unwrap();
                     is_renewed.recv().unwrap();
-                    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+                    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
                 });
             });
             let lease = is_blocked.recv().unwrap();
@@ -130,11 +130,11 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
             lone_runtime().block_on(async {
                 for _ in 0..30 {
                     let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
-                    assert_eq!(answers, [Write::Done]);
+                    assert_eq!(answers, [Verdict::Applied]);
                 }
                 // A late write of another attempt, and its clean-up.
                 let other = reserved(&upkeep, &format!("late {own_client}")).await;
-                assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Write::Done);
+                assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Verdict::Applied);
             });
             renewed.send(()).unwrap();
         });
@@ -154,11 +154,11 @@ async fn upkeep_has_connections_of_its_own_once_it_is_used() {
     let before = proxy.sent()[0];
     for _ in 0..10 {
         for upkeep in [&upkeep, &store.upkeep(), &upkeep.upkeep(), &upkeep.handle()] {
-            assert_eq!(renew_all(&**upkeep, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
+            assert_eq!(renew_all(&**upkeep, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
         }
     }
     assert_eq!(proxy.sent().len(), 2, "one for renewals");
-    assert_eq!(upkeep.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(upkeep.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     assert_eq!(proxy.sent().len(), 3, "one for late writes");
     assert_eq!(proxy.sent()[0], before, "nothing by the connection of the callers");
 }
@@ -172,7 +172,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
     let large = Finish::Completed(stored(vec![b'7'; 1024 * 1024]));
     for n in 0..RESULTS {
         let lease = reserved(&direct, &format!("large{n}")).await;
-        assert_eq!(direct.finish(&lease, &large).await.unwrap(), Write::Done);
+        assert_eq!(direct.finish(&lease, &large).await.unwrap(), Verdict::Applied);
     }
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
@@ -232,7 +232,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
         works(&store, "parent").await;
         let held = reserved(&store, "held").await;
         let upkeep = store.upkeep();
-        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
         (store, held)
     });
     let upkeep = store.upkeep();
@@ -242,7 +242,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
             let worked = catch_unwind(AssertUnwindSafe(|| {
                 lone_runtime().block_on(async {
                     works(&store, "child").await;
-                    assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
+                    assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
                 });
                 // The child doesn't close them either.
                 drop((upkeep, store));
@@ -259,8 +259,8 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     assert!(after.len() > before.len(), "the child has connections of its own");
     runtime.block_on(async {
         works(&store, "parent again").await;
-        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Write::Done]);
-        assert_eq!(store.finish(&held, &done()).await.unwrap(), Write::Done);
+        assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
+        assert_eq!(store.finish(&held, &done()).await.unwrap(), Verdict::Applied);
     });
     assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
 }

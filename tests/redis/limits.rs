@@ -31,7 +31,7 @@ async fn unknowing(server: &RedisServer) -> RedisStore {
 }
 
 /// Repeats a finish while that may help, and returns how many tries it took.
-async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Write, StoreError>, usize) {
+async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Verdict, StoreError>, usize) {
     let mut tries = 0;
     loop {
         tries += 1;
@@ -42,7 +42,7 @@ async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<
     }
 }
 
-fn too_large(answer: Result<Write, StoreError>) {
+fn too_large(answer: Result<Verdict, StoreError>) {
     let error = answer.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::TooLarge, "{error}");
 }
@@ -67,7 +67,7 @@ async fn a_full_server_writes_nothing_and_says_so() {
     }
     set(&server, "maxmemory", "0").await;
     for lease in &leases {
-        assert_eq!(store.finish(lease, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(lease, &done()).await.unwrap(), Verdict::Applied);
     }
 }
 
@@ -83,7 +83,11 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
                 too_large(store.finish(&lease, &result_of(2 * MIB)).await);
             }
             // A result below the limit is stored.
-            assert_eq!(store.finish(&lease, &result_of(MIB / 2)).await.unwrap(), Write::Done, "{kind:?} {setting}");
+            assert_eq!(
+                store.finish(&lease, &result_of(MIB / 2)).await.unwrap(),
+                Verdict::Applied,
+                "{kind:?} {setting}"
+            );
             assert_eq!(connections(&server).await - before, 1, "{kind:?} {setting}: none was closed");
         }
     }
@@ -102,7 +106,7 @@ async fn a_limit_that_may_not_be_asked_for_is_learned() {
         let before = connections(&server).await;
         too_large(store.finish(&lease, &result_of(2 * MIB)).await);
         too_large(store.finish(&lease, &result_of(3 * MIB)).await);
-        assert_eq!(store.finish(&other, &done()).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Applied);
         assert_eq!(connections(&server).await - before, 1, "{kind:?}: only that which asks");
     }
 }
@@ -123,7 +127,7 @@ async fn a_value_over_the_limit_takes_nobody_with_it() {
         if n % 50 == 7 {
             too_large(answer);
         } else {
-            assert_eq!((answer.unwrap(), tries), (Write::Done, 1));
+            assert_eq!((answer.unwrap(), tries), (Verdict::Applied, 1));
         }
     }
 }
@@ -140,7 +144,7 @@ async fn a_value_under_which_connections_break_is_too_large_after_some() {
     too_large(answer);
     assert!(tries <= 4, "{tries} tries");
     too_large(store.finish(&lease, &result_of(4 * MIB)).await);
-    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }
 
 /// The engine records the completion without its result, and tells later callers.

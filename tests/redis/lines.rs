@@ -18,7 +18,7 @@ async fn large_results(server: &RedisServer) -> (RedisStore, Proxy) {
     let finish = Finish::Completed(stored(vec![b'7'; MIB]));
     for n in 0..RESULTS {
         let lease = reserved(&direct, &format!("large{n}")).await;
-        assert_eq!(direct.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(direct.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
     }
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::options().response_timeout(LIMIT).connect(&proxy.url()).await.unwrap();
@@ -51,7 +51,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     let direct = connect(&server).await;
     let lease = reserved(&direct, "huge").await;
     let huge = Finish::Completed(stored(vec![b'7'; 16 * MIB]));
-    assert_eq!(direct.finish(&lease, &huge).await.unwrap(), Write::Done);
+    assert_eq!(direct.finish(&lease, &huge).await.unwrap(), Verdict::Applied);
     proxy.set(Line::Slow(SLOW));
     let answer = store.reserve(&request(&store, "huge")).await.unwrap();
     assert!(matches!(answer, Reservation::Finished(_)), "{answer:?}");
@@ -68,7 +68,7 @@ async fn a_connection_that_dribbles_is_given_up() {
     // Some pieces of 16 KiB in each time limit, and 10 s for all: more than fifteen limits.
     proxy.set(Line::Slow(100 * 1024));
     let error = store.reserve(&request(&store, "large0")).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unknown, "{error}");
+    assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
     proxy.set(Line::Pass);
     assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished(_))));
 }
@@ -113,7 +113,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;
-    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
     let requests: Vec<_> = (0..1000).map(|n| request(&store, &format!("k{n}"))).collect();
     let leases: Vec<_> = (0..100).map(|n| Record::first(&requests[n]).lease(&requests[n])).collect();
     let before = sets(&server).await;

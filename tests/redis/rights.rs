@@ -26,17 +26,17 @@ type Said = Result<&'static str, StoreError>;
 
 fn reservation(answer: Result<Reservation, StoreError>) -> Said {
     answer.map(|answer| match answer {
-        Reservation::Reserved { takeover: false, .. } => "reserved",
-        Reservation::Reserved { takeover: true, .. } => "taken over",
-        Reservation::Pending { .. } => "pending",
+        Reservation::Granted { takeover: false, .. } => "reserved",
+        Reservation::Granted { takeover: true, .. } => "taken over",
+        Reservation::InProgress { .. } => "pending",
         Reservation::Finished(_) => "finished",
         Reservation::Interrupted { .. } => "interrupted",
         _ => "something else",
     })
 }
 
-fn write(answer: Result<Write, StoreError>) -> Said {
-    answer.map(|answer| if answer == Write::Done { "done" } else { "refused" })
+fn write(answer: Result<Verdict, StoreError>) -> Said {
+    answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
 /// One of each operation, on keys that are prepared by `others`.
@@ -55,8 +55,8 @@ impl Scene {
     async fn new(others: &RedisStore, store: &RedisStore, prefix: String) -> Self {
         let named = async |name: &str| reserved(others, &format!("{prefix} {name}")).await;
         let finished = named("finished").await;
-        assert_eq!(others.finish(&finished, &done()).await.unwrap(), Write::Done);
-        let short = Reserve { lease: Duration::from_millis(1), ..request(others, &format!("{prefix} lapsed")) };
+        assert_eq!(others.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
+        let short = ReserveRequest { lease: Duration::from_millis(1), ..request(others, &format!("{prefix} lapsed")) };
         let lapsed = wins(others, &short).await;
         until("it has lapsed", async || {
             others.inspect(&short.key).await.unwrap().unwrap().lapses_in == Some(Duration::ZERO)
@@ -74,8 +74,8 @@ impl Scene {
         }
     }
 
-    fn request(&self, of: &Lease) -> Reserve {
-        Reserve { key: of.key.clone(), ..request(&self.store, "any") }
+    fn request(&self, of: &Lease) -> ReserveRequest {
+        ReserveRequest { key: of.key.clone(), ..request(&self.store, "any") }
     }
 
     /// Runs every operation, and returns its name, the expected answer and the answer.
@@ -172,7 +172,7 @@ async fn a_missing_right_costs_a_handful_of_commands() {
     for right in RIGHTS {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
-        let request = Reserve { key: held.key.clone(), ..request(&store, "any") };
+        let request = ReserveRequest { key: held.key.clone(), ..request(&store, "any") };
         // With or without an answer.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
@@ -233,8 +233,13 @@ async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Ve
 
 #[tokio::test]
 async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
-    let released =
-        Record { owner: Owner::from_bytes([1; 16]), attempt: 1, starts: 0, fingerprint: None, state: State::Released };
+    let released = Record {
+        owner: OwnerToken::from_bytes([1; 16]),
+        attempt: 1,
+        attempts_used: 0,
+        fingerprint: None,
+        state: State::Released,
+    };
     let (url, asked) = fickle(format::encode(&released)).await;
     let store = RedisStore::connect(&url).await.unwrap();
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
@@ -308,7 +313,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let before: Vec<u8> = raw.get(&name).await.unwrap();
         for (who, store) in [("owner", &owner), ("other", &other)] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
-                let another = Reserve { on_crash, key: lease.key.clone(), ..self::request(store, "any") };
+                let another = ReserveRequest { on_crash, key: lease.key.clone(), ..self::request(store, "any") };
                 corrupt(store.reserve(&another).await, &format!("{who} reserves"));
             }
             corrupt(store.reserve(&request).await, &format!("{who} repeats"));
@@ -324,11 +329,11 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let answers = Mutex::new(Vec::new());
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
-        assert_eq!(answers.into_inner().unwrap(), [(1, Write::Done)]);
+        assert_eq!(answers.into_inner().unwrap(), [(1, Verdict::Applied)]);
         // With an expiry set, the record works again.
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
-        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Write::Done]);
-        assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Write::Done);
+        assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
+        assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     }
 }
 
@@ -344,11 +349,11 @@ async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
         leases.push(lease);
     }
     let other = Lease { owner: store.heartbeats().new_owner(), ..leases[0].clone() };
-    assert_eq!(store.finish(&other, &done()).await.unwrap(), Write::Refused);
-    assert_eq!(store.finish(&leases[0], &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Refused);
+    assert_eq!(store.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
     let finish = done();
     for answer in futures::future::join_all(leases.iter().map(|lease| store.finish(lease, &finish))).await {
-        assert_eq!(answer.unwrap(), Write::Done);
+        assert_eq!(answer.unwrap(), Verdict::Applied);
     }
     for lease in &leases {
         let found = store.inspect(&lease.key).await.unwrap().unwrap();
@@ -392,26 +397,30 @@ async fn other_records_without_an_expiry_are_what_they_are() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;
-    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
     persist(&server, &finished).await;
     let runs = AtomicU32::new(0);
     let (result, outcome) = call(&store, "finished", &runs).await;
     assert_eq!((result.unwrap(), outcome.replayed()), (42, true));
     assert_eq!(store.inspect(&finished.key).await.unwrap().unwrap().expires_in, Duration::MAX);
-    assert_eq!(store.finish(&finished, &done()).await.unwrap(), Write::Done, "a repeated finish recognises itself");
+    assert_eq!(
+        store.finish(&finished, &done()).await.unwrap(),
+        Verdict::Applied,
+        "a repeated finish recognises itself"
+    );
 
     let released = reserved(&store, "released").await;
-    assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Verdict::Applied);
     persist(&server, &released).await;
     let next = reserved(&store, "released").await;
     assert_eq!(next.attempt, 2);
     assert!(store.inspect(&next.key).await.unwrap().unwrap().expires_in <= LEASE + TTL, "with an expiry again");
 
     let interrupted = reserved(&store, "interrupted").await;
-    assert_eq!(store.release(&interrupted, Release::Interrupted).await.unwrap(), Write::Done);
+    assert_eq!(store.release(&interrupted, Release::Interrupted).await.unwrap(), Verdict::Applied);
     persist(&server, &interrupted).await;
     let answer = store.reserve(&request(&store, "interrupted")).await.unwrap();
     assert!(matches!(answer, Reservation::Interrupted { attempt: 1 }), "{answer:?}");
-    assert_eq!(store.reopen(&interrupted.key, 1).await.unwrap(), Write::Done);
+    assert_eq!(store.reopen(&interrupted.key, 1).await.unwrap(), Verdict::Applied);
     assert_eq!(reserved(&store, "interrupted").await.attempt, 2);
 }

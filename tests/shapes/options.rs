@@ -284,7 +284,7 @@ fn times_sizes_and_modes() {
         let (first, _) = observe(watched(app, 7)).await;
         let (second, outcome) = observe(watched(app, 7)).await;
         assert_eq!((first.unwrap(), second.unwrap()), (14, 15));
-        assert_eq!(outcome.suppressed(), Some(Refusal::Replay));
+        assert_eq!(outcome.bypassed(), Some(Refusal::Replay));
     });
 }
 

@@ -13,7 +13,7 @@ use futures::FutureExt;
 use idem_runtime::testing::Simulation;
 use idem_runtime::{
     Clock, Error, InProgress, Json, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Reservation,
-    Reserve, State, Store, StoreErrorKind, observe, record_results, record_values, run,
+    ReserveRequest, State, Store, StoreErrorKind, observe, record_results, record_values, run,
 };
 use idem_tests::{Call, Fault, FaultyStore, yields};
 use serde::{Deserialize, Serialize};
@@ -128,7 +128,7 @@ impl Stage {
     fn new(scenario: Scenario, on_crash: OnCrash, slow: u32) -> Rc<Self> {
         let simulation = Simulation::new(1);
         simulation.limit_polls(100_000);
-        let memory = MemoryStore::with_clock(simulation.clock());
+        let memory = MemoryStore::options().clock(simulation.clock()).build();
         let weather = Weather { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
         let truth: Arc<dyn Store> = Arc::new(memory.peer());
         let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, Prank::None));
@@ -228,7 +228,7 @@ impl Stage {
             }
             S::Takeover => {
                 // A process that died in its body: the record stays pending, and its lease is not renewed.
-                let dead = Reserve {
+                let dead = ReserveRequest {
                     key: key(),
                     owner: self.other.heartbeats().new_owner(),
                     lease: LEASE,
@@ -237,7 +237,7 @@ impl Stage {
                     on_crash: OnCrash::Retry,
                     max_attempts: None,
                 };
-                assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Reserved { .. })));
+                assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Granted { .. })));
                 clock.advance(LEASE);
             }
             S::AnsweredTooLate => {
@@ -346,7 +346,7 @@ impl Stage {
             assert!(outcome.attempt().is_some_and(|number| number > before.attempt), "{context}");
             if !started && end == End::Cancelled && self.scenario != S::WaitsForFailure && self.scenario != S::Takeover
             {
-                assert_eq!(before.starts, 0, "an attempt that never started is refunded: {context}");
+                assert_eq!(before.attempts_used, 0, "an attempt that never started is refunded: {context}");
             }
         }
         // The inner operation has a key of its own, and keeps its result whatever happens to the outer one.

@@ -6,7 +6,8 @@ use std::ops::{Range, RangeBounds};
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
-    Clock, Fingerprint, Finish, Inspection, Key, Lease, Owner, Record, Release, Reservation, Reserve, State, Write,
+    Clock, Fingerprint, Finish, Inspection, Key, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest,
+    State, Verdict,
 };
 
 use crate::reference::{Answer, Ask, Entry, Phase};
@@ -30,7 +31,7 @@ pub(crate) enum Asked {
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Said {
     Reservation(Answer),
-    Write(Write),
+    Write(Verdict),
     Inspection(Option<Entry>),
 }
 
@@ -65,7 +66,7 @@ pub(crate) struct Op {
 pub(crate) struct History {
     clock: SimulatedClock,
     keys: Vec<Key>,
-    owners: Vec<Owner>,
+    owners: Vec<OwnerToken>,
     fingerprints: Vec<Fingerprint>,
     pub(crate) ops: Vec<Op>,
     events: u64,
@@ -127,7 +128,7 @@ impl History {
         self.notes.push((self.ops.len(), now, text));
     }
 
-    pub(crate) fn reserve(&mut self, request: &Reserve) -> Asked {
+    pub(crate) fn reserve(&mut self, request: &ReserveRequest) -> Asked {
         Asked::Reserve(Ask {
             key: self.key(&request.key),
             owner: number(&mut self.owners, &request.owner),
@@ -143,7 +144,7 @@ impl History {
         Ask {
             key: self.key(&lease.key),
             owner: number(&mut self.owners, &lease.owner),
-            lease: nanos(lease.lease),
+            lease: nanos(lease.duration),
             ttl: nanos(lease.ttl),
             fingerprint: self.mark(lease.fingerprint),
             on_crash: lease.on_crash,
@@ -199,19 +200,19 @@ impl History {
 
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {
         Said::Reservation(match reservation {
-            Reservation::Reserved { lease, takeover } => Answer::Reserved {
+            Reservation::Granted { lease, takeover } => Answer::Reserved {
                 attempt: lease.attempt,
-                starts: lease.starts,
+                starts: lease.attempts_used,
                 fingerprint: self.mark(lease.fingerprint),
                 takeover: *takeover,
             },
-            Reservation::Pending { attempt, lapses_in } => {
+            Reservation::InProgress { attempt, lapses_in } => {
                 Answer::Pending { attempt: *attempt, lapses_in: nanos(*lapses_in) }
             }
             Reservation::Finished(record) => Answer::Finished(self.entry(record, 0, 0)),
-            Reservation::Mismatch { attempt } => Answer::Mismatch { attempt: *attempt },
+            Reservation::FingerprintMismatch { attempt } => Answer::Mismatch { attempt: *attempt },
             Reservation::Interrupted { attempt } => Answer::Interrupted { attempt: *attempt },
-            Reservation::Exhausted { attempts } => Answer::Exhausted { attempts: *attempts },
+            Reservation::AttemptsExhausted { attempts } => Answer::Exhausted { attempts: *attempts },
             Reservation::Released { attempt } => Answer::Released { attempt: *attempt },
             other => panic!("an answer that nobody knows: {other:?}"),
         })
@@ -238,7 +239,7 @@ impl History {
         Entry {
             owner: number(&mut self.owners, &record.owner),
             attempt: record.attempt,
-            starts: record.starts,
+            starts: record.attempts_used,
             fingerprint: self.mark(record.fingerprint),
             phase,
             forgotten_at,
@@ -256,7 +257,7 @@ impl History {
             _ => None,
         });
         ops().any(|op| {
-            let refused = matches!(op.end, End::Answered { said: Said::Write(Write::Refused), .. });
+            let refused = matches!(op.end, End::Answered { said: Said::Write(Verdict::Refused), .. });
             let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
             refused && heard && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
         })

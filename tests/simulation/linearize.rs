@@ -18,7 +18,7 @@
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use idem_runtime::{Finish, OnCrash, Payload};
+use idem_runtime::{Finish, OnCrash, StoredResult};
 
 use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
@@ -28,7 +28,7 @@ use crate::reference::{Answer, Entry, Phase, Reference};
 const LIMIT: usize = 1_000_000;
 
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum Judgement {
     Linearizable,
     /// How many operations the longest order explained, and the operation that it could not.
     NotLinearizable {
@@ -40,24 +40,24 @@ pub(crate) enum Verdict {
 }
 
 /// Whether the operations on `key` are linearizable.
-pub(crate) fn check(history: &History, key: usize) -> Verdict {
+pub(crate) fn check(history: &History, key: usize) -> Judgement {
     search(history, key, true)
 }
 
 /// The same without the knowledge when the store executed each operation.
-pub(crate) fn check_from_outside(history: &History, key: usize) -> Verdict {
+pub(crate) fn check_from_outside(history: &History, key: usize) -> Judgement {
     search(history, key, false)
 }
 
-fn search(history: &History, key: usize, hints: bool) -> Verdict {
+fn search(history: &History, key: usize, hints: bool) -> Judgement {
     let ops = history.ops.iter().filter(|op| op.key == key && op.end != End::NothingDone).collect();
     let ticks = history.ticks.iter().copied().collect();
     let mut search = Search { ops, ticks, hints, seen: HashSet::new(), best: 0, stuck_at: String::new() };
     let mut done = vec![false; search.ops.len()];
     match search.explain(&mut done, 0, &Reference::default()) {
-        Some(true) => Verdict::Linearizable,
-        Some(false) => Verdict::NotLinearizable { explained: search.best, stuck_at: search.stuck_at },
-        None => Verdict::Undecided,
+        Some(true) => Judgement::Linearizable,
+        Some(false) => Judgement::NotLinearizable { explained: search.best, stuck_at: search.stuck_at },
+        None => Judgement::Undecided,
     }
 }
 
@@ -200,9 +200,9 @@ fn hash(entry: &Entry, hasher: &mut impl Hasher) {
         Phase::Interrupted => 2.hash(hasher),
         Phase::Finished(finish) => {
             (3, matches!(finish, Finish::Completed(_))).hash(hasher);
-            match finish.payload() {
-                Payload::Stored { bytes, .. } => bytes.hash(hasher),
-                Payload::TooLarge { bytes } => bytes.hash(hasher),
+            match finish.result() {
+                StoredResult::Encoded { bytes, .. } => bytes.hash(hasher),
+                StoredResult::TooLarge { size } => size.hash(hasher),
                 _ => {}
             }
         }
@@ -214,9 +214,9 @@ mod by_hand {
     use std::time::Duration;
 
     use idem_runtime::testing::{SimulatedClock, Simulation};
-    use idem_runtime::{CodecName, Finish, Key, OnCrash, Payload, Write};
+    use idem_runtime::{CodecName, Finish, Key, OnCrash, StoredResult, Verdict};
 
-    use super::{Verdict, check};
+    use super::{Judgement, check};
     use crate::history::{Asked, End, History, Said, nanos};
     use crate::reference::{Answer, Ask, Entry, Phase};
 
@@ -233,7 +233,7 @@ mod by_hand {
         history: History,
     }
 
-    fn script(write: impl FnOnce(&mut Script)) -> Verdict {
+    fn script(write: impl FnOnce(&mut Script)) -> Judgement {
         let simulation = Simulation::new(1);
         let mut script = Script { clock: simulation.clock(), history: History::new(simulation.clock()) };
         write(&mut script);
@@ -279,7 +279,7 @@ mod by_hand {
 
     fn result(byte: u8) -> Finish {
         let codec = CodecName::new(b"hand").unwrap();
-        Finish::Completed(Payload::Stored { codec, bytes: vec![byte].into() })
+        Finish::Completed(StoredResult::Encoded { codec, bytes: vec![byte].into() })
     }
 
     fn finished(owner: usize, attempt: u32, byte: u8) -> Said {
@@ -288,9 +288,9 @@ mod by_hand {
         Said::Reservation(Answer::Finished(entry))
     }
 
-    fn holds(verdict: &Verdict) -> bool {
-        assert_ne!(*verdict, Verdict::Undecided);
-        *verdict == Verdict::Linearizable
+    fn holds(verdict: &Judgement) -> bool {
+        assert_ne!(*verdict, Judgement::Undecided);
+        *verdict == Judgement::Linearizable
     }
 
     #[test]
@@ -369,7 +369,7 @@ mod by_hand {
         })));
         assert!(!holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
-            it.done(finish(), Said::Write(Write::Done));
+            it.done(finish(), Said::Write(Verdict::Applied));
             it.done(reserve(2), finished(1, 1, 8));
         })));
     }

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{
-    Answers, Clock, Finish, Heartbeats, Inspection, Key, Lease, Payload, Record, Release, Reservation, Reserve, Store,
-    StoreError, StoreErrorKind, StoreFuture, Write, current, renew_all,
+    Answers, Clock, Finish, Heartbeats, Inspection, Key, Lease, Record, Release, Reservation, ReserveRequest, Store,
+    StoreError, StoreErrorKind, StoreFuture, StoredResult, Verdict, current, renew_all,
 };
 
 use crate::dice::Dice;
@@ -192,7 +192,7 @@ pub(crate) async fn yield_now() {
 
 #[derive(Clone, Debug)]
 enum Request {
-    Reserve(Reserve),
+    Reserve(ReserveRequest),
     Renew(Vec<Lease>),
     Finish(Lease, Finish),
     Release(Lease, Release),
@@ -203,7 +203,7 @@ enum Request {
 #[derive(Clone, Debug)]
 enum Reply {
     Reservation(Reservation),
-    Writes(Vec<Write>),
+    Writes(Vec<Verdict>),
     Inspection(Option<Inspection>),
 }
 
@@ -292,6 +292,10 @@ impl Clock for SlowClock {
         idem_runtime::Instant::new(self.0.now().since_origin() / 2)
     }
 
+    fn wall(&self) -> Duration {
+        self.0.wall()
+    }
+
     fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
         self.0.sleep(duration * 2)
     }
@@ -312,6 +316,10 @@ struct SameChance(SimulatedClock);
 impl Clock for SameChance {
     fn now(&self) -> idem_runtime::Instant {
         self.0.now()
+    }
+
+    fn wall(&self) -> Duration {
+        self.0.wall()
     }
 
     fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
@@ -376,7 +384,7 @@ impl Line {
         };
         let mut flight = Flight { line: self, request: Some(request), ops: &ops };
         net.delay(before).await;
-        let unknown = |why| StoreError::new(StoreErrorKind::Unknown, why);
+        let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
         let done = match fate {
             _ if self.is_dead() => None,
             Fate::Fine | Fate::Slow | Fate::AnswerLost => Some(flight.land().await),
@@ -420,7 +428,10 @@ impl Line {
         }
         let holds_result = matches!(
             request,
-            Request::Finish(_, Finish::Completed(Payload::Stored { .. }) | Finish::Failed(Payload::Stored { .. }))
+            Request::Finish(
+                _,
+                Finish::Completed(StoredResult::Encoded { .. }) | Finish::Failed(StoredResult::Encoded { .. })
+            )
         );
         match net.dice.between(0, 15) {
             0..3 => Fate::Slow,
@@ -473,9 +484,9 @@ async fn land(
     let at = net.history().land(ops);
     let pretended = match (net.prank, request) {
         (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
-            Some(Reply::Writes(vec![Write::Done]))
+            Some(Reply::Writes(vec![Verdict::Applied]))
         }
-        (Prank::RenewsNothing, Request::Renew(leases)) => Some(Reply::Writes(vec![Write::Done; leases.len()])),
+        (Prank::RenewsNothing, Request::Renew(leases)) => Some(Reply::Writes(vec![Verdict::Applied; leases.len()])),
         (Prank::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
             net.stale.lock().unwrap().get(&request.key).cloned().map(Reply::Reservation)
         }
@@ -497,7 +508,7 @@ async fn land(
     }
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
-            if !matches!(reservation, Reservation::Reserved { .. }) {
+            if !matches!(reservation, Reservation::Granted { .. }) {
                 net.stale.lock().unwrap().insert(request.key.clone(), reservation.clone());
             }
             Some(net.history().reservation(reservation))
@@ -554,7 +565,7 @@ impl Store for Line {
         &self.0.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             match self.exchange(Request::Reserve(request.clone())).await? {
                 Reply::Reservation(reservation) => Ok(reservation),
@@ -567,11 +578,11 @@ impl Store for Line {
         StoreFuture::renewed(answer, async move { self.exchange(Request::Renew(leases.to_vec())).await.map(writes) })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move { self.exchange(Request::Finish(lease.clone(), finish.clone())).await.map(one) })
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move { self.exchange(Request::Release(lease.clone(), release)).await.map(one) })
     }
 
@@ -589,7 +600,7 @@ impl Store for Line {
             }
             let began = net.now();
             // A body whose lease has lapsed is not polled, nor is a wait inside it.
-            let nested = current().is_some();
+            let nested = current().is_ok();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();
             let ended = net.ended.lock().unwrap().get(&(key.clone(), attempt)).copied();
@@ -614,18 +625,18 @@ impl Store for Line {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move { self.exchange(Request::Reopen(key.clone(), attempt)).await.map(one) })
     }
 }
 
-fn writes(reply: Reply) -> Vec<Write> {
+fn writes(reply: Reply) -> Vec<Verdict> {
     match reply {
         Reply::Writes(writes) => writes,
         other => unreachable!("{other:?}"),
     }
 }
 
-fn one(reply: Reply) -> Write {
+fn one(reply: Reply) -> Verdict {
     writes(reply)[0]
 }

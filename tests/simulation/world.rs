@@ -26,7 +26,7 @@ use tokio::sync::Notify;
 use crate::dice::Dice;
 use crate::history::nanos;
 use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
-use crate::linearize::{self, Verdict};
+use crate::linearize::{self, Judgement};
 use crate::plain::{Mistake, Plain};
 use crate::store::{Line, Net, Prank, Weather, yield_now};
 
@@ -81,7 +81,7 @@ impl Report {
     }
 
     /// Whether each key's history is linearizable: for the checker, and for one without the store's own times.
-    pub(crate) fn verdicts(&self) -> Vec<[Verdict; 2]> {
+    pub(crate) fn verdicts(&self) -> Vec<[Judgement; 2]> {
         let history = self.world.net.history();
         let both = |key| [linearize::check(&history, key), linearize::check_from_outside(&history, key)];
         (0..self.world.operations.len()).map(both).collect()
@@ -366,7 +366,7 @@ impl World {
             (outcome.replayed(), "replays"),
             (outcome.waited(), "calls that waited"),
             (outcome.took_over(), "takeovers"),
-            (outcome.suppressed() == Some(Refusal::Store), "runs without protection"),
+            (outcome.bypassed() == Some(Refusal::Store), "runs without protection"),
             (outcome.recorded() && result.is_err(), "errors that were recorded or replayed"),
             (outcome.recorded() && !outcome.result_stored(), "completions without their result"),
         ];
@@ -618,7 +618,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
             Box::new(move || Arc::new(store.clone()))
         }
         _ => {
-            let store = MemoryStore::with_clock(clock.clone());
+            let store = MemoryStore::options().clock(clock.clone()).build();
             Box::new(move || Arc::new(store.peer()))
         }
     };
@@ -716,9 +716,9 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
     for key in (0..world.operations.len()).filter(|_| ends) {
         let verdict = linearize::check(&world.net.history(), key);
         let check = match verdict {
-            Verdict::Linearizable => continue,
-            Verdict::NotLinearizable { .. } => Check::Linearizable,
-            Verdict::Undecided => Check::Undecided,
+            Judgement::Linearizable => continue,
+            Judgement::NotLinearizable { .. } => Check::Linearizable,
+            Judgement::Undecided => Check::Undecided,
         };
         world.ledger.borrow_mut().find(check, key, format!("{verdict:?}"));
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    CodecName, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Payload, Policy, Reservation, Reserve,
-    Store, StoreError, observe, record_values, run,
+    CodecName, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Policy, Reservation, ReserveRequest,
+    Store, StoreError, StoredResult, observe, record_values, run,
 };
 
 /// Longer than any test takes.
@@ -22,8 +22,8 @@ pub fn key(name: &str) -> Key {
 }
 
 /// A reservation of `name` for a new attempt.
-pub fn request(store: &impl Store, name: &str) -> Reserve {
-    Reserve {
+pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
+    ReserveRequest {
         key: key(name),
         owner: store.heartbeats().new_owner(),
         lease: LEASE,
@@ -37,13 +37,13 @@ pub fn request(store: &impl Store, name: &str) -> Reserve {
 /// The lease in an answer that the key is reserved.
 pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     match answer {
-        Ok(Reservation::Reserved { lease, .. }) => lease,
+        Ok(Reservation::Granted { lease, .. }) => lease,
         other => panic!("{other:?}"),
     }
 }
 
 /// Makes the reservation `request`, which must succeed.
-pub async fn wins(store: &impl Store, request: &Reserve) -> Lease {
+pub async fn wins(store: &impl Store, request: &ReserveRequest) -> Lease {
     lease_of(store.reserve(request).await)
 }
 
@@ -53,8 +53,8 @@ pub async fn reserved(store: &impl Store, name: &str) -> Lease {
 }
 
 /// These bytes as a result.
-pub fn stored(bytes: impl Into<Bytes>) -> Payload {
-    Payload::Stored { codec: CodecName::of::<Json>(), bytes: bytes.into() }
+pub fn stored(bytes: impl Into<Bytes>) -> StoredResult {
+    StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() }
 }
 
 /// A completion with some result.

@@ -61,7 +61,7 @@ impl Kind {
         let endpoint = forever(move || {
             let emulator = Emulator::start(self);
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(emulator.create_table());
+            runtime.block_on(emulator.ensure_table());
             keep(emulator, Emulator::endpoint)
         });
         emulators.push((self, endpoint.clone()));
@@ -94,12 +94,12 @@ impl Kind {
 /// A store for processes of one machine, so that a lapsed lease is taken over a moment after its time; for emulators of any
 /// speed.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
-    options().open(client(&Wire::to(endpoint)), table)
+    options().build(client(&Wire::to(endpoint)), table)
 }
 
 /// The settings of such a store.
 pub fn options() -> DynamoOptions {
-    DynamoStore::options().max_clock_skew(SKEW).call_timeout(Duration::from_secs(60))
+    DynamoStore::options().max_clock_skew(SKEW).response_timeout(Duration::from_secs(60))
 }
 
 /// An emulator process; killed when dropped.
@@ -127,7 +127,7 @@ impl Emulator {
     /// The same with this environment.
     pub async fn durable_in(env: &Env) -> Self {
         let emulator = Self::start_with(Kind::Dynoxide, true, env);
-        emulator.create_table().await;
+        emulator.ensure_table().await;
         emulator
     }
 
@@ -143,7 +143,7 @@ impl Emulator {
     /// The same, with the table.
     pub async fn with_table(kind: Kind) -> Self {
         let emulator = Self::start(kind);
-        emulator.create_table().await;
+        emulator.ensure_table().await;
         emulator
     }
 
@@ -158,8 +158,8 @@ impl Emulator {
     }
 
     /// Creates the table, unless it exists.
-    pub async fn create_table(&self) {
-        open(&self.endpoint(), TABLE).create_table().await.expect("creates the table");
+    pub async fn ensure_table(&self) {
+        open(&self.endpoint(), TABLE).ensure_table().await.expect("creates the table");
     }
 
     /// Starts the process, again if it was killed, and waits until it answers.

@@ -4,7 +4,6 @@
 
 pub mod calls;
 pub mod chance;
-#[cfg(feature = "cluster")]
 pub mod cluster;
 #[cfg(feature = "dynamodb")]
 pub mod dynamo;
@@ -20,12 +19,13 @@ pub mod stores;
 pub mod wrapped;
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::{
-    Answers, Finish, Heartbeats, Inspection, Key, Lease, Payload, Release, Reservation, Reserve, Store, StoreError,
-    StoreErrorKind, StoreFuture, Write, renew_all,
+    Answers, Clock, Finish, Heartbeats, Inspection, Instant, Key, Lease, Release, Reservation, ReserveRequest, Sleep,
+    Store, StoreError, StoreErrorKind, StoreFuture, StoredResult, SystemClock, Task, Verdict, renew_all,
 };
 
 /// The fault of one call of a [`FaultyStore`].
@@ -43,6 +43,43 @@ pub enum Fault {
     Slow(u32),
     /// Never answers; nothing is written.
     Hang,
+}
+
+/// The machine's clock beside a wall clock that the test sets, in milliseconds since 1970.
+#[derive(Clone, Debug, Default)]
+pub struct WallClock {
+    real: SystemClock,
+    /// What the wall clock shows.
+    pub millis: Arc<AtomicI64>,
+}
+
+impl WallClock {
+    /// A wall clock that stands at `millis`.
+    pub fn at(millis: i64) -> Self {
+        Self { real: SystemClock::default(), millis: Arc::new(AtomicI64::new(millis)) }
+    }
+}
+
+impl Clock for WallClock {
+    fn now(&self) -> Instant {
+        self.real.now()
+    }
+
+    fn wall(&self) -> Duration {
+        Duration::from_millis(self.millis.load(Ordering::SeqCst).unsigned_abs())
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        self.real.sleep(duration)
+    }
+
+    fn entropy(&self) -> u128 {
+        self.real.entropy()
+    }
+
+    fn spawn(&self, task: Task) {
+        self.real.spawn(task);
+    }
 }
 
 /// The calls of the contract.
@@ -71,7 +108,7 @@ struct Plan {
     faults: VecDeque<(Call, Fault)>,
     always: Vec<(Call, Fault)>,
     calls: Vec<Call>,
-    reserves: Vec<Reserve>,
+    reserves: Vec<ReserveRequest>,
 }
 
 impl FaultyStore {
@@ -104,7 +141,7 @@ impl FaultyStore {
     }
 
     /// The reservations that were requested, so that a test can let one land late.
-    pub fn reserves(&self) -> Vec<Reserve> {
+    pub fn reserves(&self) -> Vec<ReserveRequest> {
         self.plan.lock().unwrap().reserves.clone()
     }
 
@@ -139,7 +176,7 @@ impl FaultyStore {
                     Fault::Before(kind) | Fault::BeforeResult(kind) => Err(StoreError::new(kind, "failed on command")),
                     Fault::After => {
                         inner().await?;
-                        Err(StoreError::new(StoreErrorKind::Unknown, "the answer got lost on command"))
+                        Err(StoreError::new(StoreErrorKind::Unconfirmed, "the answer got lost on command"))
                     }
                     Fault::Slow(polls) => {
                         yields(polls).await;
@@ -191,7 +228,7 @@ impl Store for FaultyStore {
         self.inner.heartbeats()
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         self.plan.lock().unwrap().reserves.push(request.clone());
         self.through(Call::Reserve, move || self.inner.reserve(request))
     }
@@ -202,16 +239,16 @@ impl Store for FaultyStore {
         StoreFuture::renewed(answer, self.through(Call::Renew, inner))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         let call = move || self.inner.finish(lease, finish);
-        let has_result = matches!(finish.payload(), Payload::Stored { .. });
+        let has_result = matches!(finish.result(), StoredResult::Encoded { .. });
         match self.meet(Call::Finish) {
             Fault::BeforeResult(_) if !has_result => call(),
             fault => Self::meeting(fault, call),
         }
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.through(Call::Release, move || self.inner.release(lease, release))
     }
 
@@ -223,7 +260,7 @@ impl Store for FaultyStore {
         self.through(Call::Inspect, move || self.inner.inspect(key))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.through(Call::Reopen, move || self.inner.reopen(key, attempt))
     }
 }

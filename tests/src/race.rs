@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use idem_runtime::{Key, Payload, State, Store};
+use idem_runtime::{Key, State, Store, StoredResult};
 
 use crate::server::{Env, until};
 use crate::stores;
@@ -596,7 +596,9 @@ impl Rules {
         let mut effects = Vec::new();
         for (n, calls) in of_keys.into_iter().enumerate() {
             let recorded = store.inspect(&key(n)).await.expect("answers").expect("recorded").record;
-            let State::Completed(Payload::Stored { bytes, .. }) = &recorded.state else { panic!("{n}: {recorded:?}") };
+            let State::Completed(StoredResult::Encoded { bytes, .. }) = &recorded.state else {
+                panic!("{n}: {recorded:?}")
+            };
             let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
             let recorded = told(&recorded);
             effects.push(self.audit_key(&calls, recorded, lease).unwrap_or_else(|problem| {

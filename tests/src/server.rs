@@ -120,7 +120,6 @@ impl RedisServer {
     }
 
     /// The value that it was given for this argument.
-    #[cfg(feature = "cluster")]
     pub(crate) fn argument(&self, name: &str) -> &str {
         let at = self.args.iter().position(|it| it == name).expect("given");
         &self.args[at + 1]

@@ -22,12 +22,12 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     let redis = RedisStore::options().response_timeout(answer);
     match words[..] {
         ["redis", url, prefix] => {
-            let options = redis.prefix(prefix);
+            let options = redis.namespace(prefix);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         ["replicated", url, prefix] => {
             // Both limits together are as long as that of any other answer.
-            let options = redis.prefix(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
+            let options = redis.namespace(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         #[cfg(feature = "sqlite")]
@@ -42,17 +42,17 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
         }
         #[cfg(feature = "dynamodb")]
         ["dynamo", endpoint, table, ref skew @ ..] => {
-            let options = crate::dynamo::options().call_timeout(answer);
+            let options = crate::dynamo::options().response_timeout(answer);
             let options = match skew.first() {
                 Some(skew) => options.max_clock_skew(Duration::from_secs(skew.parse().expect("seconds"))),
                 None => options,
             };
             let client = || crate::dynamo::client(&crate::dynamo::Wire::to(endpoint));
-            Arc::new(options.upkeep_client(client()).open(client(), table))
+            Arc::new(options.upkeep_client(client()).build(client(), table))
         }
         #[cfg(feature = "wrappers")]
         ["wrapped", url, prefix, folder] => {
-            let store = redis.prefix(prefix).connect(url).await.expect("the server is there");
+            let store = redis.namespace(prefix).connect(url).await.expect("the server is there");
             Arc::new(crate::wrapped::in_folder(store, folder))
         }
         _ => panic!("`{spec}` names no store"),

@@ -24,7 +24,7 @@ pub fn cached() -> Subject {
 /// `Compressed` around a store in memory, for every result that gets smaller.
 pub fn compressed() -> Subject {
     let store = MemoryStore::new();
-    let around = |store| Compressed::options().above(0).around(store);
+    let around = |store| Compressed::options().above(0).wrap(store);
     Subject::new(around(store.clone())).peer(around(store.peer()))
 }
 
@@ -32,7 +32,7 @@ pub fn compressed() -> Subject {
 pub fn offloaded() -> Subject {
     let store = MemoryStore::new();
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let around = |store| Offloaded::options().above(0).around(store, Arc::clone(&objects));
+    let around = |store| Offloaded::options().above(0).wrap(store, Arc::clone(&objects));
     Subject::new(around(store.clone())).peer(around(store.peer()))
 }
 
@@ -42,8 +42,8 @@ pub async fn stacked() -> Subject {
     let connect = async |url: &str| RedisStore::connect(url).await.expect("connects");
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let around = |store: RedisStore| {
-        let offloaded = Offloaded::options().above(0).around(store, Arc::clone(&objects));
-        Compressed::options().above(0).around(offloaded)
+        let offloaded = Offloaded::options().above(0).wrap(store, Arc::clone(&objects));
+        Compressed::options().above(0).wrap(offloaded)
     };
     let cached = Cached::new(around(connect(&url).await));
     let peer = cached.peer(around(connect(&url).await));
@@ -65,5 +65,5 @@ pub async fn stacked() -> Subject {
 /// All wrappers around `store`, each applied to every result, with the objects in a folder that processes share.
 pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
     let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder is there"));
-    Cached::new(Compressed::options().above(0).around(Offloaded::options().above(0).around(store, objects)))
+    Cached::new(Compressed::options().above(0).wrap(Offloaded::options().above(0).wrap(store, objects)))
 }

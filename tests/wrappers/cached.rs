@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use idem_runtime::{
     Answers, Cached, CachedOptions, Error, Fingerprint, Finish, Heartbeats, InProgress, Inspection, Key, Lease,
-    MemoryStore, OnCrash, OnStoreError, Payload, Record, Release, Reservation, Reserve, State, Store, StoreErrorKind,
-    StoreFuture, Write,
+    MemoryStore, OnCrash, OnStoreError, Record, Release, Reservation, ReserveRequest, State, Store, StoreErrorKind,
+    StoreFuture, StoredResult, Verdict,
 };
 use idem_tests::{Call, Fault};
 
@@ -23,7 +23,7 @@ fn calls(world: &World) -> usize {
 }
 
 fn ageless(world: &World) -> Cached {
-    Cached::options().max_age(AGELESS).around(world.store.clone())
+    Cached::options().max_age(AGELESS).wrap(world.store.clone())
 }
 
 /// How many calls of the store it takes to replay `name`.
@@ -51,11 +51,11 @@ async fn a_replay_of_what_ran_here_costs_no_call() {
     // Recorded errors too, and results that could not be stored.
     for (name, finish) in [
         ("failed", Finish::Failed(stored(b"1"))),
-        ("too large", Finish::Completed(Payload::TooLarge { bytes: 9 })),
-        ("unencodable", Finish::Completed(Payload::Unencodable)),
+        ("too large", Finish::Completed(StoredResult::TooLarge { size: 9 })),
+        ("unencodable", Finish::Completed(StoredResult::Unencodable)),
     ] {
         let lease = world.reserved(&store, name).await;
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
         assert_eq!(costs(&world, &store, name, &Record::after(&lease, finish.state())).await, 0, "{name}");
     }
 }
@@ -76,10 +76,10 @@ async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
 async fn only_finished_records_are_kept() {
     let world = World::new();
     let store = ageless(&world);
-    let asks = async |name: &str, request: Reserve, is: fn(&Reservation) -> bool| {
+    let asks = async |name: &str, request: ReserveRequest, is: fn(&Reservation) -> bool| {
         for _ in 0..3 {
             let before = world.store.count(Call::Reserve);
-            let request = Reserve { owner: world.memory.heartbeats().new_owner(), ..request.clone() };
+            let request = ReserveRequest { owner: world.memory.heartbeats().new_owner(), ..request.clone() };
             let answer = store.reserve(&request).await.unwrap();
             assert!(is(&answer), "{name}: {answer:?}");
             assert_eq!(world.store.count(Call::Reserve), before + 1, "{name}");
@@ -87,17 +87,17 @@ async fn only_finished_records_are_kept() {
         assert!(store.is_empty(), "{name}");
     };
     world.reserved(&store, "pending").await;
-    asks("pending", world.request("pending"), |it| matches!(it, Reservation::Pending { .. })).await;
+    asks("pending", world.request("pending"), |it| matches!(it, Reservation::InProgress { .. })).await;
 
-    let fail = Reserve { on_crash: OnCrash::Fail, ..world.request("interrupted") };
-    let Reservation::Reserved { lease, .. } = store.reserve(&fail).await.unwrap() else { panic!() };
-    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+    let fail = ReserveRequest { on_crash: OnCrash::Fail, ..world.request("interrupted") };
+    let Reservation::Granted { lease, .. } = store.reserve(&fail).await.unwrap() else { panic!() };
+    assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Verdict::Applied);
     asks("interrupted", fail, |it| matches!(it, Reservation::Interrupted { .. })).await;
 
     let lease = world.reserved(&store, "released").await;
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Write::Done);
-    let limited = Reserve { max_attempts: std::num::NonZeroU32::new(1), ..world.request("released") };
-    asks("exhausted", limited, |it| matches!(it, Reservation::Exhausted { .. })).await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    let limited = ReserveRequest { max_attempts: std::num::NonZeroU32::new(1), ..world.request("released") };
+    asks("exhausted", limited, |it| matches!(it, Reservation::AttemptsExhausted { .. })).await;
     assert_eq!(world.reserved(&store, "released").await.attempt, 2);
     assert!(store.is_empty());
 }
@@ -109,16 +109,16 @@ async fn a_refused_or_failed_finish_is_not_kept() {
     let late = world.reserved(&store, "k").await;
     world.clock.advance(LEASE);
     let successor = world.reserved(&store, "k").await;
-    assert_eq!(store.finish(&late, &completed(b"late")).await.unwrap(), Write::Refused);
+    assert_eq!(store.finish(&late, &completed(b"late")).await.unwrap(), Verdict::Refused);
     assert!(store.is_empty());
-    assert!(matches!(store.reserve(&world.request("k")).await.unwrap(), Reservation::Pending { attempt: 2, .. }));
+    assert!(matches!(store.reserve(&world.request("k")).await.unwrap(), Reservation::InProgress { attempt: 2, .. }));
     for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Full, StoreErrorKind::TooLarge] {
         world.store.next(Call::Finish, Fault::Before(kind));
         store.finish(&successor, &completed(b"1")).await.unwrap_err();
         assert!(store.is_empty());
     }
     // Nothing had been written, so the retention begins with the write that succeeds.
-    assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Verdict::Applied);
     assert_eq!(costs(&world, &store, "k", &Record::after(&successor, completed(b"1").state())).await, 0);
 }
 
@@ -126,16 +126,17 @@ async fn a_refused_or_failed_finish_is_not_kept() {
 async fn the_fingerprint_is_checked_on_a_hit() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
-    let marked = |payload| Reserve { fingerprint: Some(Fingerprint::of(&payload).unwrap()), ..world.request("k") };
-    let Reservation::Reserved { lease, .. } = store.reserve(&marked(1)).await.unwrap() else { panic!() };
-    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    let marked =
+        |payload| ReserveRequest { fingerprint: Some(Fingerprint::of(&payload).unwrap()), ..world.request("k") };
+    let Reservation::Granted { lease, .. } = store.reserve(&marked(1)).await.unwrap() else { panic!() };
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let before = calls(&world);
     let record = Record::after(&lease, completed(b"1").state());
     for _ in 0..3 {
-        assert_eq!(store.reserve(&marked(2)).await.unwrap(), Reservation::Mismatch { attempt: 1 });
+        assert_eq!(store.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
         assert_eq!(store.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
         assert_eq!(world.replay(&store, "k").await, record, "nothing to compare");
-        let own = Reserve { owner: lease.owner, ..marked(1) };
+        let own = ReserveRequest { owner: lease.owner, ..marked(1) };
         assert_eq!(store.reserve(&own).await.unwrap(), Reservation::Finished(record.clone()), "met by its own owner");
     }
     assert_eq!(calls(&world), before);
@@ -143,7 +144,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
     // The same on the way into the cache.
     let elsewhere = Cached::new(world.store.clone());
     for _ in 0..3 {
-        assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::Mismatch { attempt: 1 });
+        assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
         assert_eq!(elsewhere.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
     }
 }
@@ -181,7 +182,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     let finish = completed(b"1");
     let mut call = polled(store.finish(&lease, &finish), 2).await;
     world.clock.advance(TTL / 2);
-    assert_eq!((&mut call).await.unwrap(), Write::Done);
+    assert_eq!((&mut call).await.unwrap(), Verdict::Applied);
     world.clock.advance(TTL / 2);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
@@ -219,7 +220,7 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
             }
         };
         world.clock.advance(TTL / 2);
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done, "{how}");
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied, "{how}");
         drop(pending);
         let record = Record::after(&lease, finish.state());
         world.replay(&store, "k").await;
@@ -233,9 +234,9 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
-    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     world.clock.advance(TTL / 2);
-    store.finish(&lease, &completed(b"2")).await.unwrap();
+    let _either = store.finish(&lease, &completed(b"2")).await.unwrap();
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, completed(b"1").state()));
     world.clock.advance(TTL / 2);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
@@ -250,10 +251,13 @@ async fn a_reopen_takes_effect_at_once() {
         let name = if std::ptr::eq(reopener, &raw const store) { "own" } else { "peer" };
         world.finished(&store, name, b"1").await;
         world.replay(&peer, name).await;
-        assert_eq!(reopener.reopen(&key(name), 2).await.unwrap(), Write::Refused);
-        assert_eq!(reopener.reopen(&key(name), 1).await.unwrap(), Write::Done);
+        assert_eq!(reopener.reopen(&key(name), 2).await.unwrap(), Verdict::Refused);
+        assert_eq!(reopener.reopen(&key(name), 1).await.unwrap(), Verdict::Applied);
         assert_eq!(world.reserved(&store, name).await.attempt, 2, "{name}");
-        assert!(matches!(peer.reserve(&world.request(name)).await.unwrap(), Reservation::Pending { attempt: 2, .. }));
+        assert!(matches!(
+            peer.reserve(&world.request(name)).await.unwrap(),
+            Reservation::InProgress { attempt: 2, .. }
+        ));
     }
 }
 
@@ -271,7 +275,7 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
         assert_eq!(costs(&world, &store, "k", &record).await, 1);
     }
     world.clock.advance(TICK);
-    assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Write::Done);
+    assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
     assert_eq!(costs(&world, &store, "k", &record).await, 0, "nobody told this process");
     world.clock.advance(AGE - TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 2);
@@ -305,7 +309,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 finish = completed(b"1");
                 world.store.next(Call::Finish, Fault::Slow(1));
                 let call = polled(store.finish(&lease, &finish), 2).await;
-                Box::pin(async { call.await.unwrap() == Write::Done })
+                Box::pin(async { call.await.unwrap() == Verdict::Applied })
             } else {
                 world.finished(&world.memory, "k", b"1").await;
                 world.replay(&store, "k").await;
@@ -314,10 +318,11 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 let call = polled(store.reserve(&request), 2).await;
                 Box::pin(async { matches!(call.await.unwrap(), Reservation::Finished(_)) })
             };
-            let reopen_elsewhere = async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Write::Done);
+            let reopen_elsewhere =
+                async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
             match meanwhile {
-                Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Write::Done),
-                ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Write::Done),
+                Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
+                ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenDropped => {
                     world.store.next(Call::Reopen, Fault::Slow(1));
                     let key = key("k");
@@ -336,12 +341,12 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                     reopen_elsewhere().await;
                     world.reserved(&world.memory, "k").await;
                     let answer = peer.reserve(&world.request("k")).await.unwrap();
-                    assert!(matches!(answer, Reservation::Pending { attempt: 2, .. }), "{answer:?}");
+                    assert!(matches!(answer, Reservation::InProgress { attempt: 2, .. }), "{answer:?}");
                 }
                 InterruptedElsewhere => {
                     reopen_elsewhere().await;
                     let lease = world.reserved(&world.memory, "k").await;
-                    assert_eq!(world.memory.release(&lease, Release::Interrupted).await.unwrap(), Write::Done);
+                    assert_eq!(world.memory.release(&lease, Release::Interrupted).await.unwrap(), Verdict::Applied);
                     let answer = peer.reserve(&world.request("k")).await.unwrap();
                     assert_eq!(answer, Reservation::Interrupted { attempt: 2 });
                 }
@@ -366,13 +371,13 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
         let reopen = polled(store.reopen(&k, 1), 1).await;
         if ends == "before" {
             world.replay(&store, "k").await;
-            assert_eq!(reopen.await.unwrap(), Write::Done);
+            assert_eq!(reopen.await.unwrap(), Verdict::Applied);
         } else {
             // The operation is seen as finished again, so the record is read.
             world.store.next(Call::Inspect, Fault::Slow(1));
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
-            assert_eq!(reopen.await.unwrap(), Write::Done);
+            assert_eq!(reopen.await.unwrap(), Verdict::Applied);
             assert!(matches!(read.await.unwrap(), Reservation::Finished(_)));
         }
         assert_eq!(world.reserved(&store, "k").await.attempt, 2, "{ends}: a stale entry");
@@ -388,8 +393,8 @@ async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
     world.store.next(Call::Reserve, Fault::Slow(1));
     let duplicate = world.request("k");
     let call = polled(store.reserve(&duplicate), 2).await;
-    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
-    assert!(matches!(call.await.unwrap(), Reservation::Pending { attempt: 1, .. }));
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
+    assert!(matches!(call.await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(costs(&world, &store, "k", &Record::after(&lease, completed(b"1").state())).await, 0);
 }
 
@@ -401,7 +406,7 @@ async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
     let lease = world.reserved(&store, "call").await;
     let finish = async {
         idem_tests::settle().await;
-        assert_eq!(store.finish(&lease, &completed(b"\"first\"")).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &completed(b"\"first\"")).await.unwrap(), Verdict::Applied);
     };
     let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
     assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
@@ -414,7 +419,7 @@ async fn hits_need_no_store() {
     let world = World::new();
     let store = ageless(&world);
     world.call(&store, POLICY, "first").await.0.unwrap();
-    for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unknown, StoreErrorKind::Corrupt] {
+    for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unconfirmed, StoreErrorKind::Corrupt] {
         for call in EVERY {
             world.store.always(call, Fault::Before(kind));
         }
@@ -463,7 +468,7 @@ struct Peculiar {
 impl Peculiar {
     fn seen(&self, record: Record) -> Record {
         match self.unreadable && record.is_finished() {
-            true => Record { state: State::Completed(Payload::Unreadable { reason: "not now".into() }), ..record },
+            true => Record { state: State::Completed(StoredResult::Unreadable { reason: "not now".into() }), ..record },
             false => record,
         }
     }
@@ -494,7 +499,7 @@ impl Store for Peculiar {
         self.none.as_deref().unwrap_or(self.memory.heartbeats())
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             Ok(match self.memory.reserve(request).await? {
                 Reservation::Finished(record) => Reservation::Finished(self.seen(record)),
@@ -507,11 +512,11 @@ impl Store for Peculiar {
         self.memory.renew(leases, answer)
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.memory.finish(lease, finish)
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.memory.release(lease, release)
     }
 
@@ -526,7 +531,7 @@ impl Store for Peculiar {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.memory.reopen(key, attempt)
     }
 }
@@ -544,7 +549,7 @@ async fn nothing_is_kept_of_a_transaction() {
         assert!(store.is_empty());
     }
     // Rolled back: the records seen inside never existed.
-    assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Write::Done);
+    assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&store, "1").await.attempt, 2);
 }
 
@@ -556,19 +561,19 @@ async fn a_result_that_can_not_be_read_is_asked_for_again() {
     let store = readable.peer(Peculiar { memory: world.memory.clone(), none: None, unreadable: true });
     for _ in 0..3 {
         let met = world.replay(&store, "k").await;
-        assert!(matches!(payload(&met), Payload::Unreadable { .. }), "{met:?}");
+        assert!(matches!(payload(&met), StoredResult::Unreadable { .. }), "{met:?}");
     }
     assert!(store.is_empty());
     world.replay(&readable, "k").await;
     let met = world.replay(&store, "k").await;
-    assert!(matches!(payload(&met), Payload::Unreadable { .. }), "known to be finished, and still not readable");
+    assert!(matches!(payload(&met), StoredResult::Unreadable { .. }), "known to be finished, and still not readable");
     assert_eq!(*payload(&world.replay(&readable, "k").await), stored(b"1"), "later it is");
 }
 
 #[tokio::test]
 async fn what_was_asked_for_lately_stays() {
     let world = World::new();
-    let store = Cached::options().max_entries(8).max_age(AGELESS).around(world.store.clone());
+    let store = Cached::options().max_entries(8).max_age(AGELESS).wrap(world.store.clone());
     let hot = world.finished(&store, "hot", b"hot").await;
     for n in 0..200 {
         let name = n.to_string();
@@ -590,7 +595,7 @@ async fn what_was_asked_for_lately_stays() {
 async fn the_bytes_are_bounded() {
     const MAX: usize = 100_000;
     let world = World::new();
-    let store = Cached::options().max_bytes(MAX).max_age(AGELESS).around(world.store.clone());
+    let store = Cached::options().max_bytes(MAX).max_age(AGELESS).wrap(world.store.clone());
     for n in 0..300_usize {
         world.finished(&store, &n.to_string(), &vec![b'x'; n * 97 % 20_000]).await;
         assert!(store.bytes() <= MAX, "{} bytes", store.bytes());
@@ -613,7 +618,7 @@ async fn a_cache_without_room_is_none() {
     for options in [Cached::options().max_entries(0), Cached::options().max_bytes(0), Cached::options().max_bytes(100)]
     {
         let world = World::new();
-        let store = options.around(world.store.clone());
+        let store = options.wrap(world.store.clone());
         let record = world.finished(&store, "k", b"1").await;
         for _ in 0..3 {
             assert_eq!(costs(&world, &store, "k", &record).await, 1);
@@ -621,7 +626,7 @@ async fn a_cache_without_room_is_none() {
         assert!(store.is_empty() && store.bytes() == 0);
     }
     let world = World::new();
-    let store = Cached::options().max_age(Duration::ZERO).around(world.store.clone());
+    let store = Cached::options().max_age(Duration::ZERO).wrap(world.store.clone());
     let record = world.finished(&store, "k", b"1").await;
     for _ in 0..3 {
         assert_eq!(costs(&world, &store, "k", &record).await, 1, "no age is allowed");
@@ -637,7 +642,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     const KEYS: usize = 60;
     let memory = MemoryStore::new();
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
-    let store = options.around(memory.clone());
+    let store = options.wrap(memory.clone());
     let peer = store.peer(memory.peer());
     // For each key, the first attempt that may not have been given up.
     let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
@@ -677,23 +682,23 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     for n in 0..8000_usize {
         let at = (n * 7 + n / 11 + thread * 17) % floors.len();
         let owner = store.heartbeats().new_owner();
-        let request = Reserve { owner, lease: LEASE * 100, ..world.request(&at.to_string()) };
+        let request = ReserveRequest { owner, lease: LEASE * 100, ..world.request(&at.to_string()) };
         let floor = floors[at].load(Ordering::SeqCst);
         match store.reserve(&request).await.unwrap() {
-            Reservation::Reserved { lease, .. } => {
+            Reservation::Granted { lease, .. } => {
                 let bytes = [lease.attempt.to_string().into_bytes(), vec![b' '; n % 3000]].concat();
-                assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Write::Done);
+                assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Verdict::Applied);
             }
             Reservation::Finished(record) => {
-                let Payload::Stored { bytes, .. } = payload(&record) else { panic!("{record:?}") };
+                let StoredResult::Encoded { bytes, .. } = payload(&record) else { panic!("{record:?}") };
                 assert_eq!(bytes.split(|it| *it == b' ').next(), Some(record.attempt.to_string().as_bytes()));
                 assert!(record.attempt >= floor, "attempt {} was given up, {floor} is the next", record.attempt);
-                if n % 3 == 0 && store.reopen(&request.key, record.attempt).await.unwrap() == Write::Done {
+                if n % 3 == 0 && store.reopen(&request.key, record.attempt).await.unwrap() == Verdict::Applied {
                     floors[at].fetch_max(record.attempt + 1, Ordering::SeqCst);
                     reopened += 1;
                 }
             }
-            Reservation::Pending { attempt, .. } => assert!(attempt >= floor),
+            Reservation::InProgress { attempt, .. } => assert!(attempt >= floor),
             other => panic!("{other:?}"),
         }
     }
@@ -733,7 +738,7 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
     let record = world.finished(&world.memory, "k", b"1").await;
     for fingerprint in [None, Some(Fingerprint::of(&1).unwrap())] {
         let store = ageless(&world);
-        let requests: Vec<_> = (0..MANY).map(|_| Reserve { fingerprint, ..world.request("k") }).collect();
+        let requests: Vec<_> = (0..MANY).map(|_| ReserveRequest { fingerprint, ..world.request("k") }).collect();
         let before = calls(&world);
         world.store.next(Call::Reserve, Fault::Slow(3));
         for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
@@ -747,17 +752,17 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
 async fn whoever_joins_is_told_of_another_payload() {
     let world = World::new();
     let [right, wrong] = [1, 2].map(|payload| Some(Fingerprint::of(&payload).unwrap()));
-    let first = Reserve { fingerprint: right, ..world.request("k") };
-    let Reservation::Reserved { lease, .. } = world.memory.reserve(&first).await.unwrap() else {
+    let first = ReserveRequest { fingerprint: right, ..world.request("k") };
+    let Reservation::Granted { lease, .. } = world.memory.reserve(&first).await.unwrap() else {
         panic!("not reserved")
     };
-    assert_eq!(world.memory.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    assert_eq!(world.memory.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let store = ageless(&world);
     world.store.next(Call::Reserve, Fault::Slow(3));
-    let requests = [right, wrong, right, None].map(|fingerprint| Reserve { fingerprint, ..world.request("k") });
+    let requests = [right, wrong, right, None].map(|fingerprint| ReserveRequest { fingerprint, ..world.request("k") });
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let mismatches: Vec<_> =
-        answers.into_iter().map(|answer| matches!(answer.unwrap(), Reservation::Mismatch { .. })).collect();
+        answers.into_iter().map(|answer| matches!(answer.unwrap(), Reservation::FingerprintMismatch { .. })).collect();
     assert_eq!(mismatches, [false, true, false, false]);
     assert_eq!(calls(&world), 1);
 }
@@ -771,8 +776,8 @@ async fn what_is_no_finished_record_is_not_shared() {
     world.store.next(Call::Reserve, Fault::Slow(3));
     let requests: Vec<_> = (0..MANY).map(|_| world.request("k")).collect();
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
-    let reserved = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Reserved { .. }));
-    let pending = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Pending { attempt: 1, .. }));
+    let reserved = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Granted { .. }));
+    let pending = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(answers.iter().filter(|answer| reserved(answer)).count(), 1);
     assert_eq!(answers.iter().filter(|answer| pending(answer)).count(), MANY - 1);
     assert_eq!(calls(&world), MANY, "each asks at most once");
@@ -807,7 +812,7 @@ async fn many_that_wait_for_a_running_attempt_ask_once_each() {
         }
     }
     assert_eq!(asks(&world) - before, MANY, "each asks once, and then waits");
-    assert_eq!(store.finish(&lease, &completed(br#""first""#)).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &completed(br#""first""#)).await.unwrap(), Verdict::Applied);
     for (replayed, outcome) in futures::future::join_all(duplicates).await {
         assert_eq!(replayed.unwrap(), "first");
         assert!(outcome.waited() && outcome.replayed());
@@ -849,7 +854,7 @@ async fn nobody_joins_what_a_reopen_has_outdated() {
     let mut asking = store.reserve(&early);
     // The store has answered, and the answer is under way.
     asking = polled(asking, 2).await;
-    assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Write::Done);
-    assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Reserved { .. }));
+    assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
+    assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Granted { .. }));
     assert_eq!(asking.await.unwrap(), Reservation::Finished(record));
 }

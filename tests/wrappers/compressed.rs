@@ -1,7 +1,7 @@
 //! `Compressed`: which results are compressed, which come back, and which don't.
 
 use idem_runtime::{
-    CodecName, Compressed, Error, Finish, Payload, Record, Store as _, StoreErrorKind, Unavailable, Write,
+    CodecName, Compressed, Error, Finish, Record, ResultProblem, Store as _, StoreErrorKind, StoredResult, Verdict,
 };
 use idem_tests::{Call, Fault};
 
@@ -10,13 +10,16 @@ use super::{POLICY, World, bytes_of, codec_of, completed, hex, kept, key, noise,
 const GOLDEN: &str = include_str!("../golden/envelope-zstd-v1.txt");
 
 fn envelope(bytes: &[u8]) -> Finish {
-    Finish::Completed(Payload::Stored { codec: CodecName::new(b"idem:zstd").unwrap(), bytes: bytes.to_vec().into() })
+    Finish::Completed(StoredResult::Encoded {
+        codec: CodecName::new(b"idem:zstd").unwrap(),
+        bytes: bytes.to_vec().into(),
+    })
 }
 
 /// Stores these bytes as an envelope of the wrapper, and reads them.
-async fn read(world: &World, name: &str, bytes: &[u8]) -> Payload {
+async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     let lease = world.reserved(&world.store, name).await;
-    assert_eq!(world.store.finish(&lease, &envelope(bytes)).await.unwrap(), Write::Done);
+    assert_eq!(world.store.finish(&lease, &envelope(bytes)).await.unwrap(), Verdict::Applied);
     let store = Compressed::new(world.store.clone());
     let met = payload(&world.replay(&store, name).await).clone();
     assert_eq!(kept(&store, name).await, met, "`reserve` and `inspect` agree");
@@ -31,7 +34,7 @@ fn sealed(form: u8, codec: &str, size: u64, rest: &[u8]) -> Vec<u8> {
 
 async fn compressed(bytes: &[u8]) -> Vec<u8> {
     let world = World::new();
-    let store = Compressed::options().above(0).around(world.store.clone());
+    let store = Compressed::options().above(0).wrap(world.store.clone());
     world.finished(&store, "k", bytes).await;
     bytes_of(&kept(&world.store, "k").await)
 }
@@ -40,11 +43,11 @@ async fn compressed(bytes: &[u8]) -> Vec<u8> {
 async fn the_envelope_is_pinned() {
     let text = "{\"carrier\":\"Hinterland Parcel\"},".repeat(20);
     let world = World::new();
-    let store = Compressed::options().above(0).around(world.store.clone());
+    let store = Compressed::options().above(0).wrap(world.store.clone());
     world.finished(&store, "compressed", text.as_bytes()).await;
     let escaped = envelope(b"of somebody else");
     let lease = world.reserved(&store, "as it was").await;
-    assert_eq!(store.finish(&lease, &escaped).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &escaped).await.unwrap(), Verdict::Applied);
 
     let written = format!(
         "as-it-was {}\ncompressed {}\n",
@@ -66,7 +69,7 @@ async fn the_envelope_is_pinned() {
 #[tokio::test]
 async fn results_above_the_threshold_are_compressed() {
     let world = World::new();
-    let store = Compressed::options().above(1000).max_bytes(5000).around(world.store.clone());
+    let store = Compressed::options().above(1000).max_bytes(5000).wrap(world.store.clone());
     for (name, bytes, codec) in [
         ("at the threshold", vec![b'x'; 1000], "json"),
         ("above it", vec![b'x'; 1001], "idem:zstd"),
@@ -97,7 +100,7 @@ async fn every_level_is_read() {
     let reader = Compressed::new(world.store.clone());
     let mut sizes = Vec::new();
     for level in [i32::MIN, -5, 0, 1, 3, 9, 19, 22, i32::MAX] {
-        let store = Compressed::options().level(level).around(world.store.clone());
+        let store = Compressed::options().level(level).wrap(world.store.clone());
         let name = level.to_string();
         let record = world.finished(&store, &name, &text).await;
         assert_eq!(world.replay(&reader, &name).await, record, "level {level}");
@@ -117,7 +120,7 @@ async fn nothing_is_decompressed_beyond_the_bound() {
     let whole = read(&world, "within the bound", &bomb).await;
     assert!(whole == stored(&vec![0; 60 << 20]));
 
-    let narrow = Compressed::options().max_bytes(1 << 20).around(world.store.clone());
+    let narrow = Compressed::options().max_bytes(1 << 20).wrap(world.store.clone());
     let beyond = world.replay(&narrow, "within the bound").await;
     assert!(reason_of(payload(&beyond)).contains("no more than 1048576 are decompressed here"), "{beyond:?}");
 
@@ -149,16 +152,16 @@ async fn damage_is_noticed_wherever_it_is() {
     let whole = compressed(&text).await;
     for len in 0..whole.len() {
         let unreadable = read(&world, &format!("cut at {len}"), &whole[..len]).await;
-        assert!(matches!(unreadable, Payload::Unreadable { .. }), "cut at {len}: {unreadable:?}");
+        assert!(matches!(unreadable, StoredResult::Unreadable { .. }), "cut at {len}: {unreadable:?}");
     }
     for at in 0..whole.len() {
         for bit in 0..8 {
             let mut altered = whole.clone();
             altered[at] ^= 1 << bit;
             match read(&world, &format!("altered at {at}.{bit}"), &altered).await {
-                Payload::Unreadable { .. } => {}
+                StoredResult::Unreadable { .. } => {}
                 // In the codec's name: the handler then meets another codec, but never another result.
-                Payload::Stored { codec, bytes } => {
+                StoredResult::Encoded { codec, bytes } => {
                     assert!((3..7).contains(&at) || bytes[..] == text[..], "altered at {at}.{bit}");
                     assert!(codec.as_str() != "json" || bytes[..] == text[..], "altered at {at}.{bit}");
                 }
@@ -184,7 +187,7 @@ async fn a_damaged_result_never_runs_again() {
     ] {
         let world = World::new();
         let lease = world.reserved(&world.store, "call").await;
-        assert_eq!(world.store.finish(&lease, &envelope(&damaged)).await.unwrap(), Write::Done);
+        assert_eq!(world.store.finish(&lease, &envelope(&damaged)).await.unwrap(), Verdict::Applied);
         let store = Compressed::new(world.store.clone());
         world.has_no_result(&store, why).await;
         assert_eq!(world.runs(), 0);
@@ -201,7 +204,7 @@ async fn a_finish_may_be_repeated() {
     assert!(store.finish(&lease, &finish).await.unwrap_err().may_have_landed());
     let first = bytes_of(&kept(&world.store, "k").await);
     for _ in 0..3 {
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
     }
     assert_eq!(bytes_of(&kept(&world.store, "k").await), first);
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()));
@@ -219,7 +222,7 @@ async fn a_result_too_large_for_the_store_is_passed_on() {
     assert_eq!(first.unwrap(), result);
     assert!(outcome.recorded() && !outcome.result_stored());
     let (second, _) = world.call(&store, POLICY, &result).await;
-    let Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 100_002 }, .. }) = second else {
+    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 100_002 }, .. }) = second else {
         panic!("the size is that of the result itself: {second:?}")
     };
     assert_eq!(world.runs(), 1);
@@ -238,7 +241,7 @@ fn threads_share_nothing() {
                     let world = World::new();
                     for i in 0..50 {
                         let level = 1 + i % 5;
-                        let store = Compressed::options().level(level).around(memory.clone());
+                        let store = Compressed::options().level(level).wrap(memory.clone());
                         let name = format!("{n}:{i}");
                         let record = world.finished(&store, &name, text).await;
                         assert_eq!(world.replay(&store, &name).await, record);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use idem_runtime::{
-    CodecName, Error, Finish, Lease, MemoryStore, Offloaded, OnStoreError, Owner, Payload, Record, Reservation, Store,
-    StoreErrorKind, Unavailable, Write,
+    CodecName, Error, Finish, Lease, MemoryStore, Offloaded, OnStoreError, OwnerToken, Record, Reservation,
+    ResultProblem, Store, StoreErrorKind, StoredResult, Verdict,
 };
 use idem_tests::{Call, Fault, settle};
 use object_store::local::LocalFileSystem;
@@ -187,7 +187,7 @@ impl ObjectStore for Objects {
 }
 
 fn offloaded(world: &World, objects: &Objects) -> Offloaded {
-    Offloaded::options().above(100).around(world.store.clone(), Arc::new(objects.clone()))
+    Offloaded::options().above(100).wrap(world.store.clone(), Arc::new(objects.clone()))
 }
 
 /// Runs `work`, and lets time pass whenever it waits. Returns how much time passed.
@@ -214,14 +214,15 @@ async fn the_envelope_is_pinned() {
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
     // Fixes every part of the object's name.
-    let request = idem_runtime::Reserve { owner: Owner::from_bytes(*b"0123456789abcdef"), ..world.request("pinned") };
-    let Reservation::Reserved { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
+    let request =
+        idem_runtime::ReserveRequest { owner: OwnerToken::from_bytes(*b"0123456789abcdef"), ..world.request("pinned") };
+    let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
     let finish = completed(&[b'x'; 101]);
-    assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
     let other = world.reserved(&store, "as it was").await;
     let codec = CodecName::new(b"idem:object").unwrap();
-    let escaped = Finish::Completed(Payload::Stored { codec, bytes: b"of somebody else".to_vec().into() });
-    assert_eq!(store.finish(&other, &escaped).await.unwrap(), Write::Done);
+    let escaped = Finish::Completed(StoredResult::Encoded { codec, bytes: b"of somebody else".to_vec().into() });
+    assert_eq!(store.finish(&other, &escaped).await.unwrap(), Verdict::Applied);
 
     let written = format!(
         "as-it-was {}\nobject {}\npath {}\n",
@@ -238,8 +239,8 @@ async fn the_envelope_is_pinned() {
     objects.set(&Path::from(pinned[2]), vec![b'x'; 101]).await;
     for (name, bytes, finish) in [("1", pinned[0], escaped), ("2", pinned[1], finish)] {
         let lease = world.reserved(&world.store, name).await;
-        let envelope = Finish::Completed(Payload::Stored { codec, bytes: unhex(bytes).into() });
-        assert_eq!(world.store.finish(&lease, &envelope).await.unwrap(), Write::Done);
+        let envelope = Finish::Completed(StoredResult::Encoded { codec, bytes: unhex(bytes).into() });
+        assert_eq!(world.store.finish(&lease, &envelope).await.unwrap(), Verdict::Applied);
         assert_eq!(Record::after(&lease, finish.state()), world.replay(&reader, name).await);
     }
 }
@@ -274,16 +275,16 @@ async fn names_tell_neither_key_nor_token() {
     let world = World::new();
     let objects = Objects::default();
     let store =
-        Offloaded::options().prefix("shop/results").above(0).around(world.store.clone(), Arc::new(objects.clone()));
+        Offloaded::options().prefix("shop/results").above(0).wrap(world.store.clone(), Arc::new(objects.clone()));
     let lease = world.reserved(&store, "order:42").await;
-    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let path = objects.only().await.to_string();
     let parts: Vec<_> = path.split('/').collect();
     assert_eq!((&parts[..2], parts[2].len(), parts[3].len()), (&["shop", "results"][..], 64, 32), "{path}");
     assert!(!path.contains("order") && !path.contains(&hex(lease.owner.as_bytes())[..8]), "{path}");
 
     // A consumer with another prefix, or with a changed one, can still read.
-    let other = Offloaded::options().prefix("elsewhere").around(world.store.clone(), Arc::new(objects.clone()));
+    let other = Offloaded::options().prefix("elsewhere").wrap(world.store.clone(), Arc::new(objects.clone()));
     assert_eq!(world.replay(&other, "order:42").await, Record::after(&lease, completed(b"1").state()));
     let shown = format!("{store:?}");
     assert!(!shown.contains("Objects {") && shown.contains("shop/results"), "{shown}");
@@ -354,28 +355,28 @@ async fn a_damaged_envelope_is_unavailable() {
     let codec = CodecName::new(b"idem:object").unwrap();
     let put = async |name: &str, bytes: &[u8]| {
         let lease = world.reserved(&world.store, name).await;
-        let finish = Finish::Completed(Payload::Stored { codec, bytes: bytes.to_vec().into() });
-        assert_eq!(world.store.finish(&lease, &finish).await.unwrap(), Write::Done);
+        let finish = Finish::Completed(StoredResult::Encoded { codec, bytes: bytes.to_vec().into() });
+        assert_eq!(world.store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
         payload(&world.replay(&store, name).await).clone()
     };
     for len in 0..whole.len() {
         let cut = put(&format!("cut at {len}"), &whole[..len]).await;
-        assert!(matches!(cut, Payload::Unreadable { .. }), "cut at {len}: {cut:?}");
+        assert!(matches!(cut, StoredResult::Unreadable { .. }), "cut at {len}: {cut:?}");
     }
     for at in 0..whole.len() {
         let mut altered = whole.clone();
         altered[at] ^= 1;
         match put(&format!("altered at {at}"), &altered).await {
-            Payload::Unreadable { .. } => {}
+            StoredResult::Unreadable { .. } => {}
             // The name of the codec, and nothing else.
-            Payload::Stored { codec, .. } if (3..7).contains(&at) => assert_ne!(codec.as_str(), "json"),
+            StoredResult::Encoded { codec, .. } if (3..7).contains(&at) => assert_ne!(codec.as_str(), "json"),
             other => panic!("altered at {at}: {other:?}"),
         }
     }
     // A path that leads elsewhere, and one that is invalid.
     for path in ["../../etc/passwd", "/", "a//b", "other"] {
         let forged = put(path, &[&whole[..15 + 32], path.as_bytes()].concat()).await;
-        assert!(matches!(forged, Payload::Unreadable { .. }), "{path}: {forged:?}");
+        assert!(matches!(forged, StoredResult::Unreadable { .. }), "{path}: {forged:?}");
     }
     assert_eq!(world.replay(&store, "k").await, record);
 }
@@ -455,7 +456,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
         let objects = Objects::default();
         // A time-out longer than the lease, for which the upload must leave time.
         let store = Offloaded::options().timeout(LEASE * 10).above(100);
-        let store = store.around(world.store.clone(), Arc::new(objects.clone()));
+        let store = store.wrap(world.store.clone(), Arc::new(objects.clone()));
         objects.always(Verb::Put, trouble);
         let result = "r".repeat(500);
         let ((first, outcome), passed) = as_time_passes(&world, world.call(&store, POLICY, &result)).await;
@@ -476,7 +477,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     first.unwrap();
     assert!(outcome.recorded() && !outcome.result_stored());
     let (second, _) = world.call(&store, POLICY, "again").await;
-    let Err(Error::ResultUnavailable { reason: Unavailable::TooLarge { bytes: 502 }, .. }) = second else {
+    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 502 }, .. }) = second else {
         panic!("{second:?}")
     };
     assert_eq!(world.runs(), 1);
@@ -487,7 +488,7 @@ async fn an_upload_stays_within_the_timeout() {
     let world = World::new();
     let objects = Objects::default();
     let store = Offloaded::options().timeout(Duration::from_secs(2)).above(100);
-    let store = store.around(world.store.clone(), Arc::new(objects.clone()));
+    let store = store.wrap(world.store.clone(), Arc::new(objects.clone()));
     objects.always(Verb::Put, Trouble::Hangs);
     let (_, passed) = as_time_passes(&world, world.finished(&store, "k", &[b'x'; 200])).await;
     assert_eq!(passed, Duration::from_secs(2));
@@ -503,12 +504,12 @@ async fn a_refused_finish_removes_its_object() {
     let late = world.reserved(&store, "k").await;
     world.clock.advance(LEASE);
     let successor = world.reserved(&store, "k").await;
-    assert_eq!(store.finish(&late, &finish).await.unwrap(), Write::Refused);
+    assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.paths().await, [], "the object of the late attempt is removed");
     // An equal result still makes an object of the successor's own.
-    assert_eq!(store.finish(&successor, &finish).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&successor, &finish).await.unwrap(), Verdict::Applied);
     let path = objects.only().await;
-    assert_eq!(store.finish(&late, &finish).await.unwrap(), Write::Refused);
+    assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.only().await, path);
     assert_eq!(world.replay(&store, "k").await, Record::after(&successor, finish.state()));
 
@@ -516,7 +517,7 @@ async fn a_refused_finish_removes_its_object() {
     for trouble in [Trouble::Fails, Trouble::Denies, Trouble::Hangs] {
         objects.always(Verb::Delete, trouble);
         let (answer, _) = as_time_passes(&world, store.finish(&late, &finish)).await;
-        assert_eq!(answer.unwrap(), Write::Refused, "{trouble:?}");
+        assert_eq!(answer.unwrap(), Verdict::Refused, "{trouble:?}");
     }
     assert_eq!(world.replay(&store, "k").await, Record::after(&successor, finish.state()));
 }
@@ -527,7 +528,7 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
     for (fault, objects_left) in [
         (Fault::Before(StoreErrorKind::TooLarge), 0),
         (Fault::Before(StoreErrorKind::Unavailable), 1),
-        (Fault::Before(StoreErrorKind::Unknown), 1),
+        (Fault::Before(StoreErrorKind::Unconfirmed), 1),
         (Fault::After, 1),
     ] {
         let world = World::new();
@@ -539,13 +540,13 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
         assert_eq!(objects.paths().await.len(), objects_left, "{fault:?}");
         // However often it is repeated, there is one object and one result.
         for _ in 0..2 {
-            assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done);
+            assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
             objects.only().await;
         }
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()), "{fault:?}");
         // Given up by an operator, then presented again: refused, and the object has no record any more.
-        assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Write::Done);
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Refused);
+        assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Refused);
         assert_eq!(objects.paths().await, []);
     }
 }
@@ -558,13 +559,13 @@ async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
     let store = offloaded(&world, &objects);
     let lease = world.reserved(&store, "k").await;
     let first = completed(&[b'1'; 200]);
-    assert_eq!(store.finish(&lease, &first).await.unwrap(), Write::Done);
+    assert_eq!(store.finish(&lease, &first).await.unwrap(), Verdict::Applied);
     for other in [completed(&[b'2'; 200]), completed(b"small"), Finish::Failed(stored(&[b'3'; 200]))] {
-        store.finish(&lease, &other).await.unwrap();
+        let _either = store.finish(&lease, &other).await.unwrap();
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, first.state()));
     }
     objects.next(Verb::Put, Trouble::Denies);
-    store.finish(&lease, &first).await.unwrap();
+    let _either = store.finish(&lease, &first).await.unwrap();
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, first.state()), "repeated without its object");
 }
 
@@ -583,7 +584,7 @@ async fn a_dropped_finish_happens_in_full_or_not_at_all() {
             record if record.is_finished() => assert_eq!(record, Record::after(&lease, finish.state())),
             pending => assert_eq!((pending.owner, pending.attempt), (lease.owner, 1)),
         }
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Write::Done, "after {polls} polls");
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied, "after {polls} polls");
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()));
         objects.only().await;
     }
@@ -596,12 +597,12 @@ async fn objects_in_a_folder() {
     let objects = Arc::new(LocalFileSystem::new_with_prefix(&folder).unwrap());
     let memory = MemoryStore::new();
     let world = World::new();
-    let store = Offloaded::options().above(100).around(memory.clone(), objects);
+    let store = Offloaded::options().above(100).wrap(memory.clone(), objects);
     let bytes = noise(300_000);
     let record = world.finished(&store, "k", &bytes).await;
     // Another process, later.
     let objects = Arc::new(LocalFileSystem::new_with_prefix(&folder).unwrap());
-    let reader = Offloaded::options().around(memory.peer(), objects);
+    let reader = Offloaded::options().wrap(memory.peer(), objects);
     assert_eq!(world.replay(&reader, "k").await, record);
 
     let file = walk(&folder);
@@ -616,7 +617,7 @@ async fn objects_in_a_folder() {
     std::fs::write(&folder, "a file in its place").unwrap();
     let store = Offloaded::options().above(100).timeout(Duration::from_millis(50));
     let folder_gone: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new());
-    let store = store.prefix(folder.to_str().unwrap()).around(memory.clone(), folder_gone);
+    let store = store.prefix(folder.to_str().unwrap()).wrap(memory.clone(), folder_gone);
     let record = world.finished(&store, "no folder", &bytes).await;
     assert_eq!(world.replay(&memory, "no folder").await, record, "it went into the record");
     std::fs::remove_file(&folder).unwrap();
@@ -636,11 +637,11 @@ async fn results_that_are_recorded_late_can_have_an_object_store_of_their_own() 
     let late = Objects { inner: Arc::clone(&calls.inner), ..late };
     let options = Offloaded::options().above(10).upkeep_objects(Arc::new(late.clone()));
     assert!(!format!("{options:?}").contains("Objects"), "{options:?}");
-    let store = options.around(world.store.clone(), Arc::new(calls.clone()));
+    let store = options.wrap(world.store.clone(), Arc::new(calls.clone()));
     calls.always(Verb::Put, Trouble::Denies);
     let result = [b'x'; 1000];
     let lease = world.reserved(&store, "k").await;
-    assert_eq!(store.upkeep().finish(&lease, &completed(&result)).await.unwrap(), Write::Done);
+    assert_eq!(store.upkeep().finish(&lease, &completed(&result)).await.unwrap(), Verdict::Applied);
     assert_eq!((calls.count(Verb::Put), late.count(Verb::Put)), (0, 1));
     assert_eq!(codec_of(&kept(&world.store, "k").await), "idem:object");
     assert_eq!(payload(&world.replay(&store, "k").await), &stored(&result));

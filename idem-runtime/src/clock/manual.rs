@@ -15,7 +15,7 @@ use crate::sync;
 /// # use std::time::Duration;
 /// # use idem_runtime::{Clock, ManualClock, MemoryStore};
 /// let clock = ManualClock::new();
-/// let store = MemoryStore::with_clock(clock.clone());
+/// let store = MemoryStore::options().clock(clock.clone()).build();
 /// let before = clock.now();
 /// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
 /// assert_eq!(clock.now().saturating_since(before).as_secs(), 31);
@@ -28,6 +28,8 @@ pub struct ManualClock {
 #[derive(Debug, Default)]
 struct Manual {
     now: Duration,
+    /// What the wall clock shows at the origin.
+    wall: Duration,
     random: SplitMix,
     sleepers: Vec<(Duration, Waker)>,
 }
@@ -60,6 +62,13 @@ impl ManualClock {
         }
     }
 
+    /// Sets the wall clock, and nothing else: leases and retentions of stores that go by it end earlier or later, and no
+    /// sleeper wakes. It starts at 1970 and moves with [`advance`](ManualClock::advance).
+    pub fn set_wall(&self, since_1970: Duration) {
+        let mut state = self.lock();
+        state.wall = since_1970.saturating_sub(state.now);
+    }
+
     /// The time until the next sleeper is due, `None` while nobody sleeps.
     pub fn next_wake(&self) -> Option<Duration> {
         let state = self.lock();
@@ -74,6 +83,11 @@ impl ManualClock {
 impl Clock for ManualClock {
     fn now(&self) -> Instant {
         Instant::new(self.lock().now)
+    }
+
+    fn wall(&self) -> Duration {
+        let state = self.lock();
+        state.wall.saturating_add(state.now)
     }
 
     fn sleep(&self, duration: Duration) -> Sleep {

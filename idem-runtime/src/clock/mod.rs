@@ -13,8 +13,6 @@ use std::time::Duration;
 pub use self::manual::ManualClock;
 pub(crate) use self::random::{Secret, SplitMix};
 pub use self::system::SystemClock;
-#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
-pub(crate) use self::system::wall_millis;
 
 /// A point on a [`Clock`]: the time since an origin that only this clock knows.
 ///
@@ -55,6 +53,11 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// The present. Never goes back.
     fn now(&self) -> Instant;
 
+    /// The time since 1970 by the wall clock, which all processes of a host share. It may be set, and two hosts disagree.
+    ///
+    /// Only stores whose records are dated by the hosts that write them read it: SQLite and DynamoDB.
+    fn wall(&self) -> Duration;
+
     /// A future that is ready once `duration` has passed.
     fn sleep(&self, duration: Duration) -> Sleep;
 
@@ -70,3 +73,9 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
 /// What [`Clock::spawn`] runs.
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Milliseconds since 1970 by the wall clock.
+#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
+pub(crate) fn wall_millis(clock: &dyn Clock) -> i64 {
+    i64::try_from(clock.wall().as_millis()).unwrap_or(i64::MAX)
+}

@@ -5,14 +5,6 @@ use std::time::Duration;
 
 use super::{Clock, Instant, Sleep, Task, upkeep};
 
-/// Milliseconds since 1970 by the wall clock of this host, which all its processes share. It may be set, and two hosts
-/// disagree.
-#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
-pub(crate) fn wall_millis() -> i64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
-}
-
 /// The machine's clock, tokio's timers, and the randomness of the operating system.
 ///
 /// Steps of the wall clock don't affect it. On Linux and Android it counts the time for which the machine was suspended, so
@@ -42,6 +34,10 @@ impl Clock for SystemClock {
         #[cfg(any(target_os = "linux", target_os = "android"))]
         let elapsed = elapsed.max(since_boot().saturating_sub(self.booted));
         Instant::new(elapsed)
+    }
+
+    fn wall(&self) -> Duration {
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
     }
 
     fn sleep(&self, duration: Duration) -> Sleep {

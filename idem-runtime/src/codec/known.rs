@@ -36,14 +36,14 @@ pub(crate) fn missing_feature(name: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::Unavailable;
+    use crate::codec::ResultProblem;
 
     #[test]
     fn what_is_not_compiled_in_is_told() {
         for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
             let codec = CodecName::new(name.as_bytes()).unwrap();
             assert_eq!(decode::<u8>(codec, &[7]).map(Result::unwrap), is_there.then_some(7));
-            let said = Unavailable::OtherCodec { codec: name.to_owned() }.to_string();
+            let said = ResultProblem::OtherCodec { codec: name.to_owned() }.to_string();
             assert_eq!(said.contains(&format!("enable the feature `{name}`")), !is_there, "{said}");
         }
         assert_eq!(decode::<u8>(CodecName::of::<Json>(), b"7").map(Result::unwrap), Some(7));

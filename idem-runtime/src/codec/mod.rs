@@ -7,9 +7,9 @@ pub(crate) mod known;
 mod msgpack;
 #[cfg(feature = "postcard")]
 mod postcard;
+mod problem;
 #[cfg(feature = "postcard")]
 mod strict;
-mod unavailable;
 mod undecodable;
 
 use std::cell::Cell;
@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 pub use self::msgpack::MessagePack;
 #[cfg(feature = "postcard")]
 pub use self::postcard::Postcard;
-pub use self::unavailable::Unavailable;
+pub use self::problem::ResultProblem;
 pub use self::undecodable::Undecodable;
 
 /// A result that could not be encoded or decoded.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::DeserializeOwned;
 
-use super::{CodecError, CodecName, Unavailable, known};
+use super::{CodecError, CodecName, ResultProblem, known};
 
 /// A recorded result that can't be read as what the function returns: what a migration is made from.
 #[derive(Clone, Copy)]
@@ -52,7 +52,7 @@ impl<'a> Undecodable<'a> {
     /// The codec is another one, or the result is not a `T` either.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, CodecError> {
         let decoded = CodecName::new(self.codec.as_bytes()).and_then(|codec| known::decode(codec, self.bytes));
-        decoded.unwrap_or_else(|| Err(Unavailable::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
+        decoded.unwrap_or_else(|| Err(ResultProblem::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
     }
 }
 

@@ -2,10 +2,10 @@
 
 use super::{Case, completed};
 use crate::policy::OnCrash;
-use crate::record::{Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{Record, Release, Reservation, ReserveRequest, State, Verdict};
 
-fn fail(request: Reserve) -> Reserve {
-    Reserve { on_crash: OnCrash::Fail, ..request }
+fn fail(request: ReserveRequest) -> ReserveRequest {
+    ReserveRequest { on_crash: OnCrash::Fail, ..request }
 }
 
 pub(super) async fn crashed_under_fail(case: &Case) {
@@ -31,14 +31,14 @@ pub(super) async fn crash_met_under_fail(case: &Case) {
 pub(super) async fn marked_interrupted(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
-    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     assert_eq!(case.recorded(&key).await.record, Record::after(&lease, State::Interrupted), "the record of it");
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
         case.is_told(&case.request(&key), interrupted.clone(), "interrupted, met under `retry`").await;
         case.is_told(&fail(case.request(&key)), interrupted, "interrupted, met under `fail`").await;
     }
-    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done, "a repeated mark is recognised");
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied, "a repeated mark is recognised");
     case.changes_nothing(
         &key,
         case.finish(&lease, &completed("1")),
@@ -53,7 +53,7 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
     case.waits_for(&case.request(&key), 1, "a live lease under `fail`, met under `retry`").await;
     case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, met under `fail`").await;
     // An `Err` that is released counts as a return: the body may run again.
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&fail(case.request(&key)), 2, "released under `fail`").await;
 }
 
@@ -62,7 +62,7 @@ pub(super) async fn late_finish_under_fail(case: &Case) {
     let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
     case.lapse().await;
     case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "nobody took over");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "nobody took over");
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "finished after all").await;
 }

@@ -3,19 +3,19 @@
 use super::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Finish, Lease, Record, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, Verdict};
 
 /// Checks that another fingerprint gets a mismatch that names attempt `attempt`, and that asking changes nothing.
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {
     let before = case.recorded(key).await.record;
-    let mismatch = Reservation::Mismatch { attempt };
+    let mismatch = Reservation::FingerprintMismatch { attempt };
     case.is_told(&marked(case.request(key), 2), mismatch.clone(), why).await;
-    let fail = Reserve { on_crash: OnCrash::Fail, ..case.request(key) };
+    let fail = ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) };
     case.is_told(&marked(limited(fail, 1), 3), mismatch, why).await;
     assert_eq!(case.recorded(key).await.record, before, "{why}: a mismatch changes nothing");
 }
 
-async fn first(case: &Case, request: Reserve) -> (Reserve, Lease) {
+async fn first(case: &Case, request: ReserveRequest) -> (ReserveRequest, Lease) {
     let request = marked(request, 1);
     let lease = case.reserved(&request, 1, "a key that was never used").await;
     assert_eq!(lease.fingerprint, Some(fingerprint(1)), "the lease has the fingerprint");
@@ -32,7 +32,7 @@ pub(super) async fn mismatch_while_pending(case: &Case) {
 pub(super) async fn mismatch_once_released(case: &Case) {
     let key = case.key("");
     let (_, lease) = first(case, case.request(&key)).await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     mismatches(case, &key, 1, "another payload on a released key").await;
     case.reserved(&marked(case.request(&key), 1), 2, "the same payload").await;
 }
@@ -49,7 +49,7 @@ pub(super) async fn mismatch_on_replay(case: &Case) {
     for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
         let key = case.key(name);
         let (_, lease) = first(case, case.request(&key)).await;
-        assert_eq!(case.finish(&lease, &finish).await, Write::Done);
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         for _ in 0..2 {
             mismatches(case, &key, 1, &format!("another payload once the operation has {name}")).await;
             let finished = Reservation::Finished(Record::after(&lease, finish.state()));
@@ -60,14 +60,14 @@ pub(super) async fn mismatch_on_replay(case: &Case) {
 
 pub(super) async fn mismatch_once_interrupted(case: &Case) {
     let key = case.key("");
-    let (_, lease) = first(case, Reserve { on_crash: OnCrash::Fail, ..case.request(&key) }).await;
-    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done);
+    let (_, lease) = first(case, ReserveRequest { on_crash: OnCrash::Fail, ..case.request(&key) }).await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     mismatches(case, &key, 1, "another payload on an interrupted key").await;
     let interrupted = Reservation::Interrupted { attempt: 1 };
     case.is_told(&marked(case.request(&key), 1), interrupted, "the same payload").await;
 
     let key = case.key("lapsed");
-    first(case, Reserve { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
+    first(case, ReserveRequest { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
     case.lapse().await;
     mismatches(case, &key, 1, "another payload after a lapse under `fail`").await;
 }
@@ -75,9 +75,9 @@ pub(super) async fn mismatch_once_interrupted(case: &Case) {
 pub(super) async fn mismatch_once_exhausted(case: &Case) {
     let key = case.key("");
     let (_, lease) = first(case, limited(case.request(&key), 1)).await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     mismatches(case, &key, 1, "another payload on an exhausted key").await;
-    let exhausted = Reservation::Exhausted { attempts: 1 };
+    let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
     case.is_told(&marked(limited(case.request(&key), 1), 1), exhausted, "the same payload").await;
 }
 
@@ -86,7 +86,7 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     let key = case.key("recorded");
     let (_, lease) = first(case, case.request(&key)).await;
     case.waits_for(&case.request(&key), 1, "no fingerprint is presented").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "no fingerprint is presented").await;
 
@@ -95,7 +95,7 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(lease.fingerprint, None);
     case.waits_for(&marked(case.request(&key), 1), 1, "no fingerprint is recorded").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let lease = case.reserved(&marked(case.request(&key), 1), 2, "no fingerprint is recorded").await;
     assert_eq!(lease.fingerprint, Some(fingerprint(1)), "the new attempt has brought its fingerprint");
     mismatches(case, &key, 2, "another payload than the attempt that brought a fingerprint").await;
@@ -108,14 +108,14 @@ pub(super) async fn fingerprint_survives(case: &Case) {
     let lease = case.takes_over(&case.request(&key), 2, "no fingerprint is presented").await;
     assert_eq!(lease.fingerprint, Some(fingerprint(1)), "a takeover keeps the fingerprint");
     mismatches(case, &key, 2, "another payload after a takeover").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     mismatches(case, &key, 2, "another payload after a takeover and a release").await;
     let lease = case.reserved(&case.request(&key), 3, "no fingerprint is presented").await;
     assert_eq!(lease.fingerprint, Some(fingerprint(1)), "a release keeps the fingerprint");
-    assert_eq!(case.renew(&lease).await, Write::Done);
+    assert_eq!(case.renew(&lease).await, Verdict::Applied);
     mismatches(case, &key, 3, "another payload after a renewal").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     mismatches(case, &key, 3, "another payload after a finish").await;
-    assert_eq!(case.reopen(&key, 3).await, Write::Done);
+    assert_eq!(case.reopen(&key, 3).await, Verdict::Applied);
     mismatches(case, &key, 3, "another payload after an operator let it run again").await;
 }

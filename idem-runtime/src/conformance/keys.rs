@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::{Case, completed};
 use crate::key::Key;
-use crate::record::Write;
+use crate::record::Verdict;
 
 /// Checks that each of `keys` has a record of its own.
 async fn are_distinct(case: &Case, keys: &[Key]) {
@@ -15,7 +15,7 @@ async fn are_distinct(case: &Case, keys: &[Key]) {
     }
     for lease in leases.iter().step_by(2) {
         let result = completed(&lease.key.to_string());
-        assert_eq!(case.finish(lease, &result).await, Write::Done, "{:?}", lease.key);
+        assert_eq!(case.finish(lease, &result).await, Verdict::Applied, "{:?}", lease.key);
     }
     for (at, lease) in leases.iter().enumerate() {
         let record = case.recorded(&lease.key).await.record;

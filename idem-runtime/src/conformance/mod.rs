@@ -68,7 +68,7 @@ use crate::codec::CodecName;
 use crate::future::race;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
@@ -468,8 +468,8 @@ impl Case {
     }
 
     /// A new attempt at `key`, with a lease and a retention that don't end during the test.
-    fn request(&self, key: &Key) -> Reserve {
-        Reserve {
+    fn request(&self, key: &Key) -> ReserveRequest {
+        ReserveRequest {
             key: key.clone(),
             owner: self.subject.store.heartbeats().new_owner(),
             lease: LONG,
@@ -481,8 +481,8 @@ impl Case {
     }
 
     /// A new attempt whose lease lapses by the next [`Case::lapse`].
-    fn short(&self, key: &Key) -> Reserve {
-        Reserve { lease: SHORT, ..self.request(key) }
+    fn short(&self, key: &Key) -> ReserveRequest {
+        ReserveRequest { lease: SHORT, ..self.request(key) }
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -518,16 +518,16 @@ impl Case {
         self.soon(call, what).await.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)))
     }
 
-    async fn reserve(&self, request: &Reserve) -> Reservation {
+    async fn reserve(&self, request: &ReserveRequest) -> Reservation {
         self.ask(self.store().reserve(request), "reserve").await
     }
 
     /// The lease that `request` gets, and whether it is a takeover.
-    async fn wins(&self, request: &Reserve, why: &str) -> (Lease, bool) {
+    async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
-            Reservation::Reserved { lease, takeover } => {
+            Reservation::Granted { lease, takeover } => {
                 let asked = (&request.key, request.owner, request.lease, request.ttl, request.on_crash);
-                let got = (&lease.key, lease.owner, lease.lease, lease.ttl, lease.on_crash);
+                let got = (&lease.key, lease.owner, lease.duration, lease.ttl, lease.on_crash);
                 assert_eq!(got, asked, "{why}: the lease is not the one that was asked for");
                 (lease, takeover)
             }
@@ -536,23 +536,23 @@ impl Case {
     }
 
     /// The lease that `request` gets without a takeover, for attempt number `attempt`.
-    async fn reserved(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
+    async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!((lease.attempt, takeover), (attempt, false), "{why}: wrong attempt number, or a takeover of nobody");
         lease
     }
 
     /// The lease that `request` gets by a takeover, for attempt number `attempt`.
-    async fn takes_over(&self, request: &Reserve, attempt: u32, why: &str) -> Lease {
+    async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!((lease.attempt, takeover), (attempt, true), "{why}: wrong attempt number, or not called a takeover");
         lease
     }
 
     /// Checks that the answer to `request` is that attempt `attempt` is running.
-    async fn waits_for(&self, request: &Reserve, attempt: u32, why: &str) {
+    async fn waits_for(&self, request: &ReserveRequest, attempt: u32, why: &str) {
         match self.reserve(request).await {
-            Reservation::Pending { attempt: running, lapses_in } => {
+            Reservation::InProgress { attempt: running, lapses_in } => {
                 assert_eq!(running, attempt, "{why}: pending, but another attempt");
                 assert!(!lapses_in.is_zero(), "{why}: a lease that lapses in no time has lapsed");
             }
@@ -561,25 +561,25 @@ impl Case {
     }
 
     /// Checks that the answer to `request` is `expected`.
-    async fn is_told(&self, request: &Reserve, expected: Reservation, why: &str) {
+    async fn is_told(&self, request: &ReserveRequest, expected: Reservation, why: &str) {
         assert_eq!(self.reserve(request).await, expected, "{why}");
     }
 
-    async fn renew(&self, lease: &Lease) -> Write {
+    async fn renew(&self, lease: &Lease) -> Verdict {
         let answers = self.ask(StoreFuture::new(renew_all(self.store(), std::slice::from_ref(lease))), "renew").await;
         assert_eq!(answers.len(), 1, "one lease has one answer");
         answers[0]
     }
 
-    async fn finish(&self, lease: &Lease, finish: &Finish) -> Write {
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Verdict {
         self.ask(self.store().finish(lease, finish), "finish").await
     }
 
-    async fn release(&self, lease: &Lease, release: Release) -> Write {
+    async fn release(&self, lease: &Lease, release: Release) -> Verdict {
         self.ask(self.store().release(lease, release), "release").await
     }
 
-    async fn reopen(&self, key: &Key, attempt: u32) -> Write {
+    async fn reopen(&self, key: &Key, attempt: u32) -> Verdict {
         self.ask(self.store().reopen(key, attempt), "reopen").await
     }
 
@@ -593,11 +593,11 @@ impl Case {
     }
 
     /// Runs `refused`, which must be refused, and checks that it changed neither the record nor its times.
-    async fn changes_nothing(&self, key: &Key, refused: impl Future<Output = Write>, why: &str) {
+    async fn changes_nothing(&self, key: &Key, refused: impl Future<Output = Verdict>, why: &str) {
         let earliest = self.now();
         let before = self.recorded(key).await;
         self.sleep(PAUSE).await;
-        assert_eq!(refused.await, Write::Refused, "{why}: should be refused");
+        assert_eq!(refused.await, Verdict::Refused, "{why}: should be refused");
         let after = self.recorded(key).await;
         assert_eq!(after.record, before.record, "{why}: was refused, and yet it changed the record");
         let left = |before: Option<Duration>, after: Option<Duration>, time: &str| {
@@ -623,7 +623,7 @@ impl Case {
     }
 
     /// Lets 64 tasks on both handles reserve `key` at once, and returns their answers.
-    async fn race(&self, key: &Key) -> Vec<(Reserve, Reservation)> {
+    async fn race(&self, key: &Key) -> Vec<(ReserveRequest, Reservation)> {
         let start = Arc::new(tokio::sync::Barrier::new(RACERS));
         let mut tasks = tokio::task::JoinSet::new();
         for _ in 0..RACERS {
@@ -656,8 +656,8 @@ fn fingerprint(byte: u8) -> Fingerprint {
 }
 
 /// A result as the codec `json` encodes it.
-fn stored(bytes: impl Into<Vec<u8>>) -> Payload {
-    Payload::Stored { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
+fn stored(bytes: impl Into<Vec<u8>>) -> StoredResult {
+    StoredResult::Encoded { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
 }
 
 fn completed(text: &str) -> Finish {
@@ -665,17 +665,17 @@ fn completed(text: &str) -> Finish {
 }
 
 /// `request` with a limit of attempts.
-fn limited(request: Reserve, max_attempts: u32) -> Reserve {
-    Reserve { max_attempts: NonZeroU32::new(max_attempts), ..request }
+fn limited(request: ReserveRequest, max_attempts: u32) -> ReserveRequest {
+    ReserveRequest { max_attempts: NonZeroU32::new(max_attempts), ..request }
 }
 
 /// `request` with a fingerprint that is `byte` throughout.
-fn marked(request: Reserve, byte: u8) -> Reserve {
-    Reserve { fingerprint: Some(fingerprint(byte)), ..request }
+fn marked(request: ReserveRequest, byte: u8) -> ReserveRequest {
+    ReserveRequest { fingerprint: Some(fingerprint(byte)), ..request }
 }
 
 /// The lease with the owner token of another request.
-fn forged(lease: &Lease, by: &Reserve) -> Lease {
+fn forged(lease: &Lease, by: &ReserveRequest) -> Lease {
     Lease { owner: by.owner, ..lease.clone() }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Case, LONG, PAUSE, TOLERANCE, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
@@ -15,7 +15,7 @@ pub(super) async fn inspection(case: &Case) {
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let key = case.key(&format!("{on_crash:?}"));
         let earliest = case.now();
-        let request = marked(Reserve { lease, ttl, on_crash, ..case.request(&key) }, 9);
+        let request = marked(ReserveRequest { lease, ttl, on_crash, ..case.request(&key) }, 9);
         let held = case.reserved(&request, 1, "a key that was never used").await;
         let pending = case.recorded(&key).await;
         assert_eq!(pending.record, Record::after(&held, State::Pending { lease, ttl, on_crash }), "a pending record");
@@ -23,7 +23,7 @@ pub(super) async fn inspection(case: &Case) {
         case.has_left(pending.expires_in, lease + ttl, earliest, "the retention of a pending record");
 
         let finish = Finish::Failed(stored("1"));
-        assert_eq!(case.finish(&held, &finish).await, Write::Done);
+        assert_eq!(case.finish(&held, &finish).await, Verdict::Applied);
         let finished = case.recorded(&key).await;
         assert_eq!(finished.record, Record::after(&held, finish.state()), "a finished record");
         assert_eq!(finished.lapses_in, None, "a finished record has no lease");
@@ -45,16 +45,16 @@ pub(super) async fn inspection(case: &Case) {
 
 pub(super) async fn reopen_refused(case: &Case) {
     let absent = case.key("absent");
-    assert_eq!(case.reopen(&absent, 0).await, Write::Refused, "there is no record");
-    assert_eq!(case.reopen(&absent, 1).await, Write::Refused, "there is no record");
+    assert_eq!(case.reopen(&absent, 0).await, Verdict::Refused, "there is no record");
+    assert_eq!(case.reopen(&absent, 1).await, Verdict::Refused, "there is no record");
     assert_eq!(case.inspect(&absent).await, None, "a refused `reopen` makes no record");
 
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     case.changes_nothing(&key, case.reopen(&key, 1), "`reopen` of a live lease").await;
-    assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
     let second = case.reserved(&case.request(&key), 2, "a released key").await;
-    assert_eq!(case.finish(&second, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&second, &completed("1")).await, Verdict::Applied);
     for attempt in [0, 1, 3] {
         case.changes_nothing(&key, case.reopen(&key, attempt), "`reopen` of another attempt than the latest").await;
     }
@@ -65,26 +65,26 @@ pub(super) async fn reopen_refused(case: &Case) {
 /// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened and that the next attempt runs.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
-    assert_eq!(case.reopen(key, 1).await, Write::Done, "{why}");
+    assert_eq!(case.reopen(key, 1).await, Verdict::Applied, "{why}");
     let reopened = case.recorded(key).await.record;
-    let expected = Record { starts: 0, state: State::Released, owner: reopened.owner, ..before };
+    let expected = Record { attempts_used: 0, state: State::Released, owner: reopened.owner, ..before };
     assert_eq!(reopened, expected, "{why}: the record afterwards");
-    assert_eq!(case.reopen(key, 1).await, Write::Done, "{why}: repeated");
+    assert_eq!(case.reopen(key, 1).await, Verdict::Applied, "{why}: repeated");
     let request = limited(marked(case.request(key), 1), 1);
     let lease = case.reserved(&request, 2, why).await;
-    assert_eq!(lease.starts, 1, "{why}: no attempt counts against the limit");
+    assert_eq!(lease.attempts_used, 1, "{why}: no attempt counts against the limit");
     case.changes_nothing(key, case.reopen(key, 1), "`reopen` of an attempt that has a successor").await;
     case.changes_nothing(key, case.reopen(key, 2), "`reopen` of a live lease").await;
-    assert_eq!(case.finish(&lease, &completed("2")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("2")).await, Verdict::Applied);
     let finished = Reservation::Finished(Record::after(&lease, completed("2").state()));
     case.is_told(&case.request(key), finished, "the successor's result").await;
 }
 
 pub(super) async fn reopen_interrupted(case: &Case) {
-    let fail = |request| marked(Reserve { on_crash: OnCrash::Fail, ..request }, 1);
+    let fail = |request| marked(ReserveRequest { on_crash: OnCrash::Fail, ..request }, 1);
     let key = case.key("marked");
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
-    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     runs_again(case, &key, "an attempt that was marked as interrupted").await;
 
     let key = case.key("lapsed");
@@ -98,7 +98,7 @@ pub(super) async fn reopen_finished(case: &Case) {
     for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
         let key = case.key(name);
         let lease = case.reserved(&marked(case.request(&key), 1), 1, "a key that was never used").await;
-        assert_eq!(case.finish(&lease, &finish).await, Write::Done);
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         runs_again(case, &key, name).await;
         case.changes_nothing(&key, case.finish(&lease, &finish), "the first result, presented again").await;
     }
@@ -108,7 +108,7 @@ pub(super) async fn reopen_lapsed(case: &Case) {
     let key = case.key("");
     let late = case.reserved(&marked(case.short(&key), 1), 1, "a key that was never used").await;
     case.lapse().await;
-    assert_eq!(case.reopen(&key, 1).await, Write::Done, "a lapsed attempt");
+    assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "a lapsed attempt");
     case.changes_nothing(&key, case.renew(&late), "a renewal after the operator's decision").await;
     case.changes_nothing(&key, case.finish(&late, &completed("late")), "a finish after the operator's decision").await;
     runs_again(case, &key, "a lapsed attempt").await;
@@ -117,19 +117,24 @@ pub(super) async fn reopen_lapsed(case: &Case) {
 pub(super) async fn reopen_released(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&limited(marked(case.request(&key), 1), 1), 1, "a key that was never used").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
-    case.is_told(&limited(case.request(&key), 1), Reservation::Exhausted { attempts: 1 }, "one of one attempts").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    case.is_told(
+        &limited(case.request(&key), 1),
+        Reservation::AttemptsExhausted { attempts: 1 },
+        "one of one attempts",
+    )
+    .await;
     runs_again(case, &key, "an exhausted key").await;
 }
 
 pub(super) async fn reopen_keeps_retention(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let earliest = case.now();
     let before = case.recorded(&key).await.expires_in;
     case.sleep(PAUSE).await;
-    assert_eq!(case.reopen(&key, 1).await, Write::Done, "a finished record");
+    assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "a finished record");
     let after = case.recorded(&key).await.expires_in;
     case.has_left(after, before, earliest, "the retention of a reopened record");
     assert!(after + PAUSE <= before + TOLERANCE, "the retention began anew: {before:?}, then {after:?}");

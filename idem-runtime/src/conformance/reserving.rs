@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Case, LONG, PAUSE, TOLERANCE, chain, completed, limited};
-use crate::record::{Lease, Record, Release, Reservation, Reserve, Write};
+use crate::record::{Lease, Record, Release, Reservation, ReserveRequest, Verdict};
 
 pub(super) async fn first_reservation(case: &Case) {
     let key = case.key("");
@@ -24,11 +24,11 @@ pub(super) async fn reservation_repeated(case: &Case) {
         assert_eq!(again, lease, "a repeated reservation gets the same lease");
     }
     // Attempts above 1 are recognised too, and the answer after a takeover is the same.
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let second = limited(case.request(&key), 2);
     case.reserved(&second, 2, "a released key").await;
     let again = case.reserved(&second, 2, "repeated with the same owner token, at the limit of attempts").await;
-    assert_eq!(again.starts, 2, "a repeated reservation starts no attempt");
+    assert_eq!(again.attempts_used, 2, "a repeated reservation starts no attempt");
     assert_eq!(case.recorded(&key).await.record.attempt, 2, "a repeated reservation is no new attempt");
 }
 
@@ -39,15 +39,15 @@ pub(super) async fn reservation_repeated_after_lapse(case: &Case) {
     case.lapse().await;
     let (again, _) = case.wins(&request, "repeated with the same owner token after its lease lapsed").await;
     assert_eq!(again, lease, "a repeated reservation gets the same lease");
-    assert_eq!(case.finish(&again, &completed("1")).await, Write::Done, "and may finish");
+    assert_eq!(case.finish(&again, &completed("1")).await, Verdict::Applied, "and may finish");
 }
 
 /// Checks that exactly one racer won, with attempt `attempt`, and that the answers of the others name it.
-fn one_winner(answers: &[(Reserve, Reservation)], attempt: u32, takeover: bool) -> Lease {
+fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover: bool) -> Lease {
     let winners: Vec<_> = answers
         .iter()
         .filter_map(|(request, answer)| match answer {
-            Reservation::Reserved { lease, takeover } => Some((request, lease, *takeover)),
+            Reservation::Granted { lease, takeover } => Some((request, lease, *takeover)),
             _ => None,
         })
         .collect();
@@ -57,8 +57,8 @@ fn one_winner(answers: &[(Reserve, Reservation)], attempt: u32, takeover: bool) 
     assert_eq!((lease.owner, lease.attempt, took_over), (request.owner, attempt, takeover), "the winner's lease");
     for (_, answer) in answers {
         match answer {
-            Reservation::Reserved { .. } => {}
-            Reservation::Pending { attempt: running, lapses_in } => {
+            Reservation::Granted { .. } => {}
+            Reservation::InProgress { attempt: running, lapses_in } => {
                 assert_eq!(*running, attempt, "the losers wait for the winner");
                 assert!(*lapses_in <= LONG + TOLERANCE && !lapses_in.is_zero(), "lapses in {lapses_in:?} of {LONG:?}");
             }
@@ -73,17 +73,17 @@ pub(super) async fn one_winner_of_many(case: &Case) {
         let key = case.key(&round.to_string());
         let lease = one_winner(&case.race(&key).await, 1, false);
         assert_eq!(case.recorded(&key).await.record.owner, lease.owner, "the record is the winner's");
-        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the winner can finish");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the winner can finish");
     }
 }
 
 pub(super) async fn one_winner_of_a_released_key(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     for attempt in 2..8 {
         let lease = one_winner(&case.race(&key).await, attempt, false);
-        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+        assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     }
 }
 
@@ -93,7 +93,7 @@ pub(super) async fn one_winner_of_a_takeover(case: &Case) {
         case.reserved(&case.short(&key), 1, "a key that was never used").await;
         case.lapse().await;
         let lease = one_winner(&case.race(&key).await, 2, true);
-        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the winner can finish");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the winner can finish");
     }
 }
 
@@ -110,7 +110,7 @@ pub(super) async fn one_attempt_at_a_time(case: &Case) {
             let mut numbers = Vec::new();
             for request in requests {
                 let answer = store.reserve(&request).await.unwrap_or_else(|error| panic!("reserve: {}", chain(&error)));
-                let Reservation::Reserved { lease, .. } = answer else {
+                let Reservation::Granted { lease, .. } = answer else {
                     tokio::task::yield_now().await;
                     continue;
                 };
@@ -119,7 +119,7 @@ pub(super) async fn one_attempt_at_a_time(case: &Case) {
                 inside.fetch_sub(1, Ordering::SeqCst);
                 numbers.push(lease.attempt);
                 let released = store.release(&lease, Release::Returned).await;
-                assert_eq!(released.unwrap_or_else(|error| panic!("release: {}", chain(&error))), Write::Done);
+                assert_eq!(released.unwrap_or_else(|error| panic!("release: {}", chain(&error))), Verdict::Applied);
             }
             numbers
         });
@@ -136,7 +136,7 @@ pub(super) async fn live_lease_is_pending(case: &Case) {
     case.reserved(&case.request(&key), 1, "a key that was never used").await;
     case.sleep(PAUSE).await;
     let answer = case.reserve(&case.request(&key)).await;
-    let Reservation::Pending { attempt: 1, lapses_in } = answer else {
+    let Reservation::InProgress { attempt: 1, lapses_in } = answer else {
         panic!("a live lease of attempt 1 should be pending, is {answer:?}");
     };
     case.has_left(lapses_in, LONG, earliest, "a live lease");
@@ -154,7 +154,7 @@ pub(super) async fn takeover_is_a_new_attempt(case: &Case) {
     case.lapse().await;
     let request = case.request(&key);
     let third = case.takes_over(&request, 3, "a lapsed lease").await;
-    assert_eq!(third.starts, 3, "every takeover starts a body");
+    assert_eq!(third.attempts_used, 3, "every takeover starts a body");
     case.waits_for(&case.request(&key), 3, "a lease that was taken over").await;
     let record = case.recorded(&key).await.record;
     assert_eq!(record.lease(&request), third, "the record is the successor's");
@@ -164,9 +164,9 @@ pub(super) async fn released_key_is_free(case: &Case) {
     let key = case.key("");
     for attempt in 1..=4 {
         let lease = case.reserved(&case.request(&key), attempt, "a free key").await;
-        assert_eq!(lease.starts, attempt, "every attempt starts a body");
+        assert_eq!(lease.attempts_used, attempt, "every attempt starts a body");
         case.waits_for(&case.request(&key), attempt, "a live lease").await;
-        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+        assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     }
 }
 
@@ -175,7 +175,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         let key = case.key(&format!("{release:?}"));
         let request = limited(case.request(&key), 1);
         let lease = case.reserved(&request, 1, "a key that was never used").await;
-        assert_eq!(case.release(&lease, release).await, Write::Done);
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied);
         let before = case.recorded(&key).await;
         case.sleep(PAUSE).await;
         for _ in 0..2 {
@@ -186,17 +186,17 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         assert_eq!(after.record, before.record, "a late reservation changes nothing");
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
         assert!(!put_off, "a late reservation put the retention off: {before:?}, then {after:?}");
-        assert_eq!(case.release(&lease, release).await, Write::Done, "the release is recognised all the same");
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is recognised all the same");
         case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
     }
     // A key that an operator has reopened doesn't belong to the dead attempt either.
     let key = case.key("reopened");
     let request = case.request(&key);
     let lease = case.reserved(&request, 1, "a key that was never used").await;
-    assert_eq!(case.release(&lease, Release::Interrupted).await, Write::Done);
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     let interrupted = Reservation::Interrupted { attempt: 1 };
     case.is_told(&request, interrupted, "a reservation that arrives after its attempt was marked").await;
-    assert_eq!(case.reopen(&key, 1).await, Write::Done);
+    assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
     case.is_told(&request, Reservation::Released { attempt: 1 }, "a reservation that arrives after a `reopen`").await;
     case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
 }
@@ -204,17 +204,17 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
 pub(super) async fn attempts_never_repeat(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
     let second = case.reserved(&case.request(&key), 2, "after a release").await;
-    assert_eq!(case.release(&second, Release::NotStarted).await, Write::Done);
+    assert_eq!(case.release(&second, Release::NotStarted).await, Verdict::Applied);
     case.reserved(&case.short(&key), 3, "after a release that never started").await;
     case.lapse().await;
     let fourth = case.takes_over(&case.request(&key), 4, "after a lapse").await;
-    assert_eq!(case.release(&fourth, Release::Interrupted).await, Write::Done);
-    assert_eq!(case.reopen(&key, 4).await, Write::Done);
+    assert_eq!(case.release(&fourth, Release::Interrupted).await, Verdict::Applied);
+    assert_eq!(case.reopen(&key, 4).await, Verdict::Applied);
     let fifth = case.reserved(&case.request(&key), 5, "after an operator let it run again").await;
-    assert_eq!(case.finish(&fifth, &completed("1")).await, Write::Done);
-    assert_eq!(case.reopen(&key, 5).await, Write::Done);
+    assert_eq!(case.finish(&fifth, &completed("1")).await, Verdict::Applied);
+    assert_eq!(case.reopen(&key, 5).await, Verdict::Applied);
     case.reserved(&case.request(&key), 6, "after an operator gave its result up").await;
 }
 
@@ -222,10 +222,10 @@ pub(super) async fn max_attempts_counts_releases(case: &Case) {
     let key = case.key("");
     for attempt in 1..=3 {
         let lease = case.reserved(&limited(case.request(&key), 3), attempt, "within the limit").await;
-        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+        assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     }
     for _ in 0..2 {
-        let exhausted = Reservation::Exhausted { attempts: 3 };
+        let exhausted = Reservation::AttemptsExhausted { attempts: 3 };
         case.is_told(&limited(case.request(&key), 3), exhausted, "three of three attempts were released").await;
     }
     assert_eq!(case.recorded(&key).await.record.attempt, 3, "a refused attempt is none");
@@ -238,35 +238,35 @@ pub(super) async fn max_attempts_counts_lapses(case: &Case) {
     let second = case.takes_over(&limited(case.short(&key), 2), 2, "within the limit").await;
     case.lapse().await;
     for _ in 0..2 {
-        let exhausted = Reservation::Exhausted { attempts: 2 };
+        let exhausted = Reservation::AttemptsExhausted { attempts: 2 };
         case.is_told(&limited(case.request(&key), 2), exhausted, "two of two attempts lapsed").await;
     }
-    assert_eq!(case.finish(&second, &completed("1")).await, Write::Done, "nobody took the last attempt over");
+    assert_eq!(case.finish(&second, &completed("1")).await, Verdict::Applied, "nobody took the last attempt over");
 }
 
 pub(super) async fn not_started_does_not_count(case: &Case) {
     let key = case.key("");
     for attempt in 1..=4 {
         let lease = case.reserved(&limited(case.request(&key), 1), attempt, "no body has started").await;
-        assert_eq!(lease.starts, 1, "this attempt would be the first that starts a body");
-        assert_eq!(case.release(&lease, Release::NotStarted).await, Write::Done);
-        assert_eq!(case.recorded(&key).await.record.starts, 0, "no body has started");
+        assert_eq!(lease.attempts_used, 1, "this attempt would be the first that starts a body");
+        assert_eq!(case.release(&lease, Release::NotStarted).await, Verdict::Applied);
+        assert_eq!(case.recorded(&key).await.record.attempts_used, 0, "no body has started");
     }
     let lease = case.reserved(&limited(case.request(&key), 1), 5, "no body has started").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
-    let exhausted = Reservation::Exhausted { attempts: 1 };
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
     case.is_told(&limited(case.request(&key), 1), exhausted, "one of one attempts has started").await;
 }
 
 pub(super) async fn exhaustion_is_not_final(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&limited(case.request(&key), 1), 1, "within the limit").await;
-    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
-    let exhausted = Reservation::Exhausted { attempts: 1 };
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
     case.is_told(&limited(case.request(&key), 1), exhausted.clone(), "one of one attempts has started").await;
     let lease = case.reserved(&limited(case.request(&key), 2), 2, "another attempt is allowed now").await;
     case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, whatever the limit").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
 }

@@ -4,13 +4,13 @@ use bytes::Bytes;
 
 use super::{Case, completed, stored};
 use crate::codec::CodecName;
-use crate::record::{Finish, Payload, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 
 /// Finishes an attempt at a new key, and checks every way to read the result.
 async fn survives(case: &Case, name: &str, finish: &Finish) {
     let key = case.key(name);
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.finish(&lease, finish).await, Write::Done, "{name}");
+    assert_eq!(case.finish(&lease, finish).await, Verdict::Applied, "{name}");
     let record = Record::after(&lease, finish.state());
     for _ in 0..4 {
         // Compared before it is printed: `assert_eq` would show only the sizes of the payloads.
@@ -28,7 +28,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
 fn bytes(answer: &Reservation) -> String {
     let Reservation::Finished(record) = answer else { return String::new() };
     match &record.state {
-        State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) => {
+        State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
             format!(" {:?}", bytes.slice(..bytes.len().min(64)))
         }
         _ => String::new(),
@@ -41,14 +41,14 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     let key = case.key("third attempt");
     for attempt in 1..=2 {
         let lease = case.reserved(&case.request(&key), attempt, "a free key").await;
-        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+        assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     }
     let lease = case.reserved(&case.request(&key), 3, "a released key").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
     // A repeated reservation of the owner itself also gets the result.
-    case.is_told(&Reserve { owner: lease.owner, ..case.request(&key) }, finished, "met by its own owner").await;
+    case.is_told(&ReserveRequest { owner: lease.owner, ..case.request(&key) }, finished, "met by its own owner").await;
 }
 
 pub(super) async fn failed_is_replayed(case: &Case) {
@@ -74,10 +74,10 @@ pub(super) async fn every_payload_survives(case: &Case) {
         survives(case, &format!("{name}, failed"), &Finish::Failed(stored(bytes))).await;
     }
     for (name, payload) in [
-        ("too large", Payload::TooLarge { bytes: 1_000_000 }),
-        ("far too large", Payload::TooLarge { bytes: u64::MAX }),
-        ("too large by nothing", Payload::TooLarge { bytes: 0 }),
-        ("unencodable", Payload::Unencodable),
+        ("too large", StoredResult::TooLarge { size: 1_000_000 }),
+        ("far too large", StoredResult::TooLarge { size: u64::MAX }),
+        ("too large by nothing", StoredResult::TooLarge { size: 0 }),
+        ("unencodable", StoredResult::Unencodable),
     ] {
         survives(case, name, &Finish::Completed(payload.clone())).await;
         survives(case, &format!("{name}, failed"), &Finish::Failed(payload)).await;
@@ -101,7 +101,7 @@ pub(super) async fn large_result_survives(case: &Case) {
 pub(super) async fn codec_name_survives(case: &Case) {
     for name in ["c", "json", "exactly-15-long", "with space/:.%"] {
         let codec = CodecName::new(name.as_bytes()).expect("a valid name");
-        let payload = Payload::Stored { codec, bytes: Bytes::from_static(b"json") };
+        let payload = StoredResult::Encoded { codec, bytes: Bytes::from_static(b"json") };
         survives(case, name, &Finish::Completed(payload)).await;
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind};
 
 /// How many times a call is polled before it is dropped.
@@ -23,7 +23,11 @@ pub(super) async fn handles_share(case: &Case) {
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let record = case.ask(second.inspect(&key), "inspect").await.expect("a handle sees the records").record;
     assert_eq!(record.owner, lease.owner, "a handle shares the records of its store");
-    assert_eq!(case.ask(second.finish(&lease, &completed("1")), "finish").await, Write::Done, "a handle can write");
+    assert_eq!(
+        case.ask(second.finish(&lease, &completed("1")), "finish").await,
+        Verdict::Applied,
+        "a handle can write"
+    );
     assert!(case.recorded(&key).await.record.is_finished(), "the store sees what its handle has written");
 }
 
@@ -42,9 +46,10 @@ pub(super) async fn dropped_reserve(case: &Case) {
         // The dropped reservation took effect, or didn't, or does so later. Either way exactly one of the two wins.
         let other = case.request(&key);
         let answers = [case.reserve(&other).await, case.reserve(&dropped).await];
-        let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Reserved { .. })).count();
+        let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Granted { .. })).count();
         assert_eq!(winners, 1, "dropped after {polls} polls: {answers:?}");
-        let waiting = answers.iter().filter(|answer| matches!(answer, Reservation::Pending { attempt: 1, .. })).count();
+        let waiting =
+            answers.iter().filter(|answer| matches!(answer, Reservation::InProgress { attempt: 1, .. })).count();
         assert_eq!(waiting, 1, "dropped after {polls} polls: {answers:?}");
 
         let key = case.key(&format!("lapsed:{polls}"));
@@ -53,18 +58,18 @@ pub(super) async fn dropped_reserve(case: &Case) {
         let dropped = case.request(&key);
         abandon(case, case.store().reserve(&dropped), polls).await;
         let (lease, _) = case.wins(&dropped, &format!("repeated after a takeover dropped after {polls} polls")).await;
-        assert_eq!((lease.attempt, lease.starts), (2, 2), "dropped after {polls} polls: one attempt, not two");
+        assert_eq!((lease.attempt, lease.attempts_used), (2, 2), "dropped after {polls} polls: one attempt, not two");
     }
 }
 
 pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     const EACH: usize = 40;
     // Cleans up as the engine does after a dropped call: reserves again, releases the lease it then surely holds, until done.
-    async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &Reserve) {
+    async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &ReserveRequest) {
         loop {
             let answer = case.ask(upkeep.reserve(dropped), "reserve again to clean up").await;
-            let Reservation::Reserved { lease, .. } = answer else { return };
-            if case.ask(upkeep.release(&lease, Release::NotStarted), "release to clean up").await == Write::Done {
+            let Reservation::Granted { lease, .. } = answer else { return };
+            if case.ask(upkeep.release(&lease, Release::NotStarted), "release to clean up").await == Verdict::Applied {
                 return;
             }
         }
@@ -83,14 +88,14 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                     // Every second key already has a record, which is released.
                     if n % 2 == 1 {
                         let lease = case.reserved(&case.request(key), 1, "a key that was never used").await;
-                        assert_eq!(case.release(&lease, Release::Returned).await, Write::Done);
+                        assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
                     }
                     abandon(case, case.subject.store.reserve(&dropped), polls).await;
                     clean_up(case, &**upkeep, &dropped).await;
                     let what = format!("a key whose reservation was dropped after {polls} polls");
                     let (lease, takeover) = case.wins(&case.request(key), &what).await;
                     assert!(!takeover, "{what}: nobody held it");
-                    assert_eq!(case.release(&lease, Release::Returned).await, Write::Done, "{what}");
+                    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied, "{what}");
                     (lease, what)
                 })
             })
@@ -115,8 +120,8 @@ pub(super) async fn dropped_renew(case: &Case) {
         let before = case.recorded(&key).await.record;
         abandon(case, StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), polls).await;
         assert_eq!(case.recorded(&key).await.record, before, "dropped after {polls} polls");
-        assert_eq!(case.renew(&lease).await, Write::Done, "dropped after {polls} polls, then repeated");
-        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "dropped after {polls} polls");
+        assert_eq!(case.renew(&lease).await, Verdict::Applied, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "dropped after {polls} polls");
     }
 }
 
@@ -130,7 +135,7 @@ pub(super) async fn dropped_finish(case: &Case) {
         abandon(case, case.store().finish(&lease, &finish), polls).await;
         let between = case.recorded(&key).await.record;
         assert!(between == before || between == record, "dropped after {polls} polls, half written: {between:?}");
-        assert_eq!(case.finish(&lease, &finish).await, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied, "dropped after {polls} polls, then repeated");
         assert_eq!(case.recorded(&key).await.record, record, "dropped after {polls} polls, then repeated");
     }
 }
@@ -140,12 +145,12 @@ pub(super) async fn dropped_release(case: &Case) {
         let key = case.key(&polls.to_string());
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         let before = case.recorded(&key).await.record;
-        let record = Record { starts: 0, ..Record::after(&lease, State::Released) };
+        let record = Record { attempts_used: 0, ..Record::after(&lease, State::Released) };
         abandon(case, case.store().release(&lease, Release::NotStarted), polls).await;
         let between = case.recorded(&key).await.record;
         assert!(between == before || between == record, "dropped after {polls} polls, half written: {between:?}");
         let repeated = case.release(&lease, Release::NotStarted).await;
-        assert_eq!(repeated, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(repeated, Verdict::Applied, "dropped after {polls} polls, then repeated");
         assert_eq!(case.recorded(&key).await.record, record, "dropped after {polls} polls, then repeated");
         case.reserved(&case.request(&key), 2, "a released key").await;
     }
@@ -155,9 +160,9 @@ pub(super) async fn dropped_reopen(case: &Case) {
     for polls in POLLS {
         let key = case.key(&polls.to_string());
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
         abandon(case, case.store().reopen(&key, 1), polls).await;
-        assert_eq!(case.reopen(&key, 1).await, Write::Done, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "dropped after {polls} polls, then repeated");
         case.reserved(&case.request(&key), 2, "a reopened key").await;
     }
 }
@@ -171,7 +176,7 @@ pub(super) async fn dropped_reads(case: &Case) {
         abandon(case, case.store().wait(&key, 1, LONG), polls).await;
         assert_eq!(case.recorded(&key).await.record, before, "dropped after {polls} polls");
     }
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
 }
 
 pub(super) async fn unreachable_store(case: &Case) {
@@ -200,7 +205,7 @@ pub(super) async fn foreign_value(case: &Case) {
     let key = case.key("");
     spoil(key.clone()).await;
     let request = case.request(&key);
-    let fail = Reserve { on_crash: OnCrash::Fail, ..case.request(&key) };
+    let fail = ReserveRequest { on_crash: OnCrash::Fail, ..case.request(&key) };
     let lease = Record::first(&request).lease(&request);
     for _ in 0..2 {
         for request in [&request, &fail] {
@@ -213,12 +218,12 @@ pub(super) async fn foreign_value(case: &Case) {
         assert_eq!(kind, Some(StoreErrorKind::Corrupt), "an inspection met a foreign value: {answer:?}");
         // Each write may fail or be refused, but must not overwrite the foreign value.
         let answer = case.soon(StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), "renew").await;
-        assert!(answer.as_ref().map_or(true, |answers| *answers == [Write::Refused]), "a renewal: {answer:?}");
+        assert!(answer.as_ref().map_or(true, |answers| *answers == [Verdict::Refused]), "a renewal: {answer:?}");
         let answer = case.soon(case.store().finish(&lease, &completed("1")), "finish").await;
-        assert!(!matches!(answer, Ok(Write::Done)), "a finish overwrote a foreign value");
+        assert!(!matches!(answer, Ok(Verdict::Applied)), "a finish overwrote a foreign value");
         let answer = case.soon(case.store().release(&lease, Release::Returned), "release").await;
-        assert!(!matches!(answer, Ok(Write::Done)), "a release overwrote a foreign value");
+        assert!(!matches!(answer, Ok(Verdict::Applied)), "a release overwrote a foreign value");
         let answer = case.soon(case.store().reopen(&key, 1), "reopen").await;
-        assert!(!matches!(answer, Ok(Write::Done)), "an operator's decision overwrote a foreign value");
+        assert!(!matches!(answer, Ok(Verdict::Applied)), "an operator's decision overwrote a foreign value");
     }
 }

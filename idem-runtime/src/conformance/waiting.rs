@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Case, LONG, SHORT, abandon, chain, completed};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Lease, Release, Reserve, State, Write};
+use crate::record::{Lease, Release, ReserveRequest, State, Verdict};
 
 /// Long enough for a waiter to have registered with its server.
 const SETTLED: Duration = Duration::from_millis(100);
@@ -35,20 +35,20 @@ async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl F
     case.soon(tasks.join_all(), what).await;
 }
 
-async fn first(case: &Case, request: Reserve) -> Lease {
+async fn first(case: &Case, request: ReserveRequest) -> Lease {
     case.reserved(&request, 1, "a key that was never used").await
 }
 
 pub(super) async fn finish_wakes(case: &Case) {
     let lease = first(case, case.request(&case.key(""))).await;
-    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done) };
+    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied) };
     wakes(case, &lease.key, 1, 2, end, "waiters after a finish").await;
 }
 
 pub(super) async fn release_wakes(case: &Case) {
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
         let lease = first(case, case.request(&case.key(&format!("{release:?}")))).await;
-        let end = async { assert_eq!(case.release(&lease, release).await, Write::Done) };
+        let end = async { assert_eq!(case.release(&lease, release).await, Verdict::Applied) };
         wakes(case, &lease.key, 1, 2, end, &format!("waiters after a release ({release:?})")).await;
     }
 }
@@ -65,20 +65,20 @@ pub(super) async fn takeover_wakes(case: &Case) {
 
 pub(super) async fn reopen_wakes(case: &Case) {
     let key = case.key("");
-    first(case, Reserve { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
+    first(case, ReserveRequest { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
     case.lapse().await;
-    let end = async { assert_eq!(case.reopen(&key, 1).await, Write::Done) };
+    let end = async { assert_eq!(case.reopen(&key, 1).await, Verdict::Applied) };
     wakes(case, &key, 1, 2, end, "waiters after an operator's decision").await;
 }
 
 pub(super) async fn all_waiters_wake(case: &Case) {
     let key = case.key("");
     let lease = first(case, case.request(&key)).await;
-    let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Write::Done) };
+    let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied) };
     wakes(case, &key, 1, 32, end, "32 waiters after a release").await;
     // The next attempt has waiters of its own, which are woken as well.
     let lease = case.reserved(&case.request(&key), 2, "a released key").await;
-    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done) };
+    let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied) };
     wakes(case, &key, 2, 32, end, "32 waiters after a finish").await;
 }
 
@@ -96,12 +96,12 @@ pub(super) async fn nothing_to_wait_for(case: &Case) {
     let lease = first(case, case.request(&case.key("pending"))).await;
     returns(&lease.key, 0, "an earlier attempt").await;
     returns(&lease.key, 2, "a later attempt").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     returns(&lease.key, 1, "a finished record").await;
 
     for release in [Release::Returned, Release::Interrupted] {
         let lease = first(case, case.request(&case.key(&format!("{release:?}")))).await;
-        assert_eq!(case.release(&lease, release).await, Write::Done);
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied);
         returns(&lease.key, 1, "a released record").await;
     }
 }
@@ -113,7 +113,7 @@ pub(super) async fn wait_is_bounded(case: &Case) {
             case.ask(case.store().wait(&lease.key, 1, at_most), &format!("wait for at most {at_most:?}")).await;
         }
     }
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
 }
 
 pub(super) async fn abandoned_wait(case: &Case) {
@@ -128,8 +128,8 @@ pub(super) async fn abandoned_wait(case: &Case) {
         }
         assert_eq!(case.recorded(&key).await.record, before, "a waiter that gives up changes nothing");
         case.waits_for(&case.request(&key), 1, "the lease that they waited for").await;
-        assert_eq!(case.renew(&lease).await, Write::Done, "the owner still holds its lease");
-        assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+        assert_eq!(case.renew(&lease).await, Verdict::Applied, "the owner still holds its lease");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     };
     wakes(case, &key, 1, 2, end, "waiters beside others that gave up").await;
 }

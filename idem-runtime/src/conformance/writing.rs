@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use super::{Case, LONG, PAUSE, SHORT, StoreFuture, TOLERANCE, completed, forged, limited, renew_all, stored};
 use crate::future::all;
-use crate::record::{Finish, Lease, Payload, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 use crate::sync::lock;
 
 pub(super) async fn renewal_extends(case: &Case) {
@@ -17,7 +17,7 @@ pub(super) async fn renewal_extends(case: &Case) {
     for _ in 0..2 {
         case.sleep(PAUSE).await;
         let earliest = case.now();
-        assert_eq!(case.renew(&lease).await, Write::Done, "a live lease");
+        assert_eq!(case.renew(&lease).await, Verdict::Applied, "a live lease");
         let renewed = case.recorded(&key).await;
         let lapses_in = renewed.lapses_in.expect("a pending record has a lease");
         case.has_left(lapses_in, LONG, earliest, "the lease after a renewal");
@@ -31,11 +31,11 @@ pub(super) async fn renewal_after_lapse(case: &Case) {
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
     let earliest = case.now();
-    assert_eq!(case.renew(&lease).await, Write::Done, "nobody took the lapsed lease over");
+    assert_eq!(case.renew(&lease).await, Verdict::Applied, "nobody took the lapsed lease over");
     let renewed = case.recorded(&key).await;
     case.has_left(renewed.expires_in, SHORT + LONG, earliest, "the retention after a renewal");
     assert_eq!(renewed.record.lease(&limited(case.short(&key), 1)).attempt, 1, "a renewal is no new attempt");
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "and its owner may finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "and its owner may finish");
 }
 
 pub(super) async fn renewal_is_the_owners(case: &Case) {
@@ -43,7 +43,7 @@ pub(super) async fn renewal_is_the_owners(case: &Case) {
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let other = forged(&lease, &case.request(&key));
     case.changes_nothing(&key, case.renew(&other), "a renewal by somebody else").await;
-    assert_eq!(case.renew(&lease).await, Write::Done, "the owner can renew");
+    assert_eq!(case.renew(&lease).await, Verdict::Applied, "the owner can renew");
 }
 
 pub(super) async fn renewal_after_takeover(case: &Case) {
@@ -52,37 +52,37 @@ pub(super) async fn renewal_after_takeover(case: &Case) {
     case.lapse().await;
     let lease = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     case.changes_nothing(&key, case.renew(&late), "a renewal after a takeover").await;
-    assert_eq!(case.renew(&lease).await, Write::Done, "the successor can renew");
+    assert_eq!(case.renew(&lease).await, Verdict::Applied, "the successor can renew");
 }
 
 pub(super) async fn renewal_after_the_end(case: &Case) {
     let key = case.key("finished");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     case.changes_nothing(&key, case.renew(&lease), "a renewal after the finish").await;
 
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
         let key = case.key(&format!("{release:?}"));
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-        assert_eq!(case.release(&lease, release).await, Write::Done);
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied);
         case.changes_nothing(&key, case.renew(&lease), "a renewal after the release").await;
     }
 
     let key = case.key("absent");
     let never = Record::first(&case.request(&key)).lease(&case.request(&key));
-    assert_eq!(case.renew(&never).await, Write::Refused, "there is no record");
+    assert_eq!(case.renew(&never).await, Verdict::Refused, "there is no record");
     assert_eq!(case.inspect(&key).await, None, "a refused renewal makes no record");
 }
 
 pub(super) async fn renewals_answer_in_order(case: &Case) {
-    use Write::{Done, Refused};
+    use Verdict::{Applied, Refused};
     let owned = |name: &'static str| {
         let request = case.request(&case.key(name));
         async move { case.reserved(&request, 1, "a key that was never used").await }
     };
     let [live, finished, released] = [owned("live").await, owned("finished").await, owned("released").await];
-    assert_eq!(case.finish(&finished, &completed("1")).await, Done);
-    assert_eq!(case.release(&released, Release::Returned).await, Done);
+    assert_eq!(case.finish(&finished, &completed("1")).await, Applied);
+    assert_eq!(case.release(&released, Release::Returned).await, Applied);
     let foreign = forged(&live, &case.request(&live.key));
     let absent = Lease { key: case.key("absent"), ..live.clone() };
     let lapsed = case.reserved(&case.short(&case.key("lapsed")), 1, "a key that was never used").await;
@@ -91,7 +91,7 @@ pub(super) async fn renewals_answer_in_order(case: &Case) {
     let successor = case.takes_over(&case.request(&lost.key), 2, "a lapsed lease").await;
 
     let batch = [lost, live, finished, absent, lapsed, released, successor, foreign];
-    let expected = [Refused, Done, Refused, Refused, Done, Refused, Done, Refused];
+    let expected = [Refused, Applied, Refused, Refused, Applied, Refused, Applied, Refused];
     for turn in 0..batch.len() {
         let (mut batch, mut expected) = (batch.clone(), expected);
         batch.rotate_left(turn);
@@ -117,7 +117,7 @@ pub(super) async fn each_renewal_has_one_answer(case: &Case) {
         };
         case.ask(case.store().renew(&batch, &answer), "renew a batch").await;
         for (n, answers) in answers.iter().enumerate() {
-            let expected = if n % 3 == 2 { Write::Refused } else { Write::Done };
+            let expected = if n % 3 == 2 { Verdict::Refused } else { Verdict::Applied };
             assert_eq!(*lock(answers), [expected], "the answers for lease {n} of {leases}");
         }
     }
@@ -132,7 +132,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
     }
     for (turn, blocked) in [0, 2, 4].into_iter().enumerate() {
         let holding = block(batch[blocked].key.clone()).await;
-        let answers: Mutex<Vec<Option<Write>>> = Mutex::new(vec![None; batch.len()]);
+        let answers: Mutex<Vec<Option<Verdict>>> = Mutex::new(vec![None; batch.len()]);
         let told = tokio::sync::Notify::new();
         let answer = |at: usize, write| {
             lock(&answers)[at] = Some(write);
@@ -140,7 +140,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
         };
         let all_others = || {
             let answers = lock(&answers);
-            answers.iter().enumerate().all(|(at, answer)| at == blocked || *answer == Some(Write::Done))
+            answers.iter().enumerate().all(|(at, answer)| at == blocked || *answer == Some(Verdict::Applied))
         };
         let store = case.store();
         let renew = store.renew(&batch, &answer);
@@ -166,7 +166,9 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
         assert_eq!(lock(&answers)[blocked], None, "nothing is known of a record that is held back");
         drop(holding);
         let freed = async {
-            while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok() != Some(vec![Write::Done]) {
+            while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok()
+                != Some(vec![Verdict::Applied])
+            {
                 case.sleep(SHORT).await;
             }
         };
@@ -193,7 +195,7 @@ pub(super) async fn many_renewals(case: &Case) {
             let mut leases = Vec::new();
             for request in requests {
                 match store.reserve(&request).await {
-                    Ok(Reservation::Reserved { lease, .. }) => leases.push(lease),
+                    Ok(Reservation::Granted { lease, .. }) => leases.push(lease),
                     other => panic!("a key that was never used: {other:?}"),
                 }
             }
@@ -209,7 +211,7 @@ pub(super) async fn many_renewals(case: &Case) {
     case.sleep(PAUSE).await;
     let earliest = case.now();
     let answers = case.ask(StoreFuture::new(renew_all(case.store(), &leases)), "renew 2 000 leases").await;
-    let expected = |at| if is_lost(at) { Write::Refused } else { Write::Done };
+    let expected = |at| if is_lost(at) { Verdict::Refused } else { Verdict::Applied };
     assert_eq!(answers, (0..LEASES).map(expected).collect::<Vec<_>>(), "an answer for each lease, in order");
     for at in [0, LEASES / 2, LEASES - 2] {
         let lapses_in = case.recorded(&leases[at].key).await.lapses_in.expect("a pending record has a lease");
@@ -224,7 +226,7 @@ pub(super) async fn finish_is_the_owners(case: &Case) {
     case.changes_nothing(&key, case.finish(&other, &completed("2")), "a finish by somebody else").await;
     let failed = Finish::Failed(stored("2"));
     case.changes_nothing(&key, case.finish(&other, &failed), "a failure by somebody else").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     case.changes_nothing(&key, case.finish(&other, &completed("2")), "a second finish by somebody else").await;
 }
 
@@ -233,7 +235,11 @@ pub(super) async fn finish_repeated(case: &Case) {
         let key = case.key(name);
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         for _ in 0..4 {
-            assert_eq!(case.finish(&lease, &finish).await, Write::Done, "{name}: repeated with the same owner token");
+            assert_eq!(
+                case.finish(&lease, &finish).await,
+                Verdict::Applied,
+                "{name}: repeated with the same owner token"
+            );
             assert_eq!(case.recorded(&key).await.record, Record::after(&lease, finish.state()), "{name}");
         }
     }
@@ -242,13 +248,13 @@ pub(super) async fn finish_repeated(case: &Case) {
 pub(super) async fn finish_is_final(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let before = case.recorded(&key).await;
     case.sleep(PAUSE).await;
     let record = Record::after(&lease, completed("1").state());
-    for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(Payload::Unencodable)] {
+    for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(StoredResult::Unencodable)] {
         // Either answer is allowed: the owner's operation is finished, and no other result may become visible.
-        case.finish(&lease, &other).await;
+        let _either = case.finish(&lease, &other).await;
         let after = case.recorded(&key).await;
         assert_eq!(after.record, record, "a finished record was changed to {other:?}");
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
@@ -261,19 +267,19 @@ pub(super) async fn landed_finish_is_recognised(case: &Case) {
     for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
         let key = case.key(name);
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-        assert_eq!(case.finish(&lease, &finish).await, Write::Done);
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         let record = Record::after(&lease, finish.state());
         // The answer to the finish got lost: the heartbeat still renews, and the finish is repeated, in the end without its
         // result.
-        let without = |payload: Payload| match &finish {
+        let without = |payload: StoredResult| match &finish {
             Finish::Completed(_) => Finish::Completed(payload),
             Finish::Failed(_) => Finish::Failed(payload),
         };
-        let others = [without(Payload::TooLarge { bytes: 1 }), without(Payload::Unencodable)];
+        let others = [without(StoredResult::TooLarge { size: 1 }), without(StoredResult::Unencodable)];
         for repeated in [&finish, &others[0], &others[1], &finish] {
-            assert_eq!(case.renew(&lease).await, Write::Refused, "{name}: an attempt that has ended has no lease");
+            assert_eq!(case.renew(&lease).await, Verdict::Refused, "{name}: an attempt that has ended has no lease");
             let answer = case.finish(&lease, repeated).await;
-            assert_eq!(answer, Write::Done, "{name}: {repeated:?} by the attempt whose finish has landed");
+            assert_eq!(answer, Verdict::Applied, "{name}: {repeated:?} by the attempt whose finish has landed");
             assert_eq!(case.recorded(&key).await.record, record, "{name}: what has landed first stays");
         }
     }
@@ -283,7 +289,7 @@ pub(super) async fn finish_after_lapse(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "nobody took the lapsed lease over");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "nobody took the lapsed lease over");
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "completed after the lapse").await;
 }
@@ -296,7 +302,7 @@ pub(super) async fn finish_after_takeover(case: &Case) {
     case.changes_nothing(&key, case.finish(&late, &completed("late")), "a late completion").await;
     let failed = Finish::Failed(stored("late"));
     case.changes_nothing(&key, case.finish(&late, &failed), "a late failure").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the successor can finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the successor can finish");
     case.changes_nothing(&key, case.finish(&late, &completed("late")), "a completion after the successor's").await;
     let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "the successor's result").await;
@@ -306,11 +312,11 @@ pub(super) async fn finish_after_release(case: &Case) {
     for release in [Release::Returned, Release::NotStarted] {
         let key = case.key(&format!("{release:?}"));
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-        assert_eq!(case.release(&lease, release).await, Write::Done);
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied);
         case.changes_nothing(&key, case.finish(&lease, &completed("1")), "a finish after the release").await;
         let next = case.reserved(&case.request(&key), 2, "a released key").await;
         case.changes_nothing(&key, case.finish(&lease, &completed("1")), "a finish after the next reservation").await;
-        assert_eq!(case.finish(&next, &completed("2")).await, Write::Done, "the successor can finish");
+        assert_eq!(case.finish(&next, &completed("2")).await, Verdict::Applied, "the successor can finish");
     }
 }
 
@@ -320,9 +326,9 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     let old = case.reserved(&request, 1, "a key that was never used").await;
     case.lapse().await;
     let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
-    assert_eq!(case.release(&between, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&between, Release::Returned).await, Verdict::Applied);
     // The first request arrives again, long after its answer: no caller runs the attempt that it gets.
-    let again = Reserve { lease: LONG, ..request };
+    let again = ReserveRequest { lease: LONG, ..request };
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {
         case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
@@ -331,14 +337,14 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     let (store, late) = (case.store(), completed("1"));
     let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
     for answer in case.soon(all(&mut together), "eight finishes at once").await {
-        assert_eq!(answer.expect("an answer"), Write::Refused, "one of eight finishes of the owner's first attempt");
+        assert_eq!(answer.expect("an answer"), Verdict::Refused, "one of eight finishes of the owner's first attempt");
     }
     case.changes_nothing(&key, case.renew(&old), "a renewal of the owner's first attempt").await;
     let both = [old.clone(), lease.clone()];
     let answers = case.ask(StoreFuture::new(renew_all(case.store(), &both)), "renew two attempts of one owner").await;
-    assert_eq!(answers, [Write::Refused, Write::Done], "the answers for {both:?}");
+    assert_eq!(answers, [Verdict::Refused, Verdict::Applied], "the answers for {both:?}");
     case.waits_for(&case.request(&key), 3, "the owner's latest attempt").await;
-    assert_eq!(case.finish(&lease, &completed("3")).await, Write::Done, "the latest attempt can finish");
+    assert_eq!(case.finish(&lease, &completed("3")).await, Verdict::Applied, "the latest attempt can finish");
     case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after that of the latest attempt").await;
     let finished = Reservation::Finished(Record::after(&lease, completed("3").state()));
     case.is_told(&case.request(&key), finished, "the result of the latest attempt").await;
@@ -347,7 +353,7 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
 pub(super) async fn finish_of_nothing(case: &Case) {
     let request = case.request(&case.key(""));
     let never = Record::first(&request).lease(&request);
-    assert_eq!(case.finish(&never, &completed("1")).await, Write::Refused, "there is no record");
+    assert_eq!(case.finish(&never, &completed("1")).await, Verdict::Refused, "there is no record");
     assert_eq!(case.inspect(&request.key).await, None, "a refused finish makes no record");
 }
 
@@ -359,7 +365,7 @@ pub(super) async fn release_is_the_owners(case: &Case) {
         case.changes_nothing(&key, case.release(&other, release), "a release by somebody else").await;
     }
     case.waits_for(&case.request(&key), 1, "the owner's lease").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the owner can finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     case.changes_nothing(&key, case.release(&other, Release::Returned), "a release of somebody else's result").await;
 }
 
@@ -367,13 +373,13 @@ pub(super) async fn release_repeated(case: &Case) {
     for (release, starts) in [(Release::Returned, 2), (Release::NotStarted, 1), (Release::Interrupted, 2)] {
         let key = case.key(&format!("{release:?}"));
         let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-        assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+        assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
         let lease = case.reserved(&case.request(&key), 2, "a released key").await;
-        let expected = Record { starts, ..Record::after(&lease, release.state()) };
+        let expected = Record { attempts_used: starts, ..Record::after(&lease, release.state()) };
         for _ in 0..4 {
             assert_eq!(
                 case.release(&lease, release).await,
-                Write::Done,
+                Verdict::Applied,
                 "{release:?}: repeated with the same owner token"
             );
             assert_eq!(case.recorded(&key).await.record, expected, "{release:?}: the record of it");
@@ -390,14 +396,14 @@ pub(super) async fn release_after_takeover(case: &Case) {
         case.changes_nothing(&key, case.release(&late, release), "a late release").await;
     }
     case.waits_for(&case.request(&key), 2, "the successor's lease").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done, "the successor can finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the successor can finish");
     case.changes_nothing(&key, case.release(&late, Release::Returned), "a release after the successor's finish").await;
 }
 
 pub(super) async fn release_after_finish(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Write::Done);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
         case.changes_nothing(&key, case.release(&lease, release), "a release after the finish").await;
     }
@@ -409,7 +415,7 @@ pub(super) async fn release_of_nothing(case: &Case) {
     let request = case.request(&case.key(""));
     let never = Record::first(&request).lease(&request);
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
-        assert_eq!(case.release(&never, release).await, Write::Refused, "there is no record");
+        assert_eq!(case.release(&never, release).await, Verdict::Refused, "there is no record");
         assert_eq!(case.inspect(&request.key).await, None, "a refused release makes no record");
     }
 }
@@ -417,13 +423,13 @@ pub(super) async fn release_of_nothing(case: &Case) {
 pub(super) async fn release_ignores_the_number(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
-    assert_eq!(case.release(&first, Release::Returned).await, Write::Done);
+    assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
     // The answer of this reservation gets lost: its caller may take the attempt for the first.
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);
-    assert_eq!(case.release(&unanswered, Release::NotStarted).await, Write::Done, "the owner token is right");
-    let expected = Record { starts: 1, ..Record::after(&second, State::Released) };
+    assert_eq!(case.release(&unanswered, Release::NotStarted).await, Verdict::Applied, "the owner token is right");
+    let expected = Record { attempts_used: 1, ..Record::after(&second, State::Released) };
     assert_eq!(case.recorded(&key).await.record, expected, "the record keeps its own attempt number");
     case.reserved(&case.request(&key), 3, "a released key").await;
 }

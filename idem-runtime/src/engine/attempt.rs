@@ -9,7 +9,7 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
-use crate::record::{Lease, Owner, Write};
+use crate::record::{Lease, OwnerToken, Verdict};
 use crate::store::{Store, renew_all};
 
 thread_local! {
@@ -17,8 +17,11 @@ thread_local! {
     static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
 }
 
-/// The attempt this code runs in, `None` outside of the body of an idempotent function and in one whose message has no
-/// key (`missing_key = run`).
+/// The attempt this code runs in.
+///
+/// # Errors
+/// [`Error::NoAttempt`] outside of the body of an idempotent function, and in one whose message has no key
+/// (`missing_key = run`).
 ///
 /// It follows the body's own `await`s. A task spawned by the body is on its own: hand it a clone of the [`Attempt`].
 ///
@@ -26,18 +29,18 @@ thread_local! {
 /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
 /// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
 /// async fn pay(store: &MemoryStore, id: u32) -> Result<String, Error> {
-///     let attempt = current().expect("inside an idempotent function");
+///     let attempt = current()?;
 ///     assert_eq!(attempt.number(), 1);
 ///     // The same on every attempt, so the payment provider recognises a retry.
 ///     Ok(attempt.child_key("charge"))
 /// }
 /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
 /// # assert_eq!(pay(&MemoryStore::new(), 42).await.unwrap().len(), 36);
-/// # assert!(current().is_none());
+/// # assert!(current().is_err());
 /// # });
 /// ```
-pub fn current() -> Option<Attempt> {
-    CURRENT.with_borrow(Clone::clone)
+pub fn current() -> Result<Attempt, Error> {
+    CURRENT.with_borrow(Clone::clone).ok_or(Error::NoAttempt)
 }
 
 /// One run of a handler body.
@@ -60,10 +63,10 @@ impl Attempt {
     pub(crate) fn unprotected(store: Arc<dyn Store>, key: Key, policy: &Policy) -> Self {
         let lease = Lease {
             key,
-            owner: Owner::from_bytes([0; Owner::BYTES]),
+            owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
             attempt: 0,
-            starts: 0,
-            lease: policy.lease,
+            attempts_used: 0,
+            duration: policy.lease,
             ttl: policy.ttl,
             on_crash: policy.on_crash,
             fingerprint: None,
@@ -127,7 +130,7 @@ impl Attempt {
         let store = self.store.name();
         let asked_at = self.store.heartbeats().clock().now();
         match renew_all(&self.store, std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
-            Ok(Some(Write::Done)) => {
+            Ok(Some(Verdict::Applied)) => {
                 self.store.heartbeats().confirmed(self.lease.owner, asked_at);
                 Ok(())
             }

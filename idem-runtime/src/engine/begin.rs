@@ -13,7 +13,7 @@ use crate::clock::{Clock, Instant};
 use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::policy::{InProgress, MissingKey, Mode, OnStoreError, OnUndecodable};
-use crate::record::{Lease, Record, Reservation, Reserve, Write};
+use crate::record::{Lease, Record, Reservation, ReserveRequest, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
@@ -137,7 +137,7 @@ enum Timeliness {
 struct Request<'a> {
     operation: &'a Operation,
     mode: Mode,
-    reserve: Reserve,
+    reserve: ReserveRequest,
     /// When the earliest request of this owner was sent that got no answer. It may have taken effect, or may still.
     unanswered_since: Option<Instant>,
     /// How many owner tokens the call has drawn.
@@ -157,7 +157,7 @@ impl<'a> Request<'a> {
             Err(error) => return refuse(KeyError::clone(error).into()),
         };
         if let Err(reason) = policy.check() {
-            return refuse(Error::InvalidPolicy { key, reason });
+            return refuse(Error::InvalidPolicy { key, problem: reason });
         }
         if let Err(reason) = policy.check_with(store)
             && store.heartbeats().warns_now()
@@ -171,7 +171,7 @@ impl<'a> Request<'a> {
             Some(Ok(fingerprint)) => Some(*fingerprint),
             None => None,
         };
-        let reserve = Reserve {
+        let reserve = ReserveRequest {
             key,
             owner: store.heartbeats().new_owner(),
             lease: policy.lease,
@@ -229,7 +229,7 @@ impl<'a> Request<'a> {
                 Step::AskAgain
             }
             Ok(Reservation::Released { .. }) => Step::Decided(self.no_answer(tokens_repeat())),
-            Ok(Reservation::Mismatch { attempt }) => {
+            Ok(Reservation::FingerprintMismatch { attempt }) => {
                 Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
             }
             Ok(reservation) => self.decide(reservation, asked_at),
@@ -246,21 +246,23 @@ impl<'a> Request<'a> {
             Reservation::Finished(record) => {
                 Start::Replay { key: key.clone(), store: name, record, on_undecodable: policy.on_undecodable }
             }
-            Reservation::Reserved { lease, takeover } => {
+            Reservation::Granted { lease, takeover } => {
                 if takeover {
                     tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
                 }
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
                 Start::Reserved(HeldAttempt::new(attempt, takeover, self.mode == Mode::Enforce, policy))
             }
-            Reservation::Pending { attempt, lapses_in } => return Step::Running(Running { attempt, lapses_in }),
+            Reservation::InProgress { attempt, lapses_in } => return Step::Running(Running { attempt, lapses_in }),
             Reservation::Interrupted { attempt } => {
                 Start::Refused(Error::Interrupted { key: key.clone(), store: name, attempt })
             }
-            Reservation::Exhausted { attempts } => {
+            Reservation::AttemptsExhausted { attempts } => {
                 Start::Refused(Error::AttemptsExhausted { key: key.clone(), store: name, attempts })
             }
-            Reservation::Released { .. } | Reservation::Mismatch { .. } => unreachable!("answered by the caller"),
+            Reservation::Released { .. } | Reservation::FingerprintMismatch { .. } => {
+                unreachable!("answered by the caller")
+            }
         })
     }
 
@@ -315,7 +317,7 @@ fn tokens_repeat() -> StoreError {
 }
 
 /// The error for a key that was used with another payload. The record is asked for once more, for the error's sake.
-async fn mismatch(store: &Arc<dyn Store>, request: &Reserve, attempt: u32) -> Error {
+async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32) -> Error {
     let inspection = store.inspect(&request.key).await.ok().flatten();
     let recorded = inspection.as_ref().and_then(|found| found.record.fingerprint);
     let age = inspection.map(|found| found.record.retention(request.ttl).saturating_sub(found.expires_in));
@@ -334,7 +336,7 @@ struct Reply {
 /// `may_have_landed` says so of the tries before.
 async fn send<'a>(
     store: &'a Arc<dyn Store>,
-    request: &'a Reserve,
+    request: &'a ReserveRequest,
     asking: &mut StoreFuture<'a, Reservation>,
     mut may_have_landed: bool,
 ) -> Reply {
@@ -366,8 +368,8 @@ async fn send<'a>(
 /// Whether an answer still counts that was first asked for `since` (`None`: just now).
 fn timeliness(answer: Result<Reservation, StoreError>, clock: &dyn Clock, since: Option<Instant>) -> Timeliness {
     match answer {
-        Ok(Reservation::Reserved { lease, takeover })
-            if since.is_some_and(|since| clock.now() >= since.saturating_add(lease.lease)) =>
+        Ok(Reservation::Granted { lease, takeover })
+            if since.is_some_and(|since| clock.now() >= since.saturating_add(lease.duration)) =>
         {
             Timeliness::TooLate { lease, takeover }
         }
@@ -388,7 +390,7 @@ enum Confirmation {
 /// Renews a lease that has lapsed before its body could start. If the renewal fails, the reservation is released.
 async fn confirm(
     store: &Arc<dyn Store>,
-    request: &Reserve,
+    request: &ReserveRequest,
     lease: Lease,
     takeover: bool,
 ) -> Result<Confirmation, StoreError> {
@@ -398,15 +400,15 @@ async fn confirm(
         let since = clock.now();
         let answers = renew_all(store, std::slice::from_ref(&lease)).await?;
         let Some(answer) = answers.first().copied() else {
-            return Err(StoreError::new(StoreErrorKind::Unknown, "the store answered for no lease"));
+            return Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store answered for no lease"));
         };
-        if answer == Write::Refused {
+        if answer == Verdict::Refused {
             unused.may_have_landed = false;
             return Ok(Confirmation::Lost);
         }
-        if clock.now() < since.saturating_add(lease.lease) {
+        if clock.now() < since.saturating_add(lease.duration) {
             unused.may_have_landed = false;
-            return Ok(Confirmation::Held { reservation: Reservation::Reserved { lease, takeover }, since });
+            return Ok(Confirmation::Held { reservation: Reservation::Granted { lease, takeover }, since });
         }
     }
 }
@@ -414,7 +416,7 @@ async fn confirm(
 /// Frees the key if a reservation may have landed, or may still land, although nobody waits for its answer any more.
 struct Unanswered<'a> {
     store: &'a Arc<dyn Store>,
-    request: &'a Reserve,
+    request: &'a ReserveRequest,
     may_have_landed: bool,
 }
 

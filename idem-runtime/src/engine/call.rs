@@ -24,11 +24,11 @@ use super::end::{Ending, RecordContent, end};
 use super::held::{HeldAttempt, poll_as, tell};
 use super::outcome::{Outcome, Refusal, Seat, Stage, report};
 use super::recorder::Recorder;
-use crate::codec::Unavailable;
+use crate::codec::ResultProblem;
 use crate::error::{Disposition, Error};
 use crate::key::Key;
 use crate::policy::{OnUndecodable, Policy, Uncertain};
-use crate::record::{Finish, Payload, Record, State};
+use crate::record::{Finish, Record, State, StoredResult};
 
 /// The future of a call.
 pub(super) fn run<T, E, R, B>(operation: Operation, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
@@ -53,7 +53,7 @@ pub(super) trait Work {
     fn drop_body(self: Pin<&mut Self>);
 
     /// Keeps the result in a finished record, and says whether it is `Ok`.
-    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable>;
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem>;
 
     /// Keeps `error` as the result.
     fn refuse(self: Pin<&mut Self>, error: Error);
@@ -88,7 +88,7 @@ where
         self.project().body.set(None);
     }
 
-    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem> {
         self.project().slot.replay(state, on_undecodable)
     }
 
@@ -112,7 +112,7 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
         self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes)
     }
 
-    fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, Unavailable> {
+    fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem> {
         let result = self.recorder.replay(state, on_undecodable)?;
         Ok(self.keep(result))
     }
@@ -236,7 +236,7 @@ where
                             match work.as_mut().replay(&record.state, on_undecodable) {
                                 Ok(is_ok) => replayed(this.outcome, key, &record, is_ok),
                                 Err(reason) => {
-                                    let error = Error::ResultUnavailable { key, store, reason };
+                                    let error = Error::ResultUnavailable { key, store, problem: reason };
                                     refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
                                 }
                             }
@@ -273,7 +273,7 @@ where
                     this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
                     if is_ok {
                         // What happens if the encoding panics: the body has succeeded, so nobody else may run.
-                        held.on_drop = Some(Ending::Finish(Finish::Completed(Payload::Unencodable)));
+                        held.on_drop = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
                     held.on_drop = Some(work.as_mut().record(*this.max_result_bytes));
                     // The body's own variables may be large, and may hold what others wait for.

@@ -9,7 +9,7 @@ use super::held::HeldAttempt;
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
-use crate::record::{Finish, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture};
 
 /// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
@@ -29,11 +29,11 @@ impl Ending {
     /// What is written if the store can't hold the result; `None` if there is no result to leave out.
     fn without_result(&self) -> Option<Self> {
         match self {
-            Self::Finish(Finish::Completed(Payload::Stored { bytes, .. })) => {
-                Some(Self::Finish(Finish::Completed(Payload::TooLarge { bytes: bytes.len() as u64 })))
+            Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
+                Some(Self::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })))
             }
             // An error that can't be replayed is not worth ending the operation for.
-            Self::Finish(Finish::Failed(Payload::Stored { .. })) => Some(Self::Release(Release::Returned)),
+            Self::Finish(Finish::Failed(StoredResult::Encoded { .. })) => Some(Self::Release(Release::Returned)),
             _ => None,
         }
     }
@@ -68,14 +68,14 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
                     writing.await
                 }
             },
-            None => Ok(Write::Done),
+            None => Ok(Verdict::Applied),
         };
         let ended = match written {
             Ok(written) => Ok(written),
             Err(error) => write_held_again(&mut held, error).await,
         };
         let content = match (&ended, &held.on_drop) {
-            (Ok(Write::Done), Some(ending)) => content(held.attempt().key(), ending),
+            (Ok(Verdict::Applied), Some(ending)) => content(held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
         // An error of a release is the one case where something is left to do: `HeldAttempt` does it late.
@@ -84,8 +84,8 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {
-            Ok(Write::Done) => Ok(content),
-            Ok(Write::Refused) => {
+            Ok(Verdict::Applied) => Ok(content),
+            Ok(Verdict::Refused) => {
                 tracing::warn!(
                     key = %lease.key, store = store.name(), attempt = lease.attempt,
                     "the body ran to its end, and another attempt has the key; the result is not recorded"
@@ -109,7 +109,7 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
 }
 
 /// A release that failed is not for the caller to wait for; everything else is written while the lease can be held.
-async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<Write, StoreError> {
+async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<Verdict, StoreError> {
     match held {
         // A shadow slows nobody down.
         HeldAttempt {
@@ -127,8 +127,8 @@ async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<W
 /// What `ending` leaves in the record.
 fn content(key: &Key, ending: &Ending) -> RecordContent {
     let Ending::Finish(finish) = ending else { return RecordContent::Nothing };
-    let payload = finish.payload();
-    if matches!(payload, Payload::Stored { .. }) {
+    let payload = finish.result();
+    if matches!(payload, StoredResult::Encoded { .. }) {
         return RecordContent::Result;
     }
     tracing::warn!(%key, ?payload, "the completion is recorded without its result; duplicates can't replay it");
@@ -136,7 +136,7 @@ fn content(key: &Key, ending: &Ending) -> RecordContent {
 }
 
 /// Writes `ending` once.
-pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Ending) -> StoreFuture<'a, Write> {
+pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Ending) -> StoreFuture<'a, Verdict> {
     match ending {
         Ending::Finish(finish) => store.finish(lease, finish),
         Ending::Release(release) => store.release(lease, *release),
@@ -147,7 +147,7 @@ pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Endi
 fn may_pass(error: &StoreError) -> bool {
     match error.kind() {
         StoreErrorKind::Unavailable
-        | StoreErrorKind::Unknown
+        | StoreErrorKind::Unconfirmed
         | StoreErrorKind::Full
         | StoreErrorKind::Misconfigured => true,
         StoreErrorKind::Corrupt | StoreErrorKind::TooLarge | StoreErrorKind::Aborted => false,
@@ -183,7 +183,7 @@ impl<'a> Tries<'a> {
     async fn again(&mut self) -> bool {
         let heartbeats = self.store.heartbeats();
         let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
-        let left = held.min(self.lease.lease.saturating_sub(self.elapsed()));
+        let left = held.min(self.lease.duration.saturating_sub(self.elapsed()));
         if left.is_zero() {
             return false;
         }
@@ -201,8 +201,8 @@ pub(crate) async fn write_again(
     lease: &Lease,
     confirmed_at: Instant,
     ending: &mut Ending,
-    mut written: Result<Write, StoreError>,
-) -> Result<Write, StoreError> {
+    mut written: Result<Verdict, StoreError>,
+) -> Result<Verdict, StoreError> {
     let mut tries = Tries::new(store, lease, confirmed_at);
     // Whether the store had taken a renewal of this lease, in this time, before it was asked for the last write.
     let mut renews = false;
@@ -210,14 +210,14 @@ pub(crate) async fn write_again(
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
         // A store that takes no writes at all may take the result when it comes back.
-        let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.lease / 2;
+        let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
             && let Some(without_result) = ending.without_result()
         {
             let shortened = write(store, lease, &without_result).await;
             // A release that is refused may have met the result itself, whose answer got lost: that is asked for again.
-            let settled = matches!(shortened, Ok(Write::Done)) || matches!(without_result, Ending::Finish(_));
+            let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, Ending::Finish(_));
             if too_large || (shortened.is_ok() && settled) {
                 *ending = without_result;
                 written = shortened;
@@ -257,8 +257,8 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
         let written = write_again(&*store, &lease, confirmed_at, &mut ending, written).await;
         let what = what(&ending);
         match written {
-            Ok(Write::Done) => tracing::debug!(%key, store = name, attempt, what, "written late"),
-            Ok(Write::Refused) => {
+            Ok(Verdict::Applied) => tracing::debug!(%key, store = name, attempt, what, "written late"),
+            Ok(Verdict::Refused) => {
                 tracing::warn!(%key, store = name, attempt, what, "too late: the key is another attempt's by now");
             }
             Err(error) => tracing::error!(
@@ -274,12 +274,12 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
 /// A release alone could overtake the reservation, which would then hold the key with nobody to run under it. So the key is
 /// reserved once more with the same owner token, and then released. What is there afterwards is a record that the late request
 /// has not met: it can neither insert its own nor replace this one.
-pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &Reserve) {
+pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest) {
     if !store.heartbeats().writes_late() {
         return;
     }
     if let Some(reservation) = store.reserve(request).at_once() {
-        if let Reservation::Reserved { lease, .. } = reservation {
+        if let Reservation::Granted { lease, .. } = reservation {
             let ending = Ending::Release(Release::NotStarted);
             write_late(Arc::clone(store), lease, store.heartbeats().clock().now(), ending);
         }
@@ -303,16 +303,16 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &Reserve) {
     }));
 }
 
-async fn clean_up(store: &dyn Store, request: &Reserve) -> Result<(), StoreError> {
+async fn clean_up(store: &dyn Store, request: &ReserveRequest) -> Result<(), StoreError> {
     let asked_at = store.heartbeats().clock().now();
     let unanswered = request.unanswered();
     let mut tries = Tries::new(store, &unanswered, asked_at);
     loop {
         let freed = match store.reserve(request).await {
-            Ok(Reservation::Reserved { lease, .. }) => match store.release(&lease, Release::NotStarted).await {
-                Ok(Write::Done) => Ok(()),
+            Ok(Reservation::Granted { lease, .. }) => match store.release(&lease, Release::NotStarted).await {
+                Ok(Verdict::Applied) => Ok(()),
                 // Taken over in between.
-                Ok(Write::Refused) => {
+                Ok(Verdict::Refused) => {
                     Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
                 }
                 Err(error) => Err(error),
@@ -321,7 +321,7 @@ async fn clean_up(store: &dyn Store, request: &Reserve) -> Result<(), StoreError
             Ok(_) => Ok(()),
             // It may have landed all the same; then it is ours to release.
             Err(error) if error.may_have_landed() => match store.release(&unanswered, Release::NotStarted).await {
-                Ok(Write::Done) => Ok(()),
+                Ok(Verdict::Applied) => Ok(()),
                 _ => Err(error),
             },
             Err(error) => Err(error),

@@ -10,7 +10,7 @@ use super::end::{self, Ending};
 use super::outcome::Observation;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
-use crate::record::{Release, Write};
+use crate::record::{Release, Verdict};
 use crate::store::{Standing, StoreFuture};
 
 /// A reservation and what has to happen to it if the call ends here: dropped while the body runs, it releases the key
@@ -102,7 +102,7 @@ impl HeldAttempt {
     }
 
     /// Writes how the body ended, once.
-    pub(super) fn write(&self) -> Option<StoreFuture<'_, Write>> {
+    pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.attempt();
         self.on_drop.as_ref().map(|ending| end::write(&**store, lease, ending))
     }

@@ -51,7 +51,8 @@ impl Refusal {
             Error::AttemptsExhausted { .. } => Some(Self::AttemptsExhausted),
             Error::ResultUnavailable { .. } => Some(Self::ResultUnavailable),
             Error::Store { started: false, .. } => Some(Self::Store),
-            Error::LeaseLost { .. }
+            Error::NoAttempt
+            | Error::LeaseLost { .. }
             | Error::Unrecorded { .. }
             | Error::TimedOut { .. }
             | Error::Panicked { .. }
@@ -202,12 +203,12 @@ impl Outcome {
     }
 
     /// Why the call returned an [`Error`] instead of running its body.
-    pub fn refused(&self) -> Option<Refusal> {
+    pub fn refusal(&self) -> Option<Refusal> {
         self.refused
     }
 
     /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body, which did run, would not have.
-    pub fn suppressed(&self) -> Option<Refusal> {
+    pub fn bypassed(&self) -> Option<Refusal> {
         self.suppressed
     }
 

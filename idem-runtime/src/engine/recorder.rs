@@ -9,9 +9,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::end::Ending;
-use crate::codec::{Codec, CodecError, CodecName, Unavailable, Undecodable, known};
+use crate::codec::{Codec, CodecError, CodecName, ResultProblem, Undecodable, known};
 use crate::policy::{OnError, OnUndecodable};
-use crate::record::{Finish, Payload, Release, State};
+use crate::record::{Finish, Release, State, StoredResult};
 
 /// How the results of a handler are kept and replayed; made by [`record_values`], [`record_results`] and
 /// [`record_results_if`].
@@ -22,11 +22,11 @@ pub trait Recorder<T, E> {
     /// The result in a finished record. `on_undecodable` says what to do about one that can't be read.
     ///
     /// # Errors
-    /// [`Unavailable`] says why there is none.
+    /// [`ResultProblem`] says why there is none.
     ///
     /// # Panics
     /// If the function in `on_undecodable` does.
-    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable>;
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>;
 }
 
 /// Values are recorded; an error frees the key (`on_error = release`).
@@ -95,10 +95,10 @@ where
         }
     }
 
-    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable> {
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem> {
         match state {
             State::Completed(payload) => read::<C, T>(payload, false, on_undecodable).map(Ok),
-            _ => Err(Unavailable::RecordedError),
+            _ => Err(ResultProblem::RecordedError),
         }
     }
 }
@@ -117,39 +117,39 @@ where
                 OnError::Release => Ending::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
                     // An error that can't be replayed is not worth ending the operation for.
-                    stored @ Payload::Stored { .. } => Ending::Finish(Finish::Failed(stored)),
+                    stored @ StoredResult::Encoded { .. } => Ending::Finish(Finish::Failed(stored)),
                     _ => Ending::Release(Release::Returned),
                 },
             },
         }
     }
 
-    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, Unavailable> {
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem> {
         match state {
             State::Failed(payload) => read::<C, E>(payload, true, on_undecodable).map(Err),
             State::Completed(payload) => read::<C, T>(payload, false, on_undecodable).map(Ok),
             // Only finished records are replayed.
-            _ => Err(Unavailable::Unencodable),
+            _ => Err(ResultProblem::Unencodable),
         }
     }
 }
 
-fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> Payload {
+fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> StoredResult {
     match C::encode(value) {
-        Ok(bytes) if bytes.len() > max_result_bytes => Payload::TooLarge { bytes: bytes.len() as u64 },
-        Ok(bytes) => Payload::Stored { codec: CodecName::of::<C>(), bytes: Bytes::from(bytes) },
+        Ok(bytes) if bytes.len() > max_result_bytes => StoredResult::TooLarge { size: bytes.len() as u64 },
+        Ok(bytes) => StoredResult::Encoded { codec: CodecName::of::<C>(), bytes: Bytes::from(bytes) },
         Err(error) => {
             tracing::debug!(codec = C::NAME, %error, "a result could not be encoded");
-            Payload::Unencodable
+            StoredResult::Unencodable
         }
     }
 }
 
 fn read<C: Codec, V: DeserializeOwned>(
-    payload: &Payload,
+    payload: &StoredResult,
     is_error: bool,
     on_undecodable: OnUndecodable,
-) -> Result<V, Unavailable> {
+) -> Result<V, ResultProblem> {
     let (codec, bytes) = stored(payload)?;
     let decoded = if codec == CodecName::of::<C>() {
         Some(C::decode(bytes))
@@ -163,19 +163,19 @@ fn read<C: Codec, V: DeserializeOwned>(
         decoded => {
             let problem = decoded.and_then(Result::err);
             let migrated = migrate(codec, bytes, is_error, on_undecodable, problem)?;
-            C::decode(&migrated).map_err(|source| Unavailable::MigratedUndecodable { source })
+            C::decode(&migrated).map_err(|source| ResultProblem::MigratedUndecodable { source })
         }
     }
 }
 
 // What follows knows nothing of types, so that it is there once and not once for each handler.
 
-fn stored(payload: &Payload) -> Result<(CodecName, &[u8]), Unavailable> {
+fn stored(payload: &StoredResult) -> Result<(CodecName, &[u8]), ResultProblem> {
     match payload {
-        Payload::Stored { codec, bytes } => Ok((*codec, bytes)),
-        Payload::TooLarge { bytes } => Err(Unavailable::TooLarge { bytes: *bytes }),
-        Payload::Unencodable => Err(Unavailable::Unencodable),
-        Payload::Unreadable { reason } => Err(Unavailable::Unreadable { reason: Arc::clone(reason) }),
+        StoredResult::Encoded { codec, bytes } => Ok((*codec, bytes)),
+        StoredResult::TooLarge { size } => Err(ResultProblem::TooLarge { size: *size }),
+        StoredResult::Unencodable => Err(ResultProblem::Unencodable),
+        StoredResult::Unreadable { reason } => Err(ResultProblem::Unreadable { reason: Arc::clone(reason) }),
     }
 }
 
@@ -187,13 +187,13 @@ fn migrate(
     is_error: bool,
     on_undecodable: OnUndecodable,
     problem: Option<CodecError>,
-) -> Result<Vec<u8>, Unavailable> {
+) -> Result<Vec<u8>, ResultProblem> {
     match (on_undecodable, problem) {
         (OnUndecodable::Migrate(migrate), _) => {
             let recorded = Undecodable::new(codec.as_str(), bytes, is_error);
-            migrate(recorded).map_err(|source| Unavailable::MigrationFailed { source })
+            migrate(recorded).map_err(|source| ResultProblem::MigrationFailed { source })
         }
-        (OnUndecodable::Error, Some(source)) => Err(Unavailable::Undecodable { source }),
-        (OnUndecodable::Error, None) => Err(Unavailable::OtherCodec { codec: codec.as_str().to_owned() }),
+        (OnUndecodable::Error, Some(source)) => Err(ResultProblem::Undecodable { source }),
+        (OnUndecodable::Error, None) => Err(ResultProblem::OtherCodec { codec: codec.as_str().to_owned() }),
     }
 }

@@ -198,21 +198,21 @@ impl Policy {
     /// Whether the durations can be honoured.
     ///
     /// # Errors
-    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
-    pub const fn check(&self) -> Result<(), InvalidPolicy> {
+    /// [`PolicyProblem`] names the option that can't be honoured and what to write instead.
+    pub const fn check(&self) -> Result<(), PolicyProblem> {
         if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
-            return Err(InvalidPolicy::LeaseTooShort(self.lease));
+            return Err(PolicyProblem::LeaseTooShort(self.lease));
         }
         if self.timeout.is_zero() {
-            return Err(InvalidPolicy::NoTime);
+            return Err(PolicyProblem::NoTime);
         }
         if self.lease.as_nanos() > Self::MAX_DURATION.as_nanos() || self.ttl.as_nanos() > Self::MAX_DURATION.as_nanos()
         {
-            return Err(InvalidPolicy::TooLong);
+            return Err(PolicyProblem::TooLong);
         }
         // Counted in milliseconds, which is what stores keep.
         if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
-            return Err(InvalidPolicy::TtlTooShort { ttl: self.ttl, beat: self.beat() });
+            return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
         Ok(())
     }
@@ -221,7 +221,7 @@ impl Policy {
 /// A [`Policy`] that can't be honoured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum InvalidPolicy {
+pub enum PolicyProblem {
     /// The lease is shorter than [`Policy::MIN_LEASE`].
     LeaseTooShort(Duration),
     /// The retention is zero or shorter than the time between two renewals.
@@ -244,7 +244,7 @@ pub enum InvalidPolicy {
     },
 }
 
-impl fmt::Display for InvalidPolicy {
+impl fmt::Display for PolicyProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::LeaseTooShort(lease) => {
@@ -270,7 +270,7 @@ impl fmt::Display for InvalidPolicy {
     }
 }
 
-impl std::error::Error for InvalidPolicy {}
+impl std::error::Error for PolicyProblem {}
 
 #[cfg(test)]
 mod tests {
@@ -282,11 +282,11 @@ mod tests {
         assert_eq!(policy.check(), Ok(()));
         assert_eq!(policy.beat(), Duration::from_secs(10));
         let short = Duration::from_millis(99);
-        assert_eq!(policy.lease(short).check(), Err(InvalidPolicy::LeaseTooShort(short)));
-        assert!(matches!(policy.ttl(Duration::ZERO).check(), Err(InvalidPolicy::TtlTooShort { .. })));
-        assert!(matches!(policy.ttl(Duration::from_secs(9)).check(), Err(InvalidPolicy::TtlTooShort { .. })));
+        assert_eq!(policy.lease(short).check(), Err(PolicyProblem::LeaseTooShort(short)));
+        assert!(matches!(policy.ttl(Duration::ZERO).check(), Err(PolicyProblem::TtlTooShort { .. })));
+        assert!(matches!(policy.ttl(Duration::from_secs(9)).check(), Err(PolicyProblem::TtlTooShort { .. })));
         assert_eq!(policy.ttl(Duration::from_secs(10)).check(), Ok(()));
-        assert_eq!(policy.ttl(Duration::MAX).check(), Err(InvalidPolicy::TooLong));
+        assert_eq!(policy.ttl(Duration::MAX).check(), Err(PolicyProblem::TooLong));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::format::{FormatError, millis};
-use super::{Owner, Payload, Record, State};
+use super::{OwnerToken, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -46,7 +46,7 @@ impl<'a> Parts<'a> {
             state: record.state.letter(),
             owner: record.owner.as_bytes(),
             attempt: record.attempt.into(),
-            starts: record.starts.into(),
+            starts: record.attempts_used.into(),
             fingerprint: record.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..]),
             on_crash_fail: false,
             lease_ms: None,
@@ -62,13 +62,13 @@ impl<'a> Parts<'a> {
                 parts.ttl_ms = Some(signed_millis(*ttl));
             }
             State::Completed(payload) | State::Failed(payload) => match payload {
-                Payload::Stored { codec, bytes } => {
+                StoredResult::Encoded { codec, bytes } => {
                     parts.codec = Some(codec.as_str());
                     parts.result = Some(bytes.clone());
                 }
                 // The same 64 bits, so that every size is kept.
-                Payload::TooLarge { bytes } => parts.result_bytes = Some(bytes.cast_signed()),
-                Payload::Unencodable | Payload::Unreadable { .. } => {}
+                StoredResult::TooLarge { size } => parts.result_bytes = Some(size.cast_signed()),
+                StoredResult::Unencodable | StoredResult::Unreadable { .. } => {}
             },
             State::Released | State::Interrupted => {}
         }
@@ -92,10 +92,12 @@ impl<'a> Parts<'a> {
     fn read(self) -> Option<Record> {
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let payload = match (self.codec, self.result, self.result_bytes) {
-            (Some(codec), Some(bytes), None) => Payload::Stored { codec: CodecName::new(codec.as_bytes())?, bytes },
+            (Some(codec), Some(bytes), None) => {
+                StoredResult::Encoded { codec: CodecName::new(codec.as_bytes())?, bytes }
+            }
             // The largest stands for everything that is larger.
-            (None, None, Some(bytes)) => Payload::TooLarge { bytes: bytes.cast_unsigned() },
-            (None, None, None) => Payload::Unencodable,
+            (None, None, Some(bytes)) => StoredResult::TooLarge { size: bytes.cast_unsigned() },
+            (None, None, None) => StoredResult::Unencodable,
             _ => return None,
         };
         let state = match self.state {
@@ -111,16 +113,16 @@ impl<'a> Parts<'a> {
             _ => return None,
         };
         let record = Record {
-            owner: Owner::from_bytes(self.owner.try_into().ok()?),
+            owner: OwnerToken::from_bytes(self.owner.try_into().ok()?),
             attempt: u32::try_from(self.attempt).ok()?,
-            starts: u32::try_from(self.starts).ok()?,
+            attempts_used: u32::try_from(self.starts).ok()?,
             fingerprint: match self.fingerprint {
                 Some(bytes) => Some(Fingerprint::from_bytes(bytes.try_into().ok()?)),
                 None => None,
             },
             state,
         };
-        (record.attempt > 0 && record.starts <= record.attempt).then_some(record)
+        (record.attempt > 0 && record.attempts_used <= record.attempt).then_some(record)
     }
 }
 
@@ -135,22 +137,29 @@ mod tests {
 
     fn record(state: State) -> Record {
         let fingerprint = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
-        Record { owner: Owner::from_bytes([9; Owner::BYTES]), attempt: 3, starts: 2, fingerprint, state }
+        Record {
+            owner: OwnerToken::from_bytes([9; OwnerToken::BYTES]),
+            attempt: 3,
+            attempts_used: 2,
+            fingerprint,
+            state,
+        }
     }
 
     #[test]
     fn parts_make_the_record_they_came_from() {
         let (lease, ttl) = (Duration::from_millis(1500), Duration::from_secs(60));
-        let stored = Payload::Stored { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"{}") };
+        let stored =
+            StoredResult::Encoded { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"{}") };
         for state in [
             State::Pending { lease, ttl, on_crash: OnCrash::Retry },
             State::Pending { lease, ttl, on_crash: OnCrash::Fail },
             State::Released,
             State::Interrupted,
             State::Completed(stored.clone()),
-            State::Completed(Payload::TooLarge { bytes: 7 }),
+            State::Completed(StoredResult::TooLarge { size: 7 }),
             State::Failed(stored),
-            State::Failed(Payload::Unencodable),
+            State::Failed(StoredResult::Unencodable),
         ] {
             let record = record(state);
             assert_eq!(Parts::of(&record).record(), Ok(record.clone()));
@@ -159,7 +168,7 @@ mod tests {
 
     #[test]
     fn parts_of_nobody_or_of_a_later_release_are_refused() {
-        let record = record(State::Completed(Payload::Unencodable));
+        let record = record(State::Completed(StoredResult::Unencodable));
         let parts = Parts::of(&record);
         assert_eq!(Parts { format: 2, ..parts.clone() }.record(), Err(FormatError::LaterVersion(2)));
         assert_eq!(Parts { format: 0, ..parts.clone() }.record(), Err(FormatError::Damaged));

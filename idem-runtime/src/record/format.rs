@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{Owner, Payload, Record, State};
+use super::{OwnerToken, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -83,7 +83,7 @@ pub fn encode(record: &Record) -> Vec<u8> {
     out.extend_from_slice(&[VERSION, record.state.letter().as_bytes()[0], flags, tag]);
     out.extend_from_slice(record.owner.as_bytes());
     out.extend_from_slice(&record.attempt.to_be_bytes());
-    out.extend_from_slice(&record.starts.to_be_bytes());
+    out.extend_from_slice(&record.attempts_used.to_be_bytes());
     if let Some(fingerprint) = &record.fingerprint {
         out.extend_from_slice(fingerprint.as_bytes());
     }
@@ -92,32 +92,33 @@ pub fn encode(record: &Record) -> Vec<u8> {
             out.extend_from_slice(&millis(*lease).to_be_bytes());
             out.extend_from_slice(&millis(*ttl).to_be_bytes());
         }
-        State::Completed(Payload::Stored { codec, bytes }) | State::Failed(Payload::Stored { codec, bytes }) => {
+        State::Completed(StoredResult::Encoded { codec, bytes })
+        | State::Failed(StoredResult::Encoded { codec, bytes }) => {
             let name = codec.as_str().as_bytes();
             out.push(u8::try_from(name.len()).unwrap_or_default());
             out.extend_from_slice(name);
             out.extend_from_slice(bytes);
         }
-        State::Completed(Payload::TooLarge { bytes }) | State::Failed(Payload::TooLarge { bytes }) => {
-            out.extend_from_slice(&bytes.to_be_bytes());
+        State::Completed(StoredResult::TooLarge { size }) | State::Failed(StoredResult::TooLarge { size }) => {
+            out.extend_from_slice(&size.to_be_bytes());
         }
         _ => {}
     }
     out
 }
 
-fn tag(payload: &Payload) -> u8 {
+fn tag(payload: &StoredResult) -> u8 {
     match payload {
-        Payload::Stored { .. } => 1,
-        Payload::TooLarge { .. } => 2,
+        StoredResult::Encoded { .. } => 1,
+        StoredResult::TooLarge { .. } => 2,
         // Nobody writes what could not be read; if somebody did, it would stay unavailable.
-        Payload::Unencodable | Payload::Unreadable { .. } => 3,
+        StoredResult::Unencodable | StoredResult::Unreadable { .. } => 3,
     }
 }
 
-fn room(payload: &Payload) -> usize {
+fn room(payload: &StoredResult) -> usize {
     match payload {
-        Payload::Stored { bytes, .. } => 1 + CodecName::MAX_BYTES + bytes.len(),
+        StoredResult::Encoded { bytes, .. } => 1 + CodecName::MAX_BYTES + bytes.len(),
         _ => 8,
     }
 }
@@ -141,7 +142,7 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
 fn read(value: &Bytes) -> Option<Record> {
     let mut rest = Reader(value.clone());
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
-    let owner = Owner::from_bytes(rest.array()?);
+    let owner = OwnerToken::from_bytes(rest.array()?);
     let attempt = u32::from_be_bytes(rest.array()?);
     let starts = u32::from_be_bytes(rest.array()?);
     let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT;
@@ -159,7 +160,7 @@ fn read(value: &Bytes) -> Option<Record> {
         _ => return None,
     };
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
-    sound.then_some(Record { owner, attempt, starts, fingerprint, state })
+    sound.then_some(Record { owner, attempt, attempts_used: starts, fingerprint, state })
 }
 
 struct Reader(Bytes);
@@ -170,16 +171,16 @@ impl Reader {
         bytes.as_ref().try_into().ok()
     }
 
-    fn payload(&mut self, tag: u8) -> Option<Payload> {
+    fn payload(&mut self, tag: u8) -> Option<StoredResult> {
         match tag {
             1 => {
                 let [len] = self.array()?;
                 let name = (self.0.len() >= usize::from(len)).then(|| self.0.split_to(usize::from(len)))?;
                 let codec = CodecName::new(&name)?;
-                Some(Payload::Stored { codec, bytes: std::mem::take(&mut self.0) })
+                Some(StoredResult::Encoded { codec, bytes: std::mem::take(&mut self.0) })
             }
-            2 => Some(Payload::TooLarge { bytes: u64::from_be_bytes(self.array()?) }),
-            3 => Some(Payload::Unencodable),
+            2 => Some(StoredResult::TooLarge { size: u64::from_be_bytes(self.array()?) }),
+            3 => Some(StoredResult::Unencodable),
             _ => None,
         }
     }

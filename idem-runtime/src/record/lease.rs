@@ -9,9 +9,9 @@ use crate::policy::OnCrash;
 
 /// The random identity of one attempt; every later write to the record must present it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Owner([u8; Self::BYTES]);
+pub struct OwnerToken([u8; Self::BYTES]);
 
-impl Owner {
+impl OwnerToken {
     /// The length of a token.
     pub const BYTES: usize = 16;
 
@@ -32,7 +32,7 @@ impl Owner {
 }
 
 /// Shows the first half only: a token in a log is no key to the record.
-impl fmt::Debug for Owner {
+impl fmt::Debug for OwnerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
         f.write_str("…")
@@ -55,11 +55,11 @@ impl Owners {
         Self { start: entropy, next: AtomicU64::new(1) }
     }
 
-    pub(crate) fn next(&self) -> Owner {
+    pub(crate) fn next(&self) -> OwnerToken {
         // The golden ratio of 2^128, odd: multiples of it are distinct and differ in many bits.
         const STEP: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
         let n = u128::from(self.next.fetch_add(1, Ordering::Relaxed));
-        Owner(self.start.wrapping_add(n.wrapping_mul(STEP)).to_be_bytes())
+        OwnerToken(self.start.wrapping_add(n.wrapping_mul(STEP)).to_be_bytes())
     }
 }
 
@@ -69,13 +69,13 @@ pub struct Lease {
     /// The key that is reserved.
     pub key: Key,
     /// The identity of the attempt.
-    pub owner: Owner,
+    pub owner: OwnerToken,
     /// The number of the attempt: the fencing token. Starts at 1 for each key.
     pub attempt: u32,
     /// How many attempts, this one included, count against `max_attempts`.
-    pub starts: u32,
+    pub attempts_used: u32,
     /// How long the reservation is honoured without a renewal.
-    pub lease: Duration,
+    pub duration: Duration,
     /// How long the record is remembered after its last write, beyond the lease while it is pending.
     pub ttl: Duration,
     /// What the record does once the lease has lapsed.

@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-pub use self::admission::Meeting;
+pub use self::admission::Admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
 pub(crate) use self::columns::{Parts, signed_millis};
 pub(crate) use self::lease::Owners;
-pub use self::lease::{Lease, Owner};
-pub use self::request::{Finish, Inspection, Release, Reservation, Reserve, Write};
+pub use self::lease::{Lease, OwnerToken};
+pub use self::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Verdict};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -27,11 +27,11 @@ use crate::policy::OnCrash;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Record {
     /// The attempt that wrote the record last.
-    pub owner: Owner,
+    pub owner: OwnerToken,
     /// The number of the latest attempt: the fencing token. Strictly increases while the record is retained.
     pub attempt: u32,
     /// How many attempts count against `max_attempts`; those whose body is known not to have started don't.
-    pub starts: u32,
+    pub attempts_used: u32,
     /// The fingerprint of the payload, if the handler gives one.
     pub fingerprint: Option<Fingerprint>,
     /// Where the operation stands.
@@ -56,16 +56,16 @@ pub enum State {
     /// A body started and did not return, under [`OnCrash::Fail`]; nobody runs until an operator decides.
     Interrupted,
     /// The body succeeded. Never changes within the retention.
-    Completed(Payload),
+    Completed(StoredResult),
     /// The body returned an error that is replayed. Never changes within the retention.
-    Failed(Payload),
+    Failed(StoredResult),
 }
 
 /// The recorded result of a finished operation, or why there is none.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Payload {
+pub enum StoredResult {
     /// The encoded result.
-    Stored {
+    Encoded {
         /// The codec that wrote it.
         codec: CodecName,
         /// What it wrote.
@@ -74,7 +74,7 @@ pub enum Payload {
     /// The encoded result was larger than the policy allows.
     TooLarge {
         /// Its size in bytes.
-        bytes: u64,
+        size: u64,
     },
     /// The codec could not write the result.
     Unencodable,
@@ -86,22 +86,22 @@ pub enum Payload {
     },
 }
 
-impl Payload {
+impl StoredResult {
     /// How many bytes of result are stored.
     pub fn stored_bytes(&self) -> usize {
         match self {
-            Self::Stored { bytes, .. } => bytes.len(),
+            Self::Encoded { bytes, .. } => bytes.len(),
             _ => 0,
         }
     }
 }
 
 /// Shows the size of a result, never the result: payloads don't reach logs.
-impl fmt::Debug for Payload {
+impl fmt::Debug for StoredResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Stored { codec, bytes } => write!(f, "Stored({} bytes of {codec:?})", bytes.len()),
-            Self::TooLarge { bytes } => write!(f, "TooLarge({bytes} bytes)"),
+            Self::Encoded { codec, bytes } => write!(f, "Encoded({} bytes of {codec:?})", bytes.len()),
+            Self::TooLarge { size } => write!(f, "TooLarge({size} bytes)"),
             Self::Unencodable => f.write_str("Unencodable"),
             Self::Unreadable { reason } => write!(f, "Unreadable({reason})"),
         }
@@ -110,23 +110,28 @@ impl fmt::Debug for Payload {
 
 impl Record {
     /// The record of a key's first attempt.
-    pub fn first(request: &Reserve) -> Self {
+    pub fn first(request: &ReserveRequest) -> Self {
         Self::pending(request, 1, 1, request.fingerprint)
     }
 
-    pub(super) fn pending(request: &Reserve, attempt: u32, starts: u32, fingerprint: Option<Fingerprint>) -> Self {
+    pub(super) fn pending(
+        request: &ReserveRequest,
+        attempt: u32,
+        starts: u32,
+        fingerprint: Option<Fingerprint>,
+    ) -> Self {
         let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash };
-        Self { owner: request.owner, attempt, starts, fingerprint, state }
+        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state }
     }
 
     /// The lease that `request` holds on this pending record.
-    pub fn lease(&self, request: &Reserve) -> Lease {
+    pub fn lease(&self, request: &ReserveRequest) -> Lease {
         Lease {
             key: request.key.clone(),
             owner: request.owner,
             attempt: self.attempt,
-            starts: self.starts,
-            lease: request.lease,
+            attempts_used: self.attempts_used,
+            duration: request.lease,
             ttl: request.ttl,
             on_crash: request.on_crash,
             fingerprint: self.fingerprint,
@@ -135,7 +140,13 @@ impl Record {
 
     /// The record after the attempt that holds `lease` wrote `state`.
     pub fn after(lease: &Lease, state: State) -> Self {
-        Self { owner: lease.owner, attempt: lease.attempt, starts: lease.starts, fingerprint: lease.fingerprint, state }
+        Self {
+            owner: lease.owner,
+            attempt: lease.attempt,
+            attempts_used: lease.attempts_used,
+            fingerprint: lease.fingerprint,
+            state,
+        }
     }
 
     /// Whether this is the record of the attempt that holds `lease`: an attempt is its owner token and its number. A
@@ -151,7 +162,7 @@ impl Record {
 
     /// Whether the operation has finished: completed or failed.
     pub fn is_finished(&self) -> bool {
-        self.state.payload().is_some()
+        self.state.result().is_some()
     }
 
     /// How long the record is remembered from a write at this moment; `ttl` unless it is pending.
@@ -165,7 +176,7 @@ impl Record {
 
 impl State {
     /// The result of a finished operation; `None` unless it has finished.
-    pub fn payload(&self) -> Option<&Payload> {
+    pub fn result(&self) -> Option<&StoredResult> {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => Some(payload),
             _ => None,

@@ -3,17 +3,17 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::{Lease, Owner, Payload, Record, State};
+use super::{Lease, OwnerToken, Record, State, StoredResult};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
 /// What an attempt asks for.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Reserve {
+pub struct ReserveRequest {
     /// The key to reserve.
     pub key: Key,
     /// The identity of the attempt.
-    pub owner: Owner,
+    pub owner: OwnerToken,
     /// How long the reservation is honoured without a renewal.
     pub lease: Duration,
     /// How long the record is remembered.
@@ -26,14 +26,14 @@ pub struct Reserve {
     pub max_attempts: Option<NonZeroU32>,
 }
 
-impl Reserve {
+impl ReserveRequest {
     /// The lease to release if the answer to this request never arrives.
     pub(crate) fn unanswered(&self) -> Lease {
         Record::first(self).lease(self)
     }
 }
 
-/// The answer to a [`Reserve`].
+/// The answer to a [`ReserveRequest`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reservation {
@@ -44,14 +44,14 @@ pub enum Reservation {
         attempt: u32,
     },
     /// Pending and mine: run the body.
-    Reserved {
+    Granted {
         /// What the attempt presents with every later write.
         lease: Lease,
         /// Whether an attempt whose lease had lapsed was taken over.
         takeover: bool,
     },
     /// Another attempt holds the key: reject, or wait.
-    Pending {
+    InProgress {
         /// Its number.
         attempt: u32,
         /// When its lease lapses unless it is renewed; never zero.
@@ -60,7 +60,7 @@ pub enum Reservation {
     /// Completed or failed: replay it.
     Finished(Record),
     /// The same key with another fingerprint.
-    Mismatch {
+    FingerprintMismatch {
         /// The latest attempt.
         attempt: u32,
     },
@@ -70,17 +70,18 @@ pub enum Reservation {
         attempt: u32,
     },
     /// As many attempts as are allowed have started.
-    Exhausted {
+    AttemptsExhausted {
         /// How many that were.
         attempts: u32,
     },
 }
 
-/// Whether a compare-and-set was done.
+/// The answer to a compare-and-set.
+#[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Write {
+pub enum Verdict {
     /// The record is as asked for, by this call or by an earlier one with the same owner token.
-    Done,
+    Applied,
     /// The record belongs to somebody else, or is gone; nothing was changed.
     Refused,
 }
@@ -89,14 +90,14 @@ pub enum Write {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Finish {
     /// The body succeeded.
-    Completed(Payload),
+    Completed(StoredResult),
     /// The body returned an error that is to be replayed.
-    Failed(Payload),
+    Failed(StoredResult),
 }
 
 impl Finish {
     /// The result, or why there is none.
-    pub fn payload(&self) -> &Payload {
+    pub fn result(&self) -> &StoredResult {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => payload,
         }

@@ -10,7 +10,7 @@ pub enum StoreErrorKind {
     Unavailable,
     /// The write may have landed, for example because the answer timed out. Repeating it with the same owner token is
     /// safe, and recognises its own effect.
-    Unknown,
+    Unconfirmed,
     /// What is stored is not a record of this library or of this version; it is left alone.
     Corrupt,
     /// The configuration, the server's version or the credentials are wrong; a retry can't help.
@@ -52,12 +52,12 @@ impl StoreError {
 
     /// Whether the write may have landed.
     pub fn may_have_landed(&self) -> bool {
-        self.kind() == StoreErrorKind::Unknown
+        self.kind() == StoreErrorKind::Unconfirmed
     }
 
     /// Whether the same call may succeed if it is repeated.
     pub fn is_transient(&self) -> bool {
-        matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unknown)
+        matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed)
     }
 }
 

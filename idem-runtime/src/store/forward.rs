@@ -32,7 +32,7 @@ macro_rules! forward {
                 self.$target().heartbeats()
             }
 
-            fn reserve<'a>(&'a self, request: &'a $crate::record::Reserve) -> $crate::store::StoreFuture<'a, $crate::record::Reservation> {
+            fn reserve<'a>(&'a self, request: &'a $crate::record::ReserveRequest) -> $crate::store::StoreFuture<'a, $crate::record::Reservation> {
                 self.$target().reserve(request)
             }
 
@@ -48,7 +48,7 @@ macro_rules! forward {
                 &'a self,
                 lease: &'a $crate::record::Lease,
                 finish: &'a $crate::record::Finish,
-            ) -> $crate::store::StoreFuture<'a, $crate::record::Write> {
+            ) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
                 self.$target().finish(lease, finish)
             }
 
@@ -56,7 +56,7 @@ macro_rules! forward {
                 &'a self,
                 lease: &'a $crate::record::Lease,
                 release: $crate::record::Release,
-            ) -> $crate::store::StoreFuture<'a, $crate::record::Write> {
+            ) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
                 self.$target().release(lease, release)
             }
 
@@ -73,7 +73,7 @@ macro_rules! forward {
                 self.$target().inspect(key)
             }
 
-            fn reopen<'a>(&'a self, key: &'a $crate::key::Key, attempt: u32) -> $crate::store::StoreFuture<'a, $crate::record::Write> {
+            fn reopen<'a>(&'a self, key: &'a $crate::key::Key, attempt: u32) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
                 self.$target().reopen(key, attempt)
             }
         }

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use super::{Answers, StoreError};
-use crate::record::Write;
+use crate::record::Verdict;
 
 /// The future of a store call: an answer that is there at once, or a boxed future.
 ///
@@ -46,7 +46,7 @@ impl<'a> StoreFuture<'a, ()> {
     /// For [`Store::renew`](super::Store::renew) of a store whose answers come together, in the order of the leases.
     pub fn renewed(
         answer: &'a Answers<'a>,
-        renewed: impl Future<Output = Result<Vec<Write>, StoreError>> + Send + 'a,
+        renewed: impl Future<Output = Result<Vec<Verdict>, StoreError>> + Send + 'a,
     ) -> Self {
         Self::new(async move {
             renewed.await?.into_iter().enumerate().for_each(|(at, write)| answer(at, write));

@@ -16,8 +16,8 @@ pub use self::future::StoreFuture;
 pub use self::heartbeat::Heartbeats;
 pub(crate) use self::heartbeat::Standing;
 use crate::key::Key;
-use crate::policy::{InvalidPolicy, Policy};
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::policy::{Policy, PolicyProblem};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::sync::lock;
 
 /// Where records are kept.
@@ -25,11 +25,11 @@ use crate::sync::lock;
 /// The contract, which the suite in `idem_runtime::conformance` (feature `conformance`) checks:
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
-///   one is answered [`Reservation::Reserved`]. What a reservation does with the record it meets is decided by
-///   [`Record::meet`](crate::Record::meet); the store makes that decision atomic.
+///   one is answered [`Reservation::Granted`]. What a reservation does with the record it meets is decided by
+///   [`Record::admit`](crate::Record::admit); the store makes that decision atomic.
 /// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
 ///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
-///   number of the attempt. A refusal is an answer ([`Write::Refused`]), not an error.
+///   number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token; one that took effect although its answer
 ///   got lost is recognised as done.
 /// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released one is kept for `ttl` from
@@ -73,7 +73,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer; it is never an answer such as "no record".
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation>;
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation>;
 
     /// Renews the leases and calls `answer` for each, by its place in `leases`, as soon as the store has answered for it. A
     /// lease that has lapsed is renewed if nobody took over.
@@ -92,7 +92,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write>;
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict>;
 
     /// Ends the attempt without a result, keeps the record for `lease.ttl` from now, and wakes its waiters.
     ///
@@ -100,7 +100,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write>;
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
     /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early.
     ///
@@ -122,17 +122,17 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm.
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write>;
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
 }
 
 /// Takes what a store says of one lease of [`Store::renew`]: its place among the leases, and the answer.
-pub type Answers<'a> = dyn Fn(usize, Write) + Send + Sync + 'a;
+pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;
 
 /// Renews `leases`, and waits for all answers.
 ///
 /// # Errors
 /// [`StoreError`] if a lease got no answer; each of them is then renewed or not.
-pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Write>, StoreError> {
+pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Verdict>, StoreError> {
     let answers = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| {
         if let Some(slot) = lock(&answers).get_mut(at) {
@@ -144,7 +144,7 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
     match (answers, renewed) {
         (Some(answers), _) => Ok(answers),
         (None, Err(error)) => Err(error),
-        (None, Ok(())) => Err(StoreError::new(StoreErrorKind::Unknown, "the store did not answer for a lease")),
+        (None, Ok(())) => Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store did not answer for a lease")),
     }
 }
 
@@ -154,7 +154,7 @@ impl Policy {
     /// policy only warns.
     ///
     /// # Errors
-    /// [`InvalidPolicy`] names the option that can't be honoured and what to write instead.
+    /// [`PolicyProblem`] names the option that can't be honoured and what to write instead.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -162,14 +162,14 @@ impl Policy {
     ///
     /// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400)).lease(Duration::from_secs(10));
     /// PAYMENTS.check_with(&MemoryStore::new())?;
-    /// # Ok::<(), idem_runtime::InvalidPolicy>(())
+    /// # Ok::<(), idem_runtime::PolicyProblem>(())
     /// ```
-    pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), InvalidPolicy> {
+    pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), PolicyProblem> {
         self.check()?;
         let response_timeout = store.response_timeout();
         if self.lease > response_timeout {
             return Ok(());
         }
-        Err(InvalidPolicy::LeaseBelowResponseTimeout { lease: self.lease, response_timeout })
+        Err(PolicyProblem::LeaseBelowResponseTimeout { lease: self.lease, response_timeout })
     }
 }

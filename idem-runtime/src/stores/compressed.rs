@@ -9,7 +9,7 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Payload, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
@@ -21,7 +21,7 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 ///
 /// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and kept so if that made it smaller. A
 /// record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a finished
-/// operation whose result is unavailable ([`Payload::Unreadable`]), never a second run. All consumers of one store need the
+/// operation whose result is unavailable ([`StoredResult::Unreadable`]), never a second run. All consumers of one store need the
 /// wrapper: one without it is told that codec `idem:zstd` wrote the result. Results that are not compressed are written
 /// unchanged, so the wrapper can be added at any time.
 ///
@@ -41,7 +41,7 @@ pub struct Compressed(Arc<Shared>);
 impl Compressed {
     /// Compresses what goes into `store`, with the default settings of [`CompressedOptions`].
     pub fn new(store: impl Store) -> Self {
-        Self::options().around(store)
+        Self::options().wrap(store)
     }
 
     /// Settings for a store.
@@ -91,7 +91,7 @@ impl CompressedOptions {
 
     /// Compresses what goes into `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
-    pub fn around(self, store: impl Store) -> Compressed {
+    pub fn wrap(self, store: impl Store) -> Compressed {
         Compressed(self.open(store.handle()))
     }
 
@@ -151,8 +151,8 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
 
 impl Shared {
     /// The payload in its stored form; `None` if it is stored unchanged.
-    fn pack(&self, payload: &Payload) -> Option<Payload> {
-        let Payload::Stored { codec, bytes } = payload else { return None };
+    fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
+        let StoredResult::Encoded { codec, bytes } = payload else { return None };
         let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)
             .then(|| compress(self.options.level, bytes))
             .flatten()
@@ -162,13 +162,13 @@ impl Shared {
             None if *codec == CODEC => envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]),
             None => return None,
         };
-        Some(Payload::Stored { codec: CODEC, bytes })
+        Some(StoredResult::Encoded { codec: CODEC, bytes })
     }
 
-    fn unpack(&self, payload: &mut Payload) {
-        if let Payload::Stored { codec: CODEC, bytes } = payload {
+    fn unpack(&self, payload: &mut StoredResult) {
+        if let StoredResult::Encoded { codec: CODEC, bytes } = payload {
             *payload = match self.open(bytes) {
-                Ok((codec, bytes)) => Payload::Stored { codec, bytes },
+                Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes },
                 Err(reason) => unreadable(reason),
             };
         }
@@ -201,7 +201,7 @@ impl Store for Shared {
 
     hand_on!();
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             let mut answer = self.inner.reserve(request).await?;
             if let Reservation::Finished(record) = &mut answer
@@ -213,12 +213,12 @@ impl Store for Shared {
         })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         if !envelope::concerns(finish, CODEC, self.options.above) {
             return self.inner.finish(lease, finish);
         }
         StoreFuture::new(async move {
-            match self.pack(finish.payload()) {
+            match self.pack(finish.result()) {
                 Some(packed) => self.inner.finish(lease, &envelope::replaced(finish, packed)).await,
                 None => self.inner.finish(lease, finish).await,
             }
@@ -237,7 +237,7 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.inner.reopen(key, attempt)
     }
 }

@@ -2,7 +2,7 @@
 //! write into records in place of a result.
 //!
 //! A record with an envelope names a codec that no handler has. So a consumer without the wrapper gets
-//! `Unavailable::OtherCodec` instead of reading something else. Version 1, integers big-endian:
+//! `ResultProblem::OtherCodec` instead of reading something else. Version 1, integers big-endian:
 //!
 //! | bytes | content |
 //! |---|---|
@@ -16,7 +16,7 @@
 use bytes::Bytes;
 
 use crate::codec::CodecName;
-use crate::record::{Finish, Payload, Record, State};
+use crate::record::{Finish, Record, State, StoredResult};
 
 const VERSION: u8 = 1;
 
@@ -85,14 +85,14 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
 /// Whether `finish` may have to be written in another form: its result has more than `above` bytes, or its codec has the
 /// envelope's own name.
 pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
-    match finish.payload() {
-        Payload::Stored { codec, bytes } => *codec == envelope || bytes.len() > above,
+    match finish.result() {
+        StoredResult::Encoded { codec, bytes } => *codec == envelope || bytes.len() > above,
         _ => false,
     }
 }
 
 /// `finish` with another payload.
-pub(crate) fn replaced(finish: &Finish, payload: Payload) -> Finish {
+pub(crate) fn replaced(finish: &Finish, payload: StoredResult) -> Finish {
     match finish {
         Finish::Completed(_) => Finish::Completed(payload),
         Finish::Failed(_) => Finish::Failed(payload),
@@ -100,7 +100,7 @@ pub(crate) fn replaced(finish: &Finish, payload: Payload) -> Finish {
 }
 
 /// The payload of a finished record.
-pub(crate) fn payload_of(record: &mut Record) -> Option<&mut Payload> {
+pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
     match &mut record.state {
         State::Completed(payload) | State::Failed(payload) => Some(payload),
         _ => None,
@@ -108,6 +108,6 @@ pub(crate) fn payload_of(record: &mut Record) -> Option<&mut Payload> {
 }
 
 /// The payload in place of one that can't be read.
-pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> Payload {
-    Payload::Unreadable { reason: reason.into() }
+pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> StoredResult {
+    StoredResult::Unreadable { reason: reason.into() }
 }

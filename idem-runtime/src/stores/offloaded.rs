@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use crate::codec::CodecName;
 use crate::future::race;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Payload, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper::{self, hand_on};
@@ -34,7 +34,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely uploaded.
 /// - *Durability*: the record's is that of the store; the result lasts while its object does. A result whose object is
 ///   missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
-///   ([`Payload::Unreadable`], an error for the caller): the operation is still finished, and never runs again.
+///   ([`StoredResult::Unreadable`], an error for the caller): the operation is still finished, and never runs again.
 /// - *Limits*: those of the object store for one `PUT`.
 /// - *Cost*: for a large result, one `PUT` more at the first run and one `GET` more at each replay; for others, nothing.
 ///
@@ -66,7 +66,7 @@ pub struct Offloaded(Arc<Shared>);
 impl Offloaded {
     /// Keeps large results in `objects` and everything else in `store`, with the default settings of [`OffloadedOptions`].
     pub fn new(store: impl Store, objects: Arc<dyn ObjectStore>) -> Self {
-        Self::options().around(store, objects)
+        Self::options().wrap(store, objects)
     }
 
     /// Settings for a store.
@@ -136,7 +136,7 @@ impl OffloadedOptions {
 
     /// Keeps large results in `objects` and everything else in `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
-    pub fn around(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
+    pub fn wrap(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
         Offloaded(self.open(store.handle(), objects))
     }
 
@@ -236,7 +236,7 @@ impl Shared {
 
     async fn upload(&self, lease: &Lease, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
         // The lease of a handler that was ready at once is not renewed during the upload.
-        let limit = self.options.timeout.min(lease.lease / 3);
+        let limit = self.options.timeout.min(lease.duration / 3);
         self.try_for(limit, || async {
             self.objects.put(path, PutPayload::from_bytes(bytes.clone())).await?;
             Ok(())
@@ -253,8 +253,8 @@ impl Shared {
     }
 
     /// Writes a finish whose result is not part of the record, or not in its original form.
-    async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
-        let Payload::Stored { codec, bytes } = finish.payload() else {
+    async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
+        let StoredResult::Encoded { codec, bytes } = finish.result() else {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
@@ -264,12 +264,12 @@ impl Shared {
                 Ok(()) => {
                     let rest = [&digest[..], path.as_ref().as_bytes()];
                     let bytes = envelope::seal(Form::Object, codec, bytes.len(), &rest);
-                    let offloaded = envelope::replaced(finish, Payload::Stored { codec: CODEC, bytes });
+                    let offloaded = envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes });
                     let written = self.inner.finish(lease, &offloaded).await;
                     // Only if no write of this attempt can have taken effect, or still will: a record must not lose its
                     // object.
                     match &written {
-                        Ok(Write::Refused) => self.remove(&path).await,
+                        Ok(Verdict::Refused) => self.remove(&path).await,
                         Err(error) if error.kind() == StoreErrorKind::TooLarge => self.remove(&path).await,
                         _ => {}
                     }
@@ -283,21 +283,21 @@ impl Shared {
         }
         if *codec == CODEC {
             let bytes = envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]);
-            let sealed = envelope::replaced(finish, Payload::Stored { codec: CODEC, bytes });
+            let sealed = envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes });
             return self.inner.finish(lease, &sealed).await;
         }
         self.inner.finish(lease, finish).await
     }
 
     /// The payload that the envelope in `bytes` stands for.
-    async fn open(&self, bytes: &Bytes) -> Result<Payload, Failure> {
+    async fn open(&self, bytes: &Bytes) -> Result<StoredResult, Failure> {
         const DAMAGED: Failure = Failure::Gone("what the record says of its object is damaged");
         let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
             Ok(envelope) => envelope,
             Err(reason) => return Ok(unreadable(reason)),
         };
         if form == Form::AsItWas as u8 && rest.len() as u64 == size {
-            return Ok(Payload::Stored { codec, bytes: rest });
+            return Ok(StoredResult::Encoded { codec, bytes: rest });
         }
         if form != Form::Object as u8 || rest.len() < DIGEST_BYTES {
             return Err(DAMAGED);
@@ -315,7 +315,7 @@ impl Shared {
             })
             .await?;
         match Sha256::digest(&bytes)[..] == digest[..] {
-            true => Ok(Payload::Stored { codec, bytes }),
+            true => Ok(StoredResult::Encoded { codec, bytes }),
             false => Err(Failure::Gone("its object was altered")),
         }
     }
@@ -333,12 +333,12 @@ impl Store for Shared {
 
     hand_on!();
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             let mut answer = self.inner.reserve(request).await?;
             if let Reservation::Finished(record) = &mut answer
                 && let Some(payload) = envelope::payload_of(record)
-                && let Payload::Stored { codec: CODEC, bytes } = payload
+                && let StoredResult::Encoded { codec: CODEC, bytes } = payload
             {
                 // Never an error: under `on_store_error = run` that would run a finished operation again.
                 *payload = self.open(bytes).await.unwrap_or_else(|failure| {
@@ -350,7 +350,7 @@ impl Store for Shared {
         })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         match envelope::concerns(finish, CODEC, self.options.above) {
             true => StoreFuture::new(self.finish_offloaded(lease, finish)),
             false => self.inner.finish(lease, finish),
@@ -362,7 +362,7 @@ impl Store for Shared {
             let mut inspection = self.inner.inspect(key).await?;
             if let Some(Inspection { record, .. }) = &mut inspection
                 && let Some(payload) = envelope::payload_of(record)
-                && let Payload::Stored { codec: CODEC, bytes } = payload
+                && let StoredResult::Encoded { codec: CODEC, bytes } = payload
             {
                 *payload = match self.open(bytes).await {
                     Ok(payload) => payload,
@@ -377,7 +377,7 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.inner.reopen(key, attempt)
     }
 }

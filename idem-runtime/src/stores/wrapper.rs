@@ -59,7 +59,7 @@ macro_rules! hand_on {
             &'a self,
             lease: &'a $crate::record::Lease,
             release: $crate::record::Release,
-        ) -> $crate::store::StoreFuture<'a, $crate::record::Write> {
+        ) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
             self.inner.release(lease, release)
         }
 

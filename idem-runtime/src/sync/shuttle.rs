@@ -329,6 +329,10 @@ impl Clock for TestClock {
         self.time.now()
     }
 
+    fn wall(&self) -> Duration {
+        self.time.wall()
+    }
+
     fn sleep(&self, duration: Duration) -> Sleep {
         self.time.sleep(duration)
     }

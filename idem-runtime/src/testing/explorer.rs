@@ -98,14 +98,14 @@ impl Answer {
     fn tell(&self) -> String {
         let outcome = &self.outcome;
         let attempt = outcome.attempt().map_or_else(String::new, |number| format!(" attempt {number}"));
-        let mut told = match (outcome.replayed(), outcome.executed(), outcome.refused()) {
+        let mut told = match (outcome.replayed(), outcome.executed(), outcome.refusal()) {
             (true, ..) => format!("gets the result of{attempt}"),
             (_, _, Some(refusal)) => format!("is refused ({refusal:?})"),
             (_, true, None) if outcome.recorded() => format!("has run{attempt} and recorded it"),
             (_, true, None) => format!("has run{attempt} and recorded nothing"),
             (_, false, None) => "has come to its end".to_owned(),
         };
-        if outcome.refused().is_none()
+        if outcome.refusal().is_none()
             && let Some(error) = &self.error
         {
             let shown: String = error.chars().take(SHOWN).collect();
@@ -415,7 +415,7 @@ enum Ended {
 
 impl Ended {
     fn is_in_progress(&self) -> bool {
-        matches!(self, Self::Answered(answer) if answer.outcome.refused() == Some(Refusal::InProgress))
+        matches!(self, Self::Answered(answer) if answer.outcome.refusal() == Some(Refusal::InProgress))
     }
 }
 

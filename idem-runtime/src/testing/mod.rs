@@ -36,7 +36,7 @@
 //!
 //! #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
 //! async fn charge_with_key(app: &App, order: u32) -> std::io::Result<u32> {
-//!     let key = current().unwrap().child_key("charge"); // The same on every attempt.
+//!     let key = current()?.child_key("charge"); // The same on every attempt.
 //!     app.worker.effect("charge").key(key).await.map_err(std::io::Error::other)?;
 //!     Ok(order)
 //! }

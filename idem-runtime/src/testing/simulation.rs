@@ -73,7 +73,7 @@ impl Random {
 /// }
 ///
 /// let simulation = Simulation::new(7);
-/// let store = MemoryStore::with_clock(simulation.clock());
+/// let store = MemoryStore::options().clock(simulation.clock()).build();
 /// let call = |store: MemoryStore| async move { observe(ship(&store, 42)).await.1 };
 /// simulation.run(async {
 ///     // A worker that is dropped at the first await of its handler; two others.

@@ -156,6 +156,10 @@ impl Clock for SimulatedClock {
         Instant::new(self.0.origin.elapsed())
     }
 
+    fn wall(&self) -> Duration {
+        self.now().since_origin()
+    }
+
     fn sleep(&self, duration: Duration) -> Sleep {
         Box::pin(Sleeper { clock: self.clone(), until: self.now().saturating_add(duration), asleep: None })
     }

@@ -17,7 +17,7 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
 use crate::engine::current;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward, renew_all};
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
@@ -236,7 +236,7 @@ impl fmt::Debug for Effect {
 }
 
 async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<bool, NoAnswer> {
-    let attempt = current().map(|attempt| attempt.number());
+    let attempt = current().ok().map(|attempt| attempt.number());
     let world = &worker.0.world;
     let cut = world.count(&worker, Point::Effect, |state| &mut state.effect_calls, &name);
     if cut.is_some_and(Cut::stands_still) {
@@ -334,7 +334,7 @@ impl Shared {
             worker.travel(|| format!("after `{what}`, before the store's answer arrives")).await;
             if matches!(cut, Some(Cut::AnswerLost)) {
                 world.tell(&format!("`{what}` is done, and the store's answer gets lost"));
-                return Err(StoreError::new(StoreErrorKind::Unknown, "the store's answer got lost"));
+                return Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store's answer got lost"));
             }
             answer
         })
@@ -366,7 +366,7 @@ impl Store for Shared {
         self.worker.0.memory.heartbeats()
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         self.ask("reserve", move |memory| {
             let world = &self.worker.0.world;
             StoreFuture::new(async move {
@@ -383,11 +383,11 @@ impl Store for Shared {
         StoreFuture::renewed(answer, self.ask("renew", move |memory| StoreFuture::new(renew_all(memory, leases))))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.ask("finish", move |memory| memory.finish(lease, finish))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.ask("release", move |memory| memory.release(lease, release))
     }
 
@@ -399,7 +399,7 @@ impl Store for Shared {
         self.ask("inspect", move |memory| memory.inspect(key))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.ask("reopen", move |memory| memory.reopen(key, attempt))
     }
 }
@@ -440,7 +440,7 @@ pub(super) struct Happened {
 
 impl World {
     pub(super) fn new(clock: SimulatedClock, scenario: Scenario, lease: Duration) -> Arc<Self> {
-        let memory = MemoryStore::with_clock(clock.clone());
+        let memory = MemoryStore::options().clock(clock.clone()).build();
         let state = Mutex::new(WorldState { lease, ..WorldState::default() });
         Arc::new(Self { clock, memory, scenario, state, taken_over: Notify::new() })
     }
@@ -552,12 +552,12 @@ impl World {
         true
     }
 
-    fn reserved(&self, worker: &Worker, request: &Reserve, reservation: &Reservation) {
+    fn reserved(&self, worker: &Worker, request: &ReserveRequest, reservation: &Reservation) {
         {
             let mut state = lock(&self.state);
             state.lease = state.lease.max(request.lease);
         }
-        if let Reservation::Reserved { lease, takeover } = reservation {
+        if let Reservation::Granted { lease, takeover } = reservation {
             let how = if *takeover { "takes over" } else { "reserves" };
             self.tell(&format!("worker {} {how} {} as attempt {}", worker.number(), lease.key, lease.attempt));
             if *takeover {

@@ -1,6 +1,6 @@
 //! The configurations that are checked: the calls, their policies, and how many faults occur.
 
-use idem_runtime::{OnCrash, Reserve};
+use idem_runtime::{OnCrash, ReserveRequest};
 
 use super::mutants::Mutant;
 use super::properties::Scene;
@@ -96,7 +96,7 @@ pub(crate) struct Config {
     pub(crate) scenes: &'static [Scene],
     pub(crate) mutant: Option<Mutant>,
     /// The request of each call, ready for the runtime's own functions.
-    pub(crate) requests: Vec<Reserve>,
+    pub(crate) requests: Vec<ReserveRequest>,
 }
 
 impl Config {
@@ -145,7 +145,7 @@ impl Config {
     }
 
     /// The request of the call that `token` belongs to.
-    pub(crate) fn request(&self, token: Token) -> Reserve {
+    pub(crate) fn request(&self, token: Token) -> ReserveRequest {
         let who = holder(token);
         match token == who {
             true => self.requests[usize::from(who)].clone(),

@@ -2,7 +2,7 @@
 //!
 //! Mistakes of calls are made where the step is made; mistakes of the store's decisions are made here.
 
-use idem_runtime::{OnCrash, Owner, Record, Reserve, State};
+use idem_runtime::{OnCrash, OwnerToken, Record, ReserveRequest, State};
 
 use super::properties::{ENDS, Rule};
 use super::state::Slot;
@@ -199,7 +199,13 @@ mutants! {
 
 impl Mutant {
     /// Applies the mistake to a reservation and the record that it meets.
-    pub(crate) fn before_meeting(self, met: &Slot, record: &mut Record, asked: &mut Reserve, lapses_in: &mut u8) {
+    pub(crate) fn before_meeting(
+        self,
+        met: &Slot,
+        record: &mut Record,
+        asked: &mut ReserveRequest,
+        lapses_in: &mut u8,
+    ) {
         let lapsed = met.is_pending() && *lapses_in == 0;
         let skips_fingerprint = match self {
             Self::FingerprintSkippedWhileLive => met.is_pending() && !lapsed,
@@ -222,9 +228,9 @@ impl Mutant {
                 }
             }
             Self::FailOfCallerIgnored if lapsed => asked.on_crash = OnCrash::Retry,
-            Self::OwnReservationIsForeign => record.owner = Owner::from_bytes([u8::MAX; Owner::BYTES]),
+            Self::OwnReservationIsForeign => record.owner = OwnerToken::from_bytes([u8::MAX; OwnerToken::BYTES]),
             Self::LateReservationPasses if record.state == State::Released => {
-                record.owner = Owner::from_bytes([u8::MAX; Owner::BYTES]);
+                record.owner = OwnerToken::from_bytes([u8::MAX; OwnerToken::BYTES]);
             }
             Self::MaxAttemptsIgnored => asked.max_attempts = None,
             _ => {}
@@ -234,7 +240,7 @@ impl Mutant {
     /// Applies the mistake to the record of a new attempt.
     pub(crate) fn before_replacing(self, met: &Slot, with: &mut Record, takeover: bool) {
         match self {
-            Self::TakeoverKeepsToken if takeover => with.owner = Owner::from_bytes([met.owner; Owner::BYTES]),
+            Self::TakeoverKeepsToken if takeover => with.owner = OwnerToken::from_bytes([met.owner; OwnerToken::BYTES]),
             Self::TakeoverKeepsNumber if takeover => with.attempt = met.attempt.into(),
             _ => {}
         }

@@ -4,7 +4,7 @@
 //! also its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::Record) in that form;
 //! `store.rs` converts in both directions.
 
-use idem_runtime::{OnCrash, Release, Write};
+use idem_runtime::{OnCrash, Release, Verdict};
 
 use super::properties::Broken;
 
@@ -181,18 +181,18 @@ pub(crate) enum Answer {
     TooLarge,
 }
 
-/// [`Write`] with a hash.
+/// [`Verdict`] with a hash.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Done {
     Done,
     Refused,
 }
 
-impl From<Write> for Done {
-    fn from(write: Write) -> Self {
+impl From<Verdict> for Done {
+    fn from(write: Verdict) -> Self {
         match write {
-            Write::Done => Self::Done,
-            Write::Refused => Self::Refused,
+            Verdict::Applied => Self::Done,
+            Verdict::Refused => Self::Refused,
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! `traces.rs` runs the calls of this file beside the real engine.
 
-use idem_runtime::{OnCrash, Write};
+use idem_runtime::{OnCrash, Verdict};
 use stateright::{Model, Property};
 
 use super::config::{Config, Plan};
@@ -605,7 +605,7 @@ fn reopens(config: &Config, world: &mut World, key: u8) {
     let Some(met) = world.slots[usize::from(key)] else { return };
     let reading = Reading { now: world.now, skew: None };
     let done = store::reopens(config, &mut world.slots[usize::from(key)], met.attempt, reading);
-    if done == Write::Done {
+    if done == Verdict::Applied {
         properties::audit_reopen(config, world, &met, key);
         wake(config, world, key);
         forgive(config, world, key);

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::{
-    CodecName, Fingerprint, Key, Lease, Meeting, OnCrash, Owner, Payload, Record, Reservation, Reserve, State, Write,
+    Admission, CodecName, Fingerprint, Key, Lease, OnCrash, OwnerToken, Record, Reservation, ReserveRequest, State,
+    StoredResult, Verdict,
 };
 
 use super::config::{Config, Plan};
@@ -21,8 +22,8 @@ pub(crate) const TTL: Duration = Duration::from_secs(3600);
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
 /// The request of a call, as the engine would make it.
-pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> Reserve {
-    Reserve {
+pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
+    ReserveRequest {
         key: Key::new("model", u32::from(plan.key)).expect("a key"),
         owner: owner(token),
         lease: TICK * u32::from(lease),
@@ -33,8 +34,8 @@ pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> Reserve {
     }
 }
 
-fn owner(token: Token) -> Owner {
-    Owner::from_bytes([token; Owner::BYTES])
+fn owner(token: Token) -> OwnerToken {
+    OwnerToken::from_bytes([token; OwnerToken::BYTES])
 }
 
 fn fingerprint(mark: u8) -> Fingerprint {
@@ -43,21 +44,21 @@ fn fingerprint(mark: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-pub(crate) fn payload(kept: Kept) -> Payload {
+pub(crate) fn payload(kept: Kept) -> StoredResult {
     match kept {
         Kept::Stored(who) => {
             let at = usize::from(who);
             let codec = CodecName::new(b"model").expect("a name");
-            Payload::Stored { codec, bytes: Bytes::from_static(&RESULTS[at..=at]) }
+            StoredResult::Encoded { codec, bytes: Bytes::from_static(&RESULTS[at..=at]) }
         }
-        Kept::TooLarge(who) => Payload::TooLarge { bytes: who.into() },
+        Kept::TooLarge(who) => StoredResult::TooLarge { size: who.into() },
     }
 }
 
-pub(crate) fn kept(payload: &Payload) -> Kept {
+pub(crate) fn kept(payload: &StoredResult) -> Kept {
     match payload {
-        Payload::Stored { bytes, .. } => Kept::Stored(bytes[0]),
-        Payload::TooLarge { bytes } => Kept::TooLarge(small(*bytes)),
+        StoredResult::Encoded { bytes, .. } => Kept::Stored(bytes[0]),
+        StoredResult::TooLarge { size } => Kept::TooLarge(small(*size)),
         other => unreachable!("no configuration writes {other:?}"),
     }
 }
@@ -103,7 +104,7 @@ impl Slot {
         Record {
             owner: owner(self.owner),
             attempt: self.attempt.into(),
-            starts: self.starts.into(),
+            attempts_used: self.starts.into(),
             fingerprint: self.mark.map(fingerprint),
             state: self.stand.state(TICK * u32::from(lease)),
         }
@@ -114,7 +115,7 @@ impl Slot {
         Self {
             owner: record.owner.as_bytes()[0],
             attempt: small(record.attempt),
-            starts: small(record.starts),
+            starts: small(record.attempts_used),
             mark: record.fingerprint.map(|mark| mark.as_bytes()[1]),
             stand: Stand::from(&record.state),
             lapses_at: if record.is_pending() { lapses_at } else { 0 },
@@ -133,10 +134,10 @@ impl Met {
 /// The store's answer in the model's form.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
-        Reservation::Reserved { lease, takeover } => {
-            Answer::Reserved { attempt: small(lease.attempt), starts: small(lease.starts), takeover: *takeover }
+        Reservation::Granted { lease, takeover } => {
+            Answer::Reserved { attempt: small(lease.attempt), starts: small(lease.attempts_used), takeover: *takeover }
         }
-        Reservation::Pending { attempt, lapses_in } => {
+        Reservation::InProgress { attempt, lapses_in } => {
             Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
         }
         Reservation::Finished(record) => match &record.state {
@@ -144,9 +145,9 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
             State::Failed(payload) => Answer::Finished { kept: kept(payload), ok: false },
             other => unreachable!("{other:?} is not finished"),
         },
-        Reservation::Mismatch { .. } => Answer::Mismatch,
+        Reservation::FingerprintMismatch { .. } => Answer::Mismatch,
         Reservation::Interrupted { .. } => Answer::Interrupted,
-        Reservation::Exhausted { .. } => Answer::Exhausted,
+        Reservation::AttemptsExhausted { .. } => Answer::Exhausted,
         Reservation::Released { .. } => Answer::Released,
         other => unreachable!("{other:?} is not in the model"),
     }
@@ -192,7 +193,7 @@ pub(crate) fn reserves(
     let lapses_at = reading.now + config.lease;
     let reserved = |slot: &mut Option<Slot>, record: &Record, takeover| {
         *slot = Some(Slot::of(record, lapses_at));
-        answer(&Reservation::Reserved { lease: record.lease(request), takeover })
+        answer(&Reservation::Granted { lease: record.lease(request), takeover })
     };
     let Some(met) = *slot else {
         return match over {
@@ -206,12 +207,12 @@ pub(crate) fn reserves(
     if let Some(mutant) = config.mutant {
         mutant.before_meeting(&met, &mut record, &mut asked, &mut lapses_in);
     }
-    match record.meet(&asked, TICK * u32::from(lapses_in)) {
-        Meeting::Answer(told) => answer(&told),
-        Meeting::Replace { .. } if !in_one_step(config) && over != Some(Met::of(&met)) => {
+    match record.admit(&asked, TICK * u32::from(lapses_in)) {
+        Admission::Answer(told) => answer(&told),
+        Admission::Replace { .. } if !in_one_step(config) && over != Some(Met::of(&met)) => {
             Answer::Free(Some(Met::of(&met)))
         }
-        Meeting::Replace { mut with, takeover } => {
+        Admission::Replace { mut with, takeover } => {
             if let Some(mutant) = config.mutant {
                 mutant.before_replacing(&met, &mut with, takeover);
             }
@@ -286,7 +287,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
         let request = &config.request(token);
         let lease = Lease {
             attempt: attempt.into(),
-            starts: starts.into(),
+            attempts_used: starts.into(),
             fingerprint: met.mark.map(fingerprint),
             ..Record::first(request).lease(request)
         };
@@ -317,13 +318,13 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
 }
 
 /// Lets the next delivery run again, unless attempt `attempt` is not the latest or holds a live lease.
-pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, attempt: u8, reading: Reading) -> Write {
-    let Some(met) = slot.as_mut().filter(|met| met.attempt == attempt) else { return Write::Refused };
+pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, attempt: u8, reading: Reading) -> Verdict {
+    let Some(met) = slot.as_mut().filter(|met| met.attempt == attempt) else { return Verdict::Refused };
     let live = met.is_pending() && reading.until(met.lapses_at, config.mutant) > 0;
     if live && config.mutant != Some(Mutant::ReopenLive) {
-        return Write::Refused;
+        return Verdict::Refused;
     }
     let attempt = if config.mutant == Some(Mutant::ReopenForgetsNumber) { 0 } else { met.attempt };
     *met = Slot { starts: 0, attempt, stand: Stand::Released, lapses_at: 0, revived: 0, ..*met };
-    Write::Done
+    Verdict::Applied
 }

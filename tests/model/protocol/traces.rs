@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use idem_runtime::{
     Answers, Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore,
-    Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Payload, Policy, Record, Release, Reservation, Reserve,
-    State, Store, StoreError, StoreErrorKind, StoreFuture, SystemClock, Write, observe, record_results_if, renew_all,
-    run,
+    Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy, Record, Release, Reservation, ReserveRequest,
+    State, Store, StoreError, StoreErrorKind, StoreFuture, StoredResult, SystemClock, Verdict, observe,
+    record_results_if, renew_all, run,
 };
 use proptest::bool::weighted;
 use proptest::prelude::*;
@@ -152,12 +152,12 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
 /// The numbers of the attempt and of the starts in a lease.
 fn numbers(lease: &Lease) -> (u8, u8) {
     let small = |number: u32| number.try_into().expect("numbers of the model are small");
-    (small(lease.attempt), small(lease.starts))
+    (small(lease.attempt), small(lease.attempts_used))
 }
 
 async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     let clock = ManualClock::new();
-    let real = MemoryStore::with_clock(clock.clone());
+    let real = MemoryStore::options().clock(clock.clone()).build();
     let (mut slots, mut now) = ([None; 2], 0);
     let mut leases: Vec<Lease> = config.requests.iter().map(|request| Record::first(request).lease(request)).collect();
     for step in steps {
@@ -166,7 +166,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
         match *step {
             Step::Reserve(who) | Step::Again(who) => {
                 let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
-                if let (Step::Reserve(_), Reservation::Reserved { lease, .. }) = (step, &found) {
+                if let (Step::Reserve(_), Reservation::Granted { lease, .. }) = (step, &found) {
                     leases[usize::from(who)] = lease.clone();
                 }
                 let modelled = store::reserves(config, &mut slots[key_of(who)], who, None, reading);
@@ -226,13 +226,13 @@ fn key_named(key: u8) -> Key {
 #[derive(Debug)]
 struct Asked {
     what: Real,
-    verdict: oneshot::Sender<Verdict>,
+    verdict: oneshot::Sender<Fate>,
 }
 
 /// A request as the engine made it.
 #[derive(Clone, Debug)]
 enum Real {
-    Reserve(Reserve),
+    Reserve(ReserveRequest),
     Renew(Vec<Lease>),
     Finish(Lease, Finish),
     Release(Lease, Release),
@@ -247,7 +247,7 @@ impl Real {
             (Self::Finish(lease, finish), Ask::Finish { ok, kept, attempt, .. }) => {
                 numbers(lease).0 == attempt
                     && matches!(finish, Finish::Completed(_)) == ok
-                    && matches!(finish.payload(), Payload::Stored { .. }) == matches!(kept, Kept::Stored(_))
+                    && matches!(finish.result(), StoredResult::Encoded { .. }) == matches!(kept, Kept::Stored(_))
             }
             (Self::Release(_, release), Ask::Release(how)) => *release == how.release(),
             _ => false,
@@ -267,7 +267,7 @@ impl Real {
 
 /// The fate of a request.
 #[derive(Clone, Copy, Debug)]
-enum Verdict {
+enum Fate {
     Done,
     /// It is done, and the answer is lost.
     DoneUnheard,
@@ -293,13 +293,13 @@ impl Scripted {
             let (verdict, decided) = oneshot::channel();
             desk.lock().unwrap().push(Asked { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
-            match decided.await.unwrap_or(Verdict::Failed(StoreErrorKind::Unavailable)) {
-                Verdict::Done => inner.await,
-                Verdict::DoneUnheard => {
+            match decided.await.unwrap_or(Fate::Failed(StoreErrorKind::Unavailable)) {
+                Fate::Done => inner.await,
+                Fate::DoneUnheard => {
                     inner.await?;
-                    Err(failed(StoreErrorKind::Unknown))
+                    Err(failed(StoreErrorKind::Unconfirmed))
                 }
-                Verdict::Failed(kind) => Err(failed(kind)),
+                Fate::Failed(kind) => Err(failed(kind)),
             }
         })
     }
@@ -330,7 +330,7 @@ impl Store for Scripted {
         self.inner.heartbeats()
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         self.ask(Real::Reserve(request.clone()), async move { self.inner.reserve(request).await })
     }
 
@@ -339,11 +339,11 @@ impl Store for Scripted {
         StoreFuture::renewed(answer, renewed)
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.ask(Real::Finish(lease.clone(), finish.clone()), async move { self.inner.finish(lease, finish).await })
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.ask(Real::Release(lease.clone(), release), async move { self.inner.release(lease, release).await })
     }
 
@@ -355,7 +355,7 @@ impl Store for Scripted {
         self.inner.inspect(key)
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         self.inner.reopen(key, attempt)
     }
 }
@@ -453,7 +453,7 @@ enum Move {
 impl<'a> Pair<'a> {
     fn new(config: &'a Config) -> Self {
         let clock = ManualClock::seeded(7);
-        let store = Scripted { inner: MemoryStore::with_clock(clock.clone()), desk: Arc::default() };
+        let store = Scripted { inner: MemoryStore::options().clock(clock.clone()).build(), desk: Arc::default() };
         let plan = config.plans[0];
         let operation = Operation::new(&store, Ok(key_named(plan.key)), policy(config, &plan));
         let (body, returned) = oneshot::channel();
@@ -614,11 +614,11 @@ impl<'a> Pair<'a> {
             let others = modelled && holder(bytes[0]) > 0;
             let state = match &record.state {
                 State::Pending { on_crash, .. } => format!("pending {on_crash:?}"),
-                State::Completed(payload) => format!("completed {}", matches!(payload, Payload::Stored { .. })),
-                State::Failed(payload) => format!("failed {}", matches!(payload, Payload::Stored { .. })),
+                State::Completed(payload) => format!("completed {}", matches!(payload, StoredResult::Encoded { .. })),
+                State::Failed(payload) => format!("failed {}", matches!(payload, StoredResult::Encoded { .. })),
                 other => format!("{other:?}"),
             };
-            (others, record.attempt, record.starts, state)
+            (others, record.attempt, record.attempts_used, state)
         };
         prop_assert_eq!(found.map(|it| shown(&it.record)), modelled.as_ref().map(shown));
         Ok(())
@@ -675,32 +675,32 @@ impl<'a> Pair<'a> {
                         | Phase::Ending { line: Line::Answered(Answer::TooLarge), .. }
                 );
                 self.does(Action::Hears(0));
-                let verdict = if too_large { Verdict::Failed(StoreErrorKind::TooLarge) } else { Verdict::Done };
+                let verdict = if too_large { Fate::Failed(StoreErrorKind::TooLarge) } else { Fate::Done };
                 self.tell_main(verdict);
             }
             Move::LoseAnswer => {
                 self.does(Action::StoreDoes(0));
                 let too_large = matches!(self.phase(), Phase::Ending { line: Line::Answered(Answer::TooLarge), .. });
                 self.does(Action::GetsNoAnswer(0));
-                let unknown = Verdict::Failed(StoreErrorKind::Unknown);
-                self.tell_main(if too_large { unknown } else { Verdict::DoneUnheard });
+                let unknown = Fate::Failed(StoreErrorKind::Unconfirmed);
+                self.tell_main(if too_large { unknown } else { Fate::DoneUnheard });
                 self.faults += 1;
             }
             Move::LoseRequest => {
                 let request = pending_request(self.config, &self.world, 0).unwrap();
                 self.late.push((request, self.main.as_ref().unwrap().what.clone()));
                 self.does(Action::GetsNoAnswer(0));
-                self.tell_main(Verdict::Failed(StoreErrorKind::Unknown));
+                self.tell_main(Fate::Failed(StoreErrorKind::Unconfirmed));
                 self.faults += 1;
             }
             Move::TurnAway => {
                 self.does(Action::IsTurnedAway(0));
-                self.tell_main(Verdict::Failed(StoreErrorKind::Unavailable));
+                self.tell_main(Fate::Failed(StoreErrorKind::Unavailable));
                 self.faults += 1;
             }
             Move::RefuseForGood => {
                 self.does(Action::IsRefusedForGood(0));
-                self.tell_main(Verdict::Failed(StoreErrorKind::Corrupt));
+                self.tell_main(Fate::Failed(StoreErrorKind::Corrupt));
                 self.faults += 1;
             }
             Move::Drop => {
@@ -723,7 +723,7 @@ impl<'a> Pair<'a> {
                 } else {
                     self.does(Action::ArrivesLate(self.late_renewal()));
                 }
-                beat.verdict.send(Verdict::Done).unwrap();
+                beat.verdict.send(Fate::Done).unwrap();
             }
             Move::FailBeat => {
                 let beat = self.beat.take().unwrap();
@@ -731,7 +731,7 @@ impl<'a> Pair<'a> {
                     self.does(Action::BeatFails(0));
                 }
                 self.late.push((self.late_renewal(), beat.what));
-                beat.verdict.send(Verdict::Failed(StoreErrorKind::Unknown)).unwrap();
+                beat.verdict.send(Fate::Failed(StoreErrorKind::Unconfirmed)).unwrap();
                 self.faults += 1;
             }
             Move::Arrive(at) => {
@@ -791,7 +791,7 @@ impl<'a> Pair<'a> {
         real.arrives(&self.store.inner).await;
     }
 
-    fn tell_main(&mut self, verdict: Verdict) {
+    fn tell_main(&mut self, verdict: Fate) {
         self.main.take().unwrap().verdict.send(verdict).unwrap();
     }
 }
@@ -899,24 +899,24 @@ fn another_ending_is_not_agreed_with() {
 #[cfg(feature = "dynamodb")]
 #[test]
 fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
-    use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     use idem_runtime::DynamoStore;
+    use idem_tests::WallClock;
     use idem_tests::dynamo::{Kind, TABLE, Wire, client};
 
     const LEASE: u8 = 5;
     const SKEW: u8 = 2;
     let endpoint = Kind::Dynoxide.shared();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let clocks: [_; 4] = std::array::from_fn(|_| Arc::new(AtomicI64::new(0)));
+    let clocks: [_; 4] = std::array::from_fn(|_| WallClock::default());
     let stores = clocks.each_ref().map(|clock| {
-        let clock = Arc::clone(clock);
         DynamoStore::options()
-            .prefix("protocol:")
-            .call_timeout(Duration::from_secs(60))
+            .namespace("protocol:")
+            .response_timeout(Duration::from_secs(60))
             .max_clock_skew(Duration::from_millis(SKEW.into()))
-            .wall_clock(move || clock.load(Ordering::SeqCst))
-            .open(client(&Wire::to(&endpoint)), TABLE)
+            .clock(clock.clone())
+            .build(client(&Wire::to(&endpoint)), TABLE)
     });
     let histories = AtomicU32::new(0);
     let traces = (plans(), any::<[bool; 4]>(), proptest::collection::vec(step(), 1..40));
@@ -924,7 +924,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
         let mut config = Config::of(&plans);
         config.lease = LEASE;
         let history = histories.fetch_add(1, Ordering::SeqCst);
-        let of = |request: &Reserve| Reserve {
+        let of = |request: &ReserveRequest| ReserveRequest {
             key: Key::new("model", format!("{history}:{}", request.key.text())).unwrap(),
             lease: Duration::from_millis(LEASE.into()),
             ..request.clone()
@@ -937,7 +937,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
             for step in steps {
                 let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };
                 for (who, clock) in (0..).zip(&clocks) {
-                    clock.store(read(who).into(), Ordering::SeqCst);
+                    clock.millis.store(read(who).into(), Ordering::SeqCst);
                 }
                 let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
                 let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
@@ -945,11 +945,11 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                     Step::Reserve(who) | Step::Again(who) => {
                         let at = usize::from(who);
                         let found = stores[at].reserve(&requests[at]).await.unwrap();
-                        if let (Step::Reserve(_), Reservation::Reserved { lease, .. }) = (step, &found) {
+                        if let (Step::Reserve(_), Reservation::Granted { lease, .. }) = (step, &found) {
                             leases[at] = lease.clone();
                         }
                         let found = match found {
-                            Reservation::Pending { attempt, lapses_in } => Answer::Pending {
+                            Reservation::InProgress { attempt, lapses_in } => Answer::Pending {
                                 attempt: attempt.try_into().unwrap(),
                                 lapses_in: lapses_in.as_millis().try_into().unwrap(),
                             },

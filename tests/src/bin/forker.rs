@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use fork::{Fork, WEXITSTATUS, WIFEXITED, fork, waitpid};
-use idem_runtime::{Finish, SqliteStore, Store, StoreErrorKind, Write};
+use idem_runtime::{Finish, SqliteStore, Store, StoreErrorKind, Verdict};
 use idem_tests::calls::{key, request, reserved, stored};
 
 /// For each process.
@@ -34,7 +34,7 @@ async fn record(store: &SqliteStore, name: &str) {
     let lease = reserved(store, name).await;
     let upkeep = store.upkeep();
     idem_runtime::renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
-    assert_eq!(upkeep.finish(&lease, &Finish::Completed(stored(name.to_owned()))).await.unwrap(), Write::Done);
+    assert_eq!(upkeep.finish(&lease, &Finish::Completed(stored(name.to_owned()))).await.unwrap(), Verdict::Applied);
     assert!(store.inspect(&key(name)).await.unwrap().unwrap().record.is_finished());
 }
 
@@ -48,7 +48,7 @@ fn main() {
         if busy {
             // The reservation gets no answer, so it has been taken: the writer waits for the lock.
             let refused = store.reserve(&request(&store, "taken-up")).await.unwrap_err();
-            assert_eq!(refused.kind(), StoreErrorKind::Unknown, "{refused}");
+            assert_eq!(refused.kind(), StoreErrorKind::Unconfirmed, "{refused}");
         } else {
             record(&store, "before").await;
         }

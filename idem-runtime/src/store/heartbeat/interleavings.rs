@@ -8,7 +8,7 @@ use shuttle::future::block_on;
 use super::*;
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Release, Reservation, Reserve};
+use crate::record::{Release, Reservation, ReserveRequest};
 use crate::stores::memory::MemoryStore;
 use crate::sync::atomic::AtomicBool as Flag;
 use crate::sync::{TestClock, explore};
@@ -28,7 +28,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let clock = TestClock::default();
-        Self { store: MemoryStore::with_clock(clock.clone()).handle(), clock, bodies: Arc::default() }
+        Self { store: MemoryStore::options().clock(clock.clone()).build().handle(), clock, bodies: Arc::default() }
     }
 
     fn heartbeats(&self) -> &Heartbeats {
@@ -40,7 +40,7 @@ impl World {
     }
 
     fn reserve(&self, key: u32, lease: Duration) -> Lease {
-        let request = Reserve {
+        let request = ReserveRequest {
             key: Key::new("interleavings", key).expect("a key"),
             owner: self.heartbeats().new_owner(),
             lease,
@@ -50,7 +50,7 @@ impl World {
             max_attempts: None,
         };
         match block_on(self.store.reserve(&request)) {
-            Ok(Reservation::Reserved { lease, .. }) => lease,
+            Ok(Reservation::Granted { lease, .. }) => lease,
             other => panic!("should be reserved, is {other:?}"),
         }
     }
@@ -195,7 +195,7 @@ fn a_task_that_is_dropped_is_followed_by_another() {
             world.hold(&[lease.clone()], 2 * LEASE).await;
             assert!(!body.load(Ordering::SeqCst));
             let released = world.store.release(&lease, Release::Returned).await;
-            assert_eq!(released.expect("released"), Write::Done);
+            assert_eq!(released.expect("released"), Verdict::Applied);
             world.clock.pass(LEASE, |_| {}).await;
             assert!(body.load(Ordering::SeqCst), "not told that its lease is lost");
             world.heartbeats().deregister(lease.owner);
@@ -223,7 +223,7 @@ fn a_body_that_waits_is_woken() {
         };
         block_on(async {
             let released = world.store.release(&loses, Release::Returned).await;
-            assert_eq!(released.expect("released"), Write::Done);
+            assert_eq!(released.expect("released"), Verdict::Applied);
             // All at once, as if the process had been paused.
             world.clock.advance(LEASE + Duration::from_secs(1));
             // The task may have read the time just before.

@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use super::{Store, StoreError, StoreErrorKind};
 use crate::clock::{Clock, Instant};
 use crate::future::race;
-use crate::record::{Lease, Owner, Owners, Write};
+use crate::record::{Lease, OwnerToken, Owners, Verdict};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
@@ -67,7 +67,7 @@ struct Leases {
     abandoned: AtomicBool,
 }
 
-type Shard = HashMap<Owner, Registered, BuildHasherDefault<TokenHasher>>;
+type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
 
 /// Takes the last bytes of an owner token as its hash: they are random already. `Hash` writes the length of the array
 /// first; the last write is the token.
@@ -117,11 +117,11 @@ struct Registered {
 
 impl Registered {
     fn beat(&self) -> Duration {
-        self.lease.lease / 3
+        self.lease.duration / 3
     }
 
     fn held_until(&self) -> Instant {
-        self.confirmed_at.saturating_add(self.lease.lease)
+        self.confirmed_at.saturating_add(self.lease.duration)
     }
 
     /// When the renewal task must look at this lease again.
@@ -188,10 +188,10 @@ impl Heartbeats {
     }
 
     /// An owner token for a new attempt.
-    pub fn new_owner(&self) -> Owner {
+    pub fn new_owner(&self) -> OwnerToken {
         match &self.0.owners {
             Some(owners) => owners.next(),
-            None => Owner::from_bytes(self.0.clock.entropy().to_be_bytes()),
+            None => OwnerToken::from_bytes(self.0.clock.entropy().to_be_bytes()),
         }
     }
 
@@ -264,7 +264,7 @@ impl Heartbeats {
             store: Arc::clone(store),
             lease: lease.clone(),
             confirmed_at,
-            due: confirmed_at.saturating_add(lease.lease / 3),
+            due: confirmed_at.saturating_add(lease.duration / 3),
             asked_at: confirmed_at,
             stop_at: confirmed_at.saturating_add(timeout),
             standing: Standing::Held,
@@ -278,7 +278,7 @@ impl Heartbeats {
     }
 
     /// Whether the body of `owner` may be polled. `waker` is woken when that changes.
-    pub(crate) fn standing(&self, owner: Owner, waker: &Waker) -> Standing {
+    pub(crate) fn standing(&self, owner: OwnerToken, waker: &Waker) -> Standing {
         if !self.0.beats {
             return Standing::Held;
         }
@@ -313,7 +313,7 @@ impl Heartbeats {
 
     /// From here on no time limit and no beat ends the attempt of `owner`: its body has returned, and the store alone
     /// accepts or refuses the rest.
-    pub(crate) fn body_returned(&self, owner: Owner) {
+    pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
             registered.waker = None;
@@ -321,34 +321,34 @@ impl Heartbeats {
     }
 
     /// Stops the heartbeat. Returns when the lease was last confirmed.
-    pub(crate) fn deregister(&self, owner: Owner) -> Option<Instant> {
+    pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         lock(self.0.shard(owner)).remove(&owner).map(|registered| registered.confirmed_at)
     }
 
     /// Notes a renewal that was made elsewhere, and sent at `asked_at`.
-    pub(crate) fn confirmed(&self, owner: Owner, asked_at: Instant) {
+    pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
         if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
         }
     }
 
     /// When the last confirmed reservation or renewal of `owner` was sent.
-    pub(crate) fn confirmed_at(&self, owner: Owner) -> Option<Instant> {
+    pub(crate) fn confirmed_at(&self, owner: OwnerToken) -> Option<Instant> {
         lock(self.0.shard(owner)).get(&owner).map(|registered| registered.confirmed_at)
     }
 
     /// Until when the lease of `owner` is sure to be held, if this handle keeps it alive.
     #[cfg(feature = "redis")]
-    pub(crate) fn held_until(&self, owner: Owner) -> Option<Instant> {
+    pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
         let shard = lock(self.0.shard(owner));
         shard.get(&owner).filter(|registered| registered.standing == Standing::Held).map(Registered::held_until)
     }
 
     /// How long the lease of `owner` is sure to be held; zero once its call has ended.
-    pub(crate) fn lease_remaining(&self, owner: Owner) -> Duration {
+    pub(crate) fn lease_remaining(&self, owner: OwnerToken) -> Duration {
         let shard = lock(self.0.shard(owner));
         match shard.get(&owner) {
-            Some(registered) if !self.0.beats => registered.lease.lease,
+            Some(registered) if !self.0.beats => registered.lease.duration,
             Some(registered) if registered.standing != Standing::Lost => {
                 registered.held_until().saturating_since(self.0.clock.now())
             }
@@ -360,11 +360,11 @@ impl Heartbeats {
     /// does not count: the record may be that of this attempt, ended.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         if !self.0.beats {
-            return lease.lease;
+            return lease.duration;
         }
         let known = lock(self.0.shard(lease.owner)).get(&lease.owner).map(|registered| registered.confirmed_at);
         let confirmed_at = known.unwrap_or(confirmed_at).max(confirmed_at);
-        confirmed_at.saturating_add(lease.lease).saturating_since(self.0.clock.now())
+        confirmed_at.saturating_add(lease.duration).saturating_since(self.0.clock.now())
     }
 
     /// Makes sure that the renewal task scans again.
@@ -409,7 +409,7 @@ impl Drop for Heartbeats {
 }
 
 impl Leases {
-    fn shard(&self, owner: Owner) -> &Mutex<Shard> {
+    fn shard(&self, owner: OwnerToken) -> &Mutex<Shard> {
         &self.shards[usize::from(owner.as_bytes()[0]) % SHARDS]
     }
 
@@ -449,20 +449,20 @@ impl Leases {
     }
 
     /// Enters the store's answer about `lease`, requested at `asked_at`.
-    fn enter(&self, lease: &Lease, asked_at: Instant, write: Write) {
+    fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
         let mut shard = lock(self.shard(lease.owner));
         // The owner may have another attempt by now, if its request was answered anew.
         let Some(registered) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
         let waker = match write {
-            Write::Done => {
+            Verdict::Applied => {
                 let lapsed = registered.held_until() <= self.clock.now();
                 registered.confirmed_at = registered.confirmed_at.max(asked_at);
                 registered.due = registered.confirmed_at.saturating_add(registered.beat());
                 if lapsed { registered.waker.take() } else { None }
             }
-            Write::Refused => registered.turn(Standing::Lost),
+            Verdict::Refused => registered.turn(Standing::Lost),
         };
         drop(shard);
         if let Some(waker) = waker {
@@ -587,10 +587,10 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
         }
     };
     // A call that takes longer keeps no lease, and others have been made since.
-    let longest = due.iter().map(|lease| lease.lease).max().unwrap_or_default();
+    let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewed = race(upkeep.renew(&due, &answer), leases.clock.sleep(longest)).await;
-    let late = || Err(StoreError::new(StoreErrorKind::Unknown, "no answer within a lease"));
+    let late = || Err(StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease"));
     if let Err(error) = renewed.unwrap_or_else(late) {
         tracing::warn!(store = store.name(), leases = due.len(), %error, "leases could not be renewed; trying again");
     }

@@ -13,16 +13,16 @@ fn reserve(store: &impl Store) -> Reservation {
 }
 
 fn finish(store: &impl Store, lease: &Lease) {
-    let written = block_on(store.finish(lease, &Finish::Completed(Payload::Unencodable)));
-    assert_eq!(written.expect("answered"), Write::Done);
+    let written = block_on(store.finish(lease, &Finish::Completed(StoredResult::Unencodable)));
+    assert_eq!(written.expect("answered"), Verdict::Applied);
 }
 
 /// A store in which attempt 1 is finished, and a cache in front of it that does not know. Time stands still: a duplicate
 /// that is not woken waits for ever.
 fn finished() -> (MemoryStore, Cached) {
-    let store = MemoryStore::with_clock(TestClock::default());
+    let store = MemoryStore::options().clock(TestClock::default()).build();
     match reserve(&store) {
-        Reservation::Reserved { lease, .. } => finish(&store, &lease),
+        Reservation::Granted { lease, .. } => finish(&store, &lease),
         other => panic!("unexpected: {other:?}"),
     }
     (store.clone(), Cached::new(store))
@@ -33,8 +33,8 @@ fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {
             Reservation::Finished(record) => return record.attempt,
-            Reservation::Reserved { lease, .. } => finish(store, &lease),
-            Reservation::Pending { .. } => thread::yield_now(),
+            Reservation::Granted { lease, .. } => finish(store, &lease),
+            Reservation::InProgress { .. } => thread::yield_now(),
             other => panic!("unexpected: {other:?}"),
         }
     }
@@ -88,7 +88,7 @@ fn what_was_reopened_is_not_replayed() {
             })
             .collect();
         let key = request(&store, 1).key;
-        assert_eq!(block_on(store.reopen(&key, 1)).expect("answered"), Write::Done);
+        assert_eq!(block_on(store.reopen(&key, 1)).expect("answered"), Verdict::Applied);
         assert_eq!(take_part(&store), 2);
         for thread in threads {
             thread.join().expect("no panic");

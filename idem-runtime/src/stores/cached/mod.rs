@@ -16,7 +16,9 @@ use tokio::sync::futures::OwnedNotified;
 use crate::clock::{Clock, Instant};
 use crate::future::race;
 use crate::key::{Key, KeyHasher};
-use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Payload, Record, Reservation, Reserve, State, Write};
+use crate::record::{
+    Admission, Finish, Inspection, Lease, OwnerToken, Record, Reservation, ReserveRequest, State, StoredResult, Verdict,
+};
 use crate::store::{Store, StoreError, StoreFuture, forward};
 use crate::stores::wrapper::{self, hand_on};
 use crate::sync::{Mutex, MutexGuard, lock};
@@ -40,7 +42,7 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// A bounded cache of finished records in this process, in front of any other store: a replay that hits costs no call.
 ///
 /// Only what can't change is kept: completed and failed records, never pending, released or interrupted ones.
-/// [`Record::meet`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than the
+/// [`Record::admit`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than the
 /// retention of its record, by the process's monotonic clock. A record that this process finished is kept at once. A record
 /// that another process finished is kept from its second replay on, which reads it together with the rest of its retention;
 /// the first two replays cost one call each, as they would without the cache.
@@ -73,7 +75,7 @@ pub struct Cached(Arc<Shared>);
 impl Cached {
     /// Caches finished records of `store`, with the default settings of [`CachedOptions`].
     pub fn new(store: impl Store) -> Self {
-        Self::options().around(store)
+        Self::options().wrap(store)
     }
 
     /// Settings for a cache.
@@ -152,7 +154,7 @@ impl CachedOptions {
 
     /// Caches finished records of `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
-    pub fn around(self, store: impl Store) -> Cached {
+    pub fn wrap(self, store: impl Store) -> Cached {
         let worthwhile = (self.max_entries / LEAST_ENTRIES).min(self.max_bytes / LEAST_BYTES).clamp(1, MOST_SHARDS);
         let shards = 1 << worthwhile.ilog2();
         let inner = store.handle();
@@ -203,7 +205,7 @@ struct Shard {
     making: Vec<Making>,
     made: u64,
     /// The owners of the latest writes, whose results may have taken effect: under way, done, or never answered.
-    writers: VecDeque<Owner>,
+    writers: VecDeque<OwnerToken>,
     /// The reservations under way that others of their key may join.
     flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
 }
@@ -292,7 +294,7 @@ impl Shard {
     }
 
     /// What is known about the key of `request`.
-    fn look_up(&mut self, request: &Reserve, now: Instant) -> Known {
+    fn look_up(&mut self, request: &ReserveRequest, now: Instant) -> Known {
         match self.entries.get_mut(&request.key) {
             None => Known::Nothing,
             Some(entry) if entry.ends_at <= now => {
@@ -302,9 +304,9 @@ impl Shard {
             Some(entry) => {
                 entry.touched = true;
                 match &entry.record {
-                    Some(record) if entry.fresh_until > now => match record.meet(request, Duration::ZERO) {
-                        Meeting::Answer(answer) => Known::Answer(answer),
-                        Meeting::Replace { .. } => Known::Finished,
+                    Some(record) if entry.fresh_until > now => match record.admit(request, Duration::ZERO) {
+                        Admission::Answer(answer) => Known::Answer(answer),
+                        Admission::Replace { .. } => Known::Finished,
                     },
                     _ => Known::Finished,
                 }
@@ -391,7 +393,7 @@ impl Cache {
     fn bytes_of(key: &Key, record: Option<&Record>) -> usize {
         ENTRY_BYTES
             + key.as_str().len()
-            + record.and_then(|record| record.state.payload()).map_or(0, Payload::stored_bytes)
+            + record.and_then(|record| record.state.result()).map_or(0, StoredResult::stored_bytes)
     }
 
     fn put(&self, shard: &mut Shard, key: &Key, record: Option<Record>, fresh_until: Instant, ends_at: Instant) {
@@ -432,7 +434,7 @@ impl Cache {
     }
 
     /// Notes a write of `owner`. Returns whether it is the only one that may have taken effect.
-    fn note_writer(&self, key: &Key, owner: Owner) -> bool {
+    fn note_writer(&self, key: &Key, owner: OwnerToken) -> bool {
         let mut shard = self.shard(key);
         if shard.writers.contains(&owner) {
             return false;
@@ -444,7 +446,7 @@ impl Cache {
         true
     }
 
-    fn forget_writer(&self, key: &Key, owner: Owner) {
+    fn forget_writer(&self, key: &Key, owner: OwnerToken) {
         self.shard(key).writers.retain(|other| *other != owner);
     }
 }
@@ -452,12 +454,12 @@ impl Cache {
 /// Whether neither the record nor what is read of it changes within its retention.
 fn is_final(record: &Record) -> bool {
     // A result that can't be read now may be readable later.
-    record.state.payload().is_some_and(|payload| !matches!(payload, Payload::Unreadable { .. }))
+    record.state.result().is_some_and(|payload| !matches!(payload, StoredResult::Unreadable { .. }))
 }
 
 fn with_own_bytes(record: &Record) -> Record {
     let mut record = record.clone();
-    if let State::Completed(Payload::Stored { bytes, .. }) | State::Failed(Payload::Stored { bytes, .. }) =
+    if let State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) =
         &mut record.state
     {
         *bytes = Bytes::copy_from_slice(bytes);
@@ -475,26 +477,26 @@ impl Drop for Forgotten<'_> {
 }
 
 impl Shared {
-    async fn reserve_in_store(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn reserve_in_store(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let answer = self.inner.reserve(request).await?;
         match &answer {
             Reservation::Finished(record) if is_final(record) => self.cache.note_finished(&request.key),
-            Reservation::Pending { attempt, .. } => self.cache.outdate(&request.key, *attempt),
+            Reservation::InProgress { attempt, .. } => self.cache.outdate(&request.key, *attempt),
             // An unreadable result may be readable later; a mismatch is answered for a record in any state.
-            Reservation::Finished(_) | Reservation::Mismatch { .. } => {}
+            Reservation::Finished(_) | Reservation::FingerprintMismatch { .. } => {}
             _ => self.cache.forget(&request.key),
         }
         Ok(answer)
     }
 
-    async fn ask(&self, request: &Reserve, is_finished: bool) -> Result<Reservation, StoreError> {
+    async fn ask(&self, request: &ReserveRequest, is_finished: bool) -> Result<Reservation, StoreError> {
         if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
     }
 
     /// Asks for all duplicates that join meanwhile.
     async fn lead(
         &self,
-        request: &Reserve,
+        request: &ReserveRequest,
         is_finished: bool,
         leading: Leading<'_>,
     ) -> Result<Reservation, StoreError> {
@@ -512,13 +514,13 @@ impl Shared {
     /// a failure are answered to each duplicate by the store itself.
     async fn join(
         &self,
-        request: &Reserve,
+        request: &ReserveRequest,
         flight: Arc<Flight>,
         landed: OwnedNotified,
     ) -> Result<Reservation, StoreError> {
         race(landed, self.cache.clock.sleep(LONGEST_JOIN)).await;
         if let Some(record) = flight.record.get()
-            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+            && let Admission::Answer(answer) = record.admit(request, Duration::ZERO)
         {
             return Ok(answer);
         }
@@ -530,13 +532,13 @@ impl Shared {
     }
 
     /// Reserves a key that is known to be finished, by reading its record together with the rest of its retention.
-    async fn read(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn read(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
         // An error decides nothing here: a caller that may not read may still reserve.
         if let Ok(Some(Inspection { record, expires_in, .. })) = self.inner.inspect(&request.key).await
             && record.is_finished()
             && !expires_in.is_zero()
-            && let Meeting::Answer(answer) = record.meet(request, Duration::ZERO)
+            && let Admission::Answer(answer) = record.admit(request, Duration::ZERO)
         {
             self.cache.enter_read(&ticket, &record, expires_in);
             return Ok(answer);
@@ -553,7 +555,7 @@ impl Store for Shared {
 
     hand_on!();
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         if !self.keeps {
             return self.inner.reserve(request);
         }
@@ -581,7 +583,7 @@ impl Store for Shared {
         StoreFuture::new(self.join(request, flight, landed))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         if !self.keeps {
             return self.inner.finish(lease, finish);
         }
@@ -592,7 +594,7 @@ impl Store for Shared {
             let only = self.cache.note_writer(key, owner);
             let written = self.inner.finish(lease, finish).await;
             match &written {
-                Ok(Write::Done) if only => {
+                Ok(Verdict::Applied) if only => {
                     self.cache.enter_written(&ticket, &Record::after(lease, finish.state()), lease.ttl);
                 }
                 Err(error) if only && !error.may_have_landed() => self.cache.forget_writer(key, owner),
@@ -606,7 +608,7 @@ impl Store for Shared {
         self.inner.inspect(key)
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             // Forgotten afterwards: a record that was entered meanwhile may have been read before.
             let _forgotten = Forgotten(&self.cache, key);

@@ -162,7 +162,7 @@ pub(super) fn genuine<T: Genuine>(output: T) -> Result<T, StoreError> {
         return Ok(output);
     }
     let message = "an answer came that is not DynamoDB's: it doesn't tell the capacity that was asked for";
-    Err(StoreError::new(StoreErrorKind::Unknown, message))
+    Err(StoreError::new(StoreErrorKind::Unconfirmed, message))
 }
 
 /// The error of the store for `error`.
@@ -172,7 +172,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     error: &SdkError<E, HttpResponse>,
     tries: &Tries,
 ) -> StoreError {
-    use StoreErrorKind::{Misconfigured, Unavailable, Unknown};
+    use StoreErrorKind::{Misconfigured, Unavailable, Unconfirmed};
     let (kind, message) = match error {
         SdkError::ServiceError(error) => return refused(error.err(), error.raw().status().as_u16(), tries),
         SdkError::ConstructionFailure(_) => (Misconfigured, format!("the request can't be made: {}", causes(error))),
@@ -180,21 +180,21 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
         SdkError::DispatchFailure(failure) => {
             // A refused connection has carried nothing, but an earlier try may have.
             let refused = failure.as_connector_error().is_some_and(|error| is_refused(error)) && tries.open() == 1;
-            let kind = if refused { Unavailable } else { Unknown };
+            let kind = if refused { Unavailable } else { Unconfirmed };
             (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
         }
         SdkError::TimeoutError(_) => {
-            let kind = if tries.none_open() { Unavailable } else { Unknown };
+            let kind = if tries.none_open() { Unavailable } else { Unconfirmed };
             (kind, "DynamoDB did not answer in the time that the client allows".to_owned())
         }
-        _ => (Unknown, "the answer can't be read".to_owned()),
+        _ => (Unconfirmed, "the answer can't be read".to_owned()),
     };
     StoreError::new(kind, message)
 }
 
 /// What DynamoDB's refusal with `error` means.
 fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> StoreError {
-    use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unknown};
+    use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let code = error.code().unwrap_or("no code");
     let said = error.message().unwrap_or_default();
     let kind = match code {
@@ -225,11 +225,11 @@ fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> Sto
         | "UnknownOperationException"
         | "ValidationError"
         | "ValidationException" => Misconfigured,
-        _ => Unknown,
+        _ => Unconfirmed,
     };
     // A try that was answered with a failure of the server stays open. Whatever this try was refused for, an earlier one
     // may have taken effect.
-    let kind = if tries.none_open() { kind } else { Unknown };
+    let kind = if tries.none_open() { kind } else { Unconfirmed };
     // Other messages may quote the request or its signature.
     let told = match code {
         "ResourceNotFoundException" | "AccessDeniedException" | "ValidationException" => format!(": {said}"),

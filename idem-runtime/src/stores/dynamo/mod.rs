@@ -27,13 +27,14 @@ use self::item::{
     STATE, TTL_MS, Times, binary, integer, number, text,
 };
 pub use self::table::DynamoOptions;
-use self::table::WallClock;
-use crate::clock::{Instant, Sleep};
+use crate::clock::{Instant, Sleep, wall_millis};
 use crate::future::race;
 use crate::key::Key;
 use crate::kit::waiting::Waiting;
 use crate::record::format::FormatError;
-use crate::record::{Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{
+    Admission, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::PerProcess;
 
@@ -81,7 +82,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// second one.
 ///
 /// **`fork`.** A child makes a client of its own in the same way. With an HTTP client that was given, its calls may be put
-/// on connections of the parent, where nobody answers them, and take [`call_timeout`](DynamoOptions::call_timeout) until
+/// on connections of the parent, where nobody answers them, and take [`response_timeout`](DynamoOptions::response_timeout) until
 /// those connections are used up: make client and store in the child.
 ///
 /// ```no_run
@@ -104,7 +105,7 @@ impl DynamoStore {
 
     /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
     pub fn new(client: Client, table: impl Into<String>) -> Self {
-        Self::options().open(client, table)
+        Self::options().build(client, table)
     }
 
     /// Settings for a store.
@@ -121,8 +122,8 @@ impl DynamoStore {
     ///
     /// # Cancel safety
     /// May be repeated.
-    pub async fn create_table(&self) -> Result<(), StoreError> {
-        self.0.create_table().await
+    pub async fn ensure_table(&self) -> Result<(), StoreError> {
+        self.0.ensure_table().await
     }
 
     /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
@@ -150,11 +151,10 @@ struct Shared {
     /// The handle for upkeep, with connections of its own; `None` in that one.
     upkeep: Option<Arc<Shared>>,
     table: String,
-    prefix: String,
+    namespace: String,
     /// Milliseconds.
     skew: i64,
-    call_timeout: Duration,
-    wall_clock: WallClock,
+    response_timeout: Duration,
     waiting: Arc<Waiting>,
     /// Whether the clock here was too far off when it was last compared.
     warned: Arc<AtomicBool>,
@@ -185,7 +185,10 @@ fn apart_from(client: &Client) -> Client {
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DynamoStore").field("table", &self.table).field("prefix", &self.prefix).finish_non_exhaustive()
+        f.debug_struct("DynamoStore")
+            .field("table", &self.table)
+            .field("namespace", &self.namespace)
+            .finish_non_exhaustive()
     }
 }
 
@@ -223,11 +226,11 @@ macro_rules! with_terms {
 
 impl Shared {
     fn name_of(&self, key: &Key) -> String {
-        [&self.prefix, key.as_str()].concat()
+        [&self.namespace, key.as_str()].concat()
     }
 
     fn now(&self) -> i64 {
-        (self.wall_clock)()
+        wall_millis(self.heartbeats.clock())
     }
 
     /// The latest time that has passed by every clock.
@@ -268,7 +271,7 @@ impl Shared {
 
     /// When a call of the store that begins now must end.
     fn deadline(&self) -> Instant {
-        self.heartbeats.clock().now().saturating_add(self.call_timeout)
+        self.heartbeats.clock().now().saturating_add(self.response_timeout)
     }
 
     /// The answer of `call`, if it comes before `until`.
@@ -280,7 +283,7 @@ impl Shared {
             true => {
                 StoreError::new(StoreErrorKind::Unavailable, "DynamoDB refused, or could not be asked, for too long")
             }
-            false => StoreError::new(StoreErrorKind::Unknown, "DynamoDB did not answer in time"),
+            false => StoreError::new(StoreErrorKind::Unconfirmed, "DynamoDB did not answer in time"),
         })
     }
 
@@ -364,7 +367,7 @@ impl Shared {
         }
     }
 
-    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let (name, until) = (self.name_of(&request.key), self.deadline());
         let mut changed = None;
         for look in 0..LOOKS {
@@ -374,7 +377,7 @@ impl Shared {
                 None => match self.put_first(until, &name, request).await? {
                     Written::Done => {
                         let lease = Record::first(request).lease(request);
-                        return Ok(Reservation::Reserved { lease, takeover: false });
+                        return Ok(Reservation::Granted { lease, takeover: false });
                     }
                     Written::Refused(met) => match self.met(until, &name, met).await? {
                         Some(met) => met,
@@ -388,14 +391,14 @@ impl Shared {
             if self.is_expired(&found, now) {
                 continue;
             }
-            match found.record.meet(request, self.until(found.lapses_at, now)) {
-                Meeting::Answer(answer) => return Ok(answer),
-                Meeting::Replace { with, takeover } => {
+            match found.record.admit(request, self.until(found.lapses_at, now)) {
+                Admission::Answer(answer) => return Ok(answer),
+                Admission::Replace { with, takeover } => {
                     let item = item::write(&name, &with, Times::of(&with, request.ttl, now, self.skew));
                     match self.replace(until, &found, item).await? {
                         Written::Done => {
                             self.waiting.wake(&name);
-                            return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                            return Ok(Reservation::Granted { lease: with.lease(request), takeover });
                         }
                         Written::Refused(met) => changed = met,
                     }
@@ -414,7 +417,7 @@ impl Shared {
     }
 
     /// Writes the record of a first attempt, unless there is one whose retention still runs.
-    async fn put_first(&self, until: Instant, name: &str, request: &Reserve) -> Result<Written, StoreError> {
+    async fn put_first(&self, until: Instant, name: &str, request: &ReserveRequest) -> Result<Written, StoreError> {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
@@ -477,15 +480,15 @@ impl Shared {
         lease: &Lease,
         met: Option<Attributes>,
         finished: bool,
-    ) -> Result<Write, StoreError> {
+    ) -> Result<Verdict, StoreError> {
         let found = self.refusing(until, name, met).await?;
-        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, finished)))
+        Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, finished)))
     }
 
-    async fn renew_one(&self, lease: &Lease) -> Result<Write, StoreError> {
+    async fn renew_one(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
-        let state = State::Pending { lease: lease.lease, ttl: lease.ttl, on_crash: lease.on_crash };
+        let state = State::Pending { lease: lease.duration, ttl: lease.ttl, on_crash: lease.on_crash };
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .held_terms(lease, now)
@@ -497,12 +500,12 @@ impl Shared {
         // A renewal that arrives late must not shorten what a later one has confirmed.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(until, &name, update, &condition, terms).await? {
-            Written::Done => Ok(Write::Done),
+            Written::Done => Ok(Verdict::Applied),
             Written::Refused(met) => {
                 let held = self.refusing(until, &name, met).await?.is_some_and(|found| {
                     found.record.is_of(lease) && found.record.is_pending() && found.lapses_at > times.lapses_at
                 });
-                Ok(if held { Write::Done } else { Write::Refused })
+                Ok(if held { Verdict::Applied } else { Verdict::Refused })
             }
         }
     }
@@ -551,7 +554,7 @@ impl Shared {
         outcome
     }
 
-    async fn try_finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+    async fn try_finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let record = Record::after(lease, finish.state());
@@ -564,13 +567,13 @@ impl Shared {
         match self.put(until, item, &held(), self.held_terms(lease, now)).await? {
             Written::Done => {
                 self.waiting.wake(&name);
-                Ok(Write::Done)
+                Ok(Verdict::Applied)
             }
             Written::Refused(met) => self.ended(until, &name, lease, met, true).await,
         }
     }
 
-    async fn try_release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+    async fn try_release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let state = release.state();
@@ -589,30 +592,30 @@ impl Shared {
         match self.update(until, &name, update, OWNED, terms).await? {
             Written::Done => {
                 self.waiting.wake(&name);
-                Ok(Write::Done)
+                Ok(Verdict::Applied)
             }
             Written::Refused(met) => self.ended(until, &name, lease, met, false).await,
         }
     }
 
-    async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
+    async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(key), self.deadline());
         let mut met = self.get(until, &name, &[]).await?;
         for look in 0..LOOKS {
             self.pause_before(look).await;
-            let Some(item) = met else { return Ok(Write::Refused) };
+            let Some(item) = met else { return Ok(Verdict::Refused) };
             let found = item::read(item).map_err(corrupt)?;
             let now = self.now();
             let live = found.record.is_pending() && !self.until(found.lapses_at, now).is_zero();
             if found.record.attempt != attempt || live || self.is_expired(&found, now) {
-                return Ok(Write::Refused);
+                return Ok(Verdict::Refused);
             }
-            let reopened = Record { starts: 0, state: State::Released, ..found.record.clone() };
+            let reopened = Record { attempts_used: 0, state: State::Released, ..found.record.clone() };
             let times = Times::until(found.expires_at, self.skew);
             met = match self.replace(until, &found, item::write(&name, &reopened, times)).await? {
                 Written::Done => {
                     self.waiting.wake(&name);
-                    return Ok(Write::Done);
+                    return Ok(Verdict::Applied);
                 }
                 Written::Refused(met) => self.met(until, &name, met).await?,
             };
@@ -655,7 +658,7 @@ impl Shared {
 /// The renewal of one of several leases.
 struct Renewal<'a> {
     at: usize,
-    call: Pin<Box<dyn Future<Output = Result<Write, StoreError>> + Send + 'a>>,
+    call: Pin<Box<dyn Future<Output = Result<Verdict, StoreError>> + Send + 'a>>,
     /// Until this is ready, the renewal counts among those under way.
     quick: Option<Sleep>,
 }
@@ -682,18 +685,18 @@ impl Store for Shared {
     }
 
     fn namespace(&self) -> &str {
-        &self.prefix
+        &self.namespace
     }
 
     fn response_timeout(&self) -> Duration {
-        self.call_timeout
+        self.response_timeout
     }
 
     fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
     }
 
@@ -701,11 +704,11 @@ impl Store for Shared {
         StoreFuture::new(self.renew_each(leases, answer))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.try_finish(lease, finish))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.try_release(lease, release))
     }
 
@@ -734,7 +737,7 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.try_reopen(key, attempt))
     }
 }

@@ -15,7 +15,7 @@ use aws_sdk_dynamodb::types::{
 
 use super::answer::{self, Tries};
 use super::{Connections, DynamoStore, Shared, apart_from, item};
-use crate::clock::{SystemClock, wall_millis};
+use crate::clock::{Clock, SystemClock};
 use crate::future::race;
 use crate::kit::waiting::Waiting;
 use crate::record::signed_millis;
@@ -32,30 +32,27 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// # use std::time::Duration;
 /// use idem_runtime::DynamoStore;
 /// let store = DynamoStore::options()
-///     .prefix("shop:")
+///     .namespace("shop:")
 ///     .max_clock_skew(Duration::from_secs(5))
-///     .open(client, "idempotency");
+///     .build(client, "idempotency");
 /// # }
 /// ```
 #[derive(Clone)]
 pub struct DynamoOptions {
-    prefix: String,
+    namespace: String,
     max_clock_skew: Duration,
-    call_timeout: Duration,
-    wall_clock: WallClock,
+    response_timeout: Duration,
+    clock: Option<Arc<dyn Clock>>,
     upkeep_client: Option<Client>,
 }
-
-/// Milliseconds since 1970.
-pub(super) type WallClock = Arc<dyn Fn() -> i64 + Send + Sync>;
 
 impl Default for DynamoOptions {
     fn default() -> Self {
         Self {
-            prefix: String::new(),
+            namespace: String::new(),
             max_clock_skew: Duration::from_secs(1),
-            call_timeout: Duration::from_secs(3),
-            wall_clock: Arc::new(wall_millis),
+            response_timeout: Duration::from_secs(3),
+            clock: None,
             upkeep_client: None,
         }
     }
@@ -64,19 +61,19 @@ impl Default for DynamoOptions {
 impl fmt::Debug for DynamoOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DynamoOptions")
-            .field("prefix", &self.prefix)
+            .field("namespace", &self.namespace)
             .field("max_clock_skew", &self.max_clock_skew)
-            .field("call_timeout", &self.call_timeout)
+            .field("response_timeout", &self.response_timeout)
             .finish_non_exhaustive()
     }
 }
 
 impl DynamoOptions {
-    /// The prefix of every key in the table (default: none). Applications that share a table but must not share operations
-    /// need different prefixes.
+    /// The name of this application, in front of every key in the table (default: none). Applications that share a table but
+    /// must not share operations need different names.
     #[must_use]
-    pub fn prefix(self, prefix: impl Into<String>) -> Self {
-        Self { prefix: prefix.into(), ..self }
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
     }
 
     /// How far apart the clocks of two machines that use the table may be (default: 1 s). Machines that follow a time
@@ -96,14 +93,15 @@ impl DynamoOptions {
     /// below the shortest beat (a third of the lease). After a time-out the write may have taken effect; it is repeated
     /// with the same owner token.
     #[must_use]
-    pub fn call_timeout(self, call_timeout: Duration) -> Self {
-        Self { call_timeout, ..self }
+    pub fn response_timeout(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
     }
 
-    /// Takes the time from `millis`, in milliseconds since 1970, for tests of leases, retentions and clocks that differ.
+    /// What measures time (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates records: for tests of leases,
+    /// retentions and clocks that differ.
     #[must_use]
-    pub fn wall_clock(self, millis: impl Fn() -> i64 + Send + Sync + 'static) -> Self {
-        Self { wall_clock: Arc::new(millis), ..self }
+    pub fn clock(self, clock: impl Clock) -> Self {
+        Self { clock: Some(Arc::new(clock)), ..self }
     }
 
     /// The client that renews leases and makes late writes, on a thread of the library (default: one with the settings of
@@ -117,10 +115,10 @@ impl DynamoOptions {
     }
 
     /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
-    pub fn open(self, client: Client, table: impl Into<String>) -> DynamoStore {
-        let Self { prefix, max_clock_skew, call_timeout, wall_clock, upkeep_client } = self;
+    pub fn build(self, client: Client, table: impl Into<String>) -> DynamoStore {
+        let Self { namespace, max_clock_skew, response_timeout, clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
-        let heartbeats = Arc::new(Heartbeats::new(Arc::new(SystemClock::default())));
+        let heartbeats = Arc::new(Heartbeats::new(clock.unwrap_or_else(|| Arc::new(SystemClock::default()))));
         let (waiting, warned) = (Arc::new(Waiting::default()), Arc::new(AtomicBool::new(false)));
         let (table, skew) = (table.into(), signed_millis(max_clock_skew));
         let handle = |client, upkeep| {
@@ -130,10 +128,9 @@ impl DynamoOptions {
                 client: Connections::new(client),
                 upkeep,
                 table: table.clone(),
-                prefix: prefix.clone(),
+                namespace: namespace.clone(),
                 skew,
-                call_timeout,
-                wall_clock: Arc::clone(&wall_clock),
+                response_timeout,
                 waiting: Arc::clone(&waiting),
                 warned: Arc::clone(&warned),
             })
@@ -143,14 +140,14 @@ impl DynamoOptions {
 }
 
 impl Shared {
-    /// See [`DynamoStore::create_table`].
-    pub(super) async fn create_table(&self) -> Result<(), StoreError> {
+    /// See [`DynamoStore::ensure_table`].
+    pub(super) async fn ensure_table(&self) -> Result<(), StoreError> {
         let creation = async {
             self.create().await?;
             self.await_active().await?;
             self.enable_purge().await
         };
-        let late = || Err(StoreError::new(StoreErrorKind::Unknown, "the table did not become usable in time"));
+        let late = || Err(StoreError::new(StoreErrorKind::Unconfirmed, "the table did not become usable in time"));
         race(creation, self.heartbeats.clock().sleep(LONGEST_CREATION)).await.unwrap_or_else(late)
     }
 
@@ -179,7 +176,7 @@ impl Shared {
                 Ok(answer) => {
                     let table = answer.table().ok_or_else(|| {
                         StoreError::new(
-                            StoreErrorKind::Unknown,
+                            StoreErrorKind::Unconfirmed,
                             "an answer came that is not DynamoDB's: no table in it",
                         )
                     })?;

@@ -7,14 +7,14 @@ use shuttle::thread;
 
 use super::*;
 use crate::policy::OnCrash;
-use crate::record::Payload;
+use crate::record::StoredResult;
 use crate::sync::{TestClock, explore};
 
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
 
-pub(crate) fn request(store: &impl Store, key: u32) -> Reserve {
-    Reserve {
+pub(crate) fn request(store: &impl Store, key: u32) -> ReserveRequest {
+    ReserveRequest {
         key: Key::new("interleavings", key).expect("a key"),
         owner: store.heartbeats().new_owner(),
         lease: LEASE,
@@ -26,7 +26,7 @@ pub(crate) fn request(store: &impl Store, key: u32) -> Reserve {
 }
 
 fn result() -> Finish {
-    Finish::Completed(Payload::Unencodable)
+    Finish::Completed(StoredResult::Unencodable)
 }
 
 /// The number of records and of waiters' entries, counted.
@@ -40,7 +40,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     loop {
         let request = request(store, key);
         match block_on(store.reserve(&request)).expect("answered") {
-            Reservation::Reserved { lease, takeover } => {
+            Reservation::Granted { lease, takeover } => {
                 assert!(!takeover);
                 assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two attempts hold one key");
                 thread::yield_now();
@@ -49,9 +49,9 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
                     1 => block_on(store.release(&lease, Release::Returned)),
                     _ => block_on(store.finish(&lease, &result())),
                 };
-                assert_eq!(written.expect("answered"), Write::Done);
+                assert_eq!(written.expect("answered"), Verdict::Applied);
             }
-            Reservation::Pending { attempt, .. } => {
+            Reservation::InProgress { attempt, .. } => {
                 let waiting = store.wait(&request.key, attempt, LEASE);
                 // It counts as waiting before its first poll.
                 thread::yield_now();
@@ -70,7 +70,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
 #[test]
 fn one_wins_and_those_who_wait_are_woken() {
     explore(|| {
-        let store = MemoryStore::with_clock(TestClock::default());
+        let store = MemoryStore::options().clock(TestClock::default()).build();
         let holders = Arc::new([Count::new(0), Count::new(0)]);
         let threads: Vec<_> = [0, 0, 0, 1, 1]
             .into_iter()
@@ -92,9 +92,9 @@ fn one_wins_and_those_who_wait_are_woken() {
 fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     explore(|| {
         let clock = TestClock::default();
-        let store = MemoryStore::with_clock(clock.clone());
+        let store = MemoryStore::options().clock(clock.clone()).build();
         let lapsing = request(&store, 0);
-        let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&lapsing)) else { panic!("not reserved") };
+        let Ok(Reservation::Granted { lease, .. }) = block_on(store.reserve(&lapsing)) else { panic!("not reserved") };
         let waits = {
             let (store, key) = (store.clone(), lapsing.key.clone());
             thread::spawn(move || block_on(store.wait(&key, 1, LEASE * 2)).expect("answered"))
@@ -110,11 +110,11 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
                 thread::spawn(move || {
                     let request = request(&store, 0);
                     match block_on(store.reserve(&request)).expect("answered") {
-                        Reservation::Reserved { lease, takeover } => {
+                        Reservation::Granted { lease, takeover } => {
                             assert!(takeover);
                             Some(lease)
                         }
-                        Reservation::Pending { .. } | Reservation::Finished(_) => None,
+                        Reservation::InProgress { .. } | Reservation::Finished(_) => None,
                         other => panic!("unexpected: {other:?}"),
                     }
                 })
@@ -124,8 +124,8 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
         let finished = finishes.join().expect("no panic");
         waits.join().expect("no panic");
         match finished {
-            Write::Done => assert!(taken.is_empty(), "taken over although it was finished"),
-            Write::Refused => assert_eq!(taken.len(), 1, "not taken over once"),
+            Verdict::Applied => assert!(taken.is_empty(), "taken over although it was finished"),
+            Verdict::Refused => assert_eq!(taken.len(), 1, "not taken over once"),
         }
         assert_eq!((counted(&store), store.len()), ((1, 0), 1));
     });
@@ -135,9 +135,9 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
 #[test]
 fn who_gives_up_leaves_nothing() {
     explore(|| {
-        let store = MemoryStore::with_clock(TestClock::default());
+        let store = MemoryStore::options().clock(TestClock::default()).build();
         let running = request(&store, 0);
-        let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&running)) else { panic!("not reserved") };
+        let Ok(Reservation::Granted { lease, .. }) = block_on(store.reserve(&running)) else { panic!("not reserved") };
         let give_up = |store: &MemoryStore| {
             let (store, key) = (store.clone(), running.key.clone());
             thread::spawn(move || {
@@ -154,7 +154,7 @@ fn who_gives_up_leaves_nothing() {
             let (store, key) = (store.clone(), running.key.clone());
             thread::spawn(move || block_on(store.wait(&key, 1, LEASE)).expect("answered"))
         };
-        assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
+        assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Verdict::Applied);
         giving_up.join().expect("no panic");
         stays.join().expect("no panic");
         assert_eq!(counted(&store), (1, 0));
@@ -166,11 +166,11 @@ fn who_gives_up_leaves_nothing() {
 fn room_is_given_once() {
     explore(|| {
         let clock = TestClock::default();
-        let store = MemoryStore::with_capacity_and_clock(3, clock.clone());
+        let store = MemoryStore::options().max_records(3).clock(clock.clone()).build();
         for key in 0..3 {
             let request = request(&store, key);
-            let Ok(Reservation::Reserved { lease, .. }) = block_on(store.reserve(&request)) else { panic!("no room") };
-            assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Write::Done);
+            let Ok(Reservation::Granted { lease, .. }) = block_on(store.reserve(&request)) else { panic!("no room") };
+            assert_eq!(block_on(store.finish(&lease, &result())).expect("answered"), Verdict::Applied);
         }
         clock.advance(TTL);
         // Two of these keys have expired records.
@@ -180,7 +180,7 @@ fn room_is_given_once() {
                 thread::spawn(move || {
                     let request = request(&store, key);
                     let reserved = match block_on(store.reserve(&request)) {
-                        Ok(Reservation::Reserved { .. }) => true,
+                        Ok(Reservation::Granted { .. }) => true,
                         Err(error) if error.kind() == StoreErrorKind::Full => false,
                         other => panic!("unexpected: {other:?}"),
                     };

@@ -16,7 +16,9 @@ use self::slots::{Order, Slot, Slots};
 use crate::clock::{Clock, Instant, SystemClock};
 use crate::future::race;
 use crate::key::{Key, KeyHasher};
-use crate::record::{Finish, Inspection, Lease, Meeting, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{
+    Admission, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
+};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
@@ -29,9 +31,9 @@ const SWEEP: usize = 2;
 /// A store in the memory of this process, for tests and for duplicates within one process.
 ///
 /// - *Atomicity*: one lock per shard decides which attempt wins.
-/// - *Clock*: the process's monotonic clock, or the one given to [`with_clock`](MemoryStore::with_clock).
+/// - *Clock*: the process's monotonic clock, or the one given to [`clock`](MemoryOptions::clock).
 /// - *Durability*: none. A restart forgets everything, and other processes don't see it.
-/// - *Limits*: as many records as [`with_capacity`](MemoryStore::with_capacity) allows. A full store refuses new keys
+/// - *Limits*: as many records as [`max_records`](MemoryOptions::max_records) allows. A full store refuses new keys
 ///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are cleaned up
 ///   as new ones arrive.
 /// - *Cost*: one look-up per step, no allocation beyond key and result.
@@ -41,40 +43,18 @@ const SWEEP: usize = 2;
 pub struct MemoryStore(Arc<Shared>);
 
 impl MemoryStore {
-    /// The default capacity, in records.
-    pub const DEFAULT_CAPACITY: usize = 1_000_000;
-
-    /// An empty store for [`DEFAULT_CAPACITY`](MemoryStore::DEFAULT_CAPACITY) records.
+    /// An empty store with the default settings.
     pub fn new() -> Self {
-        Self::with_capacity(Self::DEFAULT_CAPACITY)
+        Self::options().build()
     }
 
-    /// An empty store that holds at most `capacity` records.
-    pub fn with_capacity(capacity: usize) -> Self {
-        Self::with_capacity_and_clock(capacity, SystemClock::default())
-    }
-
-    /// An empty store whose leases and retentions are measured by `clock`.
-    pub fn with_clock(clock: impl Clock) -> Self {
-        Self::with_capacity_and_clock(Self::DEFAULT_CAPACITY, clock)
-    }
-
-    /// An empty store that holds at most `capacity` records and measures time by `clock`.
-    pub fn with_capacity_and_clock(capacity: usize, clock: impl Clock) -> Self {
-        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let records = Arc::new(Records { shards, capacity, len: AtomicUsize::new(0) });
-        Self::open(records, Arc::new(Heartbeats::in_process(Arc::new(clock))), Arc::default())
+    /// Settings for a store of your own.
+    pub fn options() -> MemoryOptions {
+        MemoryOptions::default()
     }
 
     fn open(records: Arc<Records>, heartbeats: Arc<Heartbeats>, namespace: Arc<str>) -> Self {
         Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
-    }
-
-    /// The same store, with the name of this application for its child keys (default: empty). It enters
-    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
-    #[must_use]
-    pub fn with_namespace(self, namespace: impl Into<Arc<str>>) -> Self {
-        Self::open(Arc::clone(&self.0.records), Arc::clone(&self.0.heartbeats), namespace.into())
     }
 
     /// Another handle to the same records, with heartbeats of its own, as another process would have. For tests of
@@ -102,6 +82,56 @@ impl MemoryStore {
 
     fn shared(&self) -> &Shared {
         &self.0
+    }
+}
+
+/// Settings for a [`MemoryStore`].
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::{ManualClock, MemoryStore};
+/// let clock = ManualClock::new();
+/// let store = MemoryStore::options().max_records(10_000).namespace("shop").clock(clock.clone()).build();
+/// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct MemoryOptions {
+    max_records: usize,
+    namespace: Arc<str>,
+    clock: Option<Arc<dyn Clock>>,
+}
+
+impl Default for MemoryOptions {
+    fn default() -> Self {
+        Self { max_records: 1_000_000, namespace: Arc::default(), clock: None }
+    }
+}
+
+impl MemoryOptions {
+    /// How many records the store holds (default: 1 000 000). A full store refuses new keys.
+    pub fn max_records(self, max_records: usize) -> Self {
+        Self { max_records, ..self }
+    }
+
+    /// The name of this application, for its child keys (default: empty). It enters
+    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
+    pub fn namespace(self, namespace: impl Into<Arc<str>>) -> Self {
+        Self { namespace: namespace.into(), ..self }
+    }
+
+    /// What measures leases and retentions (default: [`SystemClock`]).
+    pub fn clock(self, clock: impl Clock) -> Self {
+        Self { clock: Some(Arc::new(clock)), ..self }
+    }
+
+    /// An empty store with these settings.
+    pub fn build(self) -> MemoryStore {
+        let Self { max_records, namespace, clock } = self;
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let records = Arc::new(Records { shards, capacity: max_records, len: AtomicUsize::new(0) });
+        let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
+        MemoryStore::open(records, Arc::new(Heartbeats::in_process(clock)), namespace)
     }
 }
 
@@ -259,7 +289,7 @@ impl Shared {
         self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
     }
 
-    fn try_reserve(&self, request: &Reserve, now: Nanos) -> Result<Reservation, StoreError> {
+    fn try_reserve(&self, request: &ReserveRequest, now: Nanos) -> Result<Reservation, StoreError> {
         let mut shard = lock(self.shard(&request.key));
         let shard = &mut *shard;
         self.sweep(shard, now, SWEEP);
@@ -273,13 +303,13 @@ impl Shared {
             let record = Record::first(request);
             let lease = record.lease(request);
             shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now));
-            return Ok(Reservation::Reserved { lease, takeover: false });
+            return Ok(Reservation::Granted { lease, takeover: false });
         };
         let slot = shard.slots.get_mut(place);
         let (with, takeover) = if slot.expires_at > now {
-            match slot.record().met_by(request, slot.lapses_in(now)) {
-                Meeting::Answer(answer) => return Ok(answer),
-                Meeting::Replace { with, takeover } => (with, takeover),
+            match slot.record().admit_owned(request, slot.lapses_in(now)) {
+                Admission::Answer(answer) => return Ok(answer),
+                Admission::Replace { with, takeover } => (with, takeover),
             }
         } else {
             (Record::first(request), false)
@@ -288,38 +318,38 @@ impl Shared {
         slot.set(with, &request.key);
         shard.date(place, ttl, now);
         shard.wake(&request.key);
-        Ok(Reservation::Reserved { lease, takeover })
+        Ok(Reservation::Granted { lease, takeover })
     }
 
     /// Compare-and-set on the attempt, or for a release on its owner token: applies `end` to a pending record. An earlier
     /// copy of the same write is recognised.
-    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Write {
+    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Verdict {
         let now = self.now();
         let mut shard = lock(self.shard(&lease.key));
-        let Some(place) = shard.place(&lease.key) else { return Write::Refused };
+        let Some(place) = shard.place(&lease.key) else { return Verdict::Refused };
         let slot = shard.slots.get_mut(place);
         if slot.expires_at <= now || slot.owner() != lease.owner {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         if !slot.is_pending() {
             return slot.record().ended(lease, with_result);
         }
         if with_result && slot.attempt() != lease.attempt {
-            return Write::Refused;
+            return Verdict::Refused;
         }
         end(slot);
         shard.date(place, span(lease.ttl), now);
         shard.wake(&lease.key);
-        Write::Done
+        Verdict::Applied
     }
 
-    fn renew_one(&self, lease: &Lease, now: Nanos) -> Write {
+    fn renew_one(&self, lease: &Lease, now: Nanos) -> Verdict {
         match lock(self.shard(&lease.key)).get(&lease.key, now) {
             Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
                 slot.renew(now);
-                Write::Done
+                Verdict::Applied
             }
-            _ => Write::Refused,
+            _ => Verdict::Refused,
         }
     }
 }
@@ -349,7 +379,7 @@ impl Store for Shared {
         &self.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         let now = self.now();
         let mut answer = self.try_reserve(request, now);
         if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
@@ -365,11 +395,11 @@ impl Store for Shared {
         StoreFuture::ready(Ok(()))
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::ready(Ok(self.end(lease, true, |slot| slot.finish(finish))))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::ready(Ok(self.end(lease, false, |slot| slot.release(release))))
     }
 
@@ -405,19 +435,19 @@ impl Store for Shared {
         })))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         let now = self.now();
         let mut shard = lock(self.shard(key));
         let reopened = shard.get(key, now).filter(|slot| slot.attempt() == attempt).is_some_and(|slot| {
             let live = slot.is_pending() && !slot.lapses_in(now).is_zero();
             if !live {
                 let record = slot.record();
-                slot.set(Record { starts: 0, state: State::Released, ..record }, key);
+                slot.set(Record { attempts_used: 0, state: State::Released, ..record }, key);
             }
             !live
         });
         shard.wake(key);
-        StoreFuture::ready(Ok(if reopened { Write::Done } else { Write::Refused }))
+        StoreFuture::ready(Ok(if reopened { Verdict::Applied } else { Verdict::Refused }))
     }
 }
 

@@ -14,7 +14,7 @@ use super::{Nanos, span};
 use crate::codec::CodecName;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Owner, Payload, Record, Release, State};
+use crate::record::{Finish, OwnerToken, Record, Release, State, StoredResult};
 
 /// Slots in a chunk. A power of two.
 const CHUNK: usize = 32;
@@ -23,7 +23,7 @@ const NONE: u32 = u32::MAX;
 
 /// A record, when its retention ends, and when that is checked.
 pub(super) struct Slot {
-    owner: Owner,
+    owner: OwnerToken,
     attempt: u32,
     starts: u32,
     pub(super) expires_at: Nanos,
@@ -110,19 +110,19 @@ impl Form {
     const UNREADABLE: u8 = 0x12;
 
     /// Writes head and payload into one allocation of exactly their size.
-    fn write(head: &[u8], payload: &Payload) -> (Self, Bytes) {
-        let size;
+    fn write(head: &[u8], payload: &StoredResult) -> (Self, Bytes) {
+        let written;
         let (form, name, rest): (u8, &[u8], &[u8]) = match payload {
-            Payload::Stored { codec, bytes } => {
+            StoredResult::Encoded { codec, bytes } => {
                 let name = codec.as_str().as_bytes();
                 (u8::try_from(name.len()).unwrap_or_default(), name, bytes)
             }
-            Payload::TooLarge { bytes } => {
-                size = bytes.to_be_bytes();
-                (Self::TOO_LARGE, &[], &size)
+            StoredResult::TooLarge { size } => {
+                written = size.to_be_bytes();
+                (Self::TOO_LARGE, &[], &written)
             }
-            Payload::Unencodable => (Self::UNENCODABLE, &[], &[]),
-            Payload::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
+            StoredResult::Unencodable => (Self::UNENCODABLE, &[], &[]),
+            StoredResult::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
         };
         let mut bytes = Vec::with_capacity(head.len() + name.len() + rest.len());
         bytes.extend_from_slice(head);
@@ -134,16 +134,18 @@ impl Form {
         (Self(form), bytes)
     }
 
-    fn read(self, head: Head, bytes: &Bytes) -> Payload {
+    fn read(self, head: Head, bytes: &Bytes) -> StoredResult {
         let rest = &bytes[head.len()..];
         match self.0 {
-            Self::TOO_LARGE => Payload::TooLarge { bytes: rest.first_chunk().map_or(0, |it| u64::from_be_bytes(*it)) },
-            Self::UNENCODABLE => Payload::Unencodable,
-            Self::UNREADABLE => Payload::Unreadable { reason: String::from_utf8_lossy(rest).into() },
+            Self::TOO_LARGE => {
+                StoredResult::TooLarge { size: rest.first_chunk().map_or(0, |it| u64::from_be_bytes(*it)) }
+            }
+            Self::UNENCODABLE => StoredResult::Unencodable,
+            Self::UNREADABLE => StoredResult::Unreadable { reason: String::from_utf8_lossy(rest).into() },
             name => {
                 let name = usize::from(name);
                 let codec = CodecName::new(&rest[..name]).expect("the name was taken from a `CodecName`");
-                Payload::Stored { codec, bytes: bytes.slice(head.len() + name..) }
+                StoredResult::Encoded { codec, bytes: bytes.slice(head.len() + name..) }
             }
         }
     }
@@ -152,7 +154,7 @@ impl Form {
 impl Slot {
     /// A slot that is listed `ttl` from now: its expiry if it is finished at once, so that it need not be moved then.
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
-        let Record { owner, attempt, starts, fingerprint, state } = record;
+        let Record { owner, attempt, attempts_used: starts, fingerprint, state } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
         let mut slot = Self { owner, attempt, starts, expires_at: now, listed_at: now + ttl, body };
         slot.date(ttl, now);
@@ -161,7 +163,7 @@ impl Slot {
 
     /// Replaces the record, but not its times.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
-        let Record { owner, attempt, starts, fingerprint, state } = record;
+        let Record { owner, attempt, attempts_used: starts, fingerprint, state } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
         *self = Self { owner, attempt, starts, body, ..*self };
     }
@@ -182,7 +184,7 @@ impl Slot {
         }
     }
 
-    pub(super) fn owner(&self) -> Owner {
+    pub(super) fn owner(&self) -> OwnerToken {
         self.owner
     }
 
@@ -215,14 +217,14 @@ impl Slot {
             Body::Vacant { .. } => unreachable!("nobody has the place of a vacant slot"),
         };
         let fingerprint = head.fingerprint(self.bytes());
-        Record { owner: self.owner, attempt: self.attempt, starts: self.starts, fingerprint, state }
+        Record { owner: self.owner, attempt: self.attempt, attempts_used: self.starts, fingerprint, state }
     }
 
     /// Ends a pending attempt with a result.
     pub(super) fn finish(&mut self, finish: &Finish) {
         let Body::Open { head, hash, bytes, .. } = &self.body else { return };
         let (head, hash) = (*head, *hash);
-        let (form, bytes) = Form::write(bytes, finish.payload());
+        let (form, bytes) = Form::write(bytes, finish.result());
         self.body = match finish {
             Finish::Completed(_) => Body::Completed { form, head, hash, bytes },
             Finish::Failed(_) => Body::Failed { form, head, hash, bytes },
@@ -460,8 +462,13 @@ mod tests {
     fn a_renewal_by_an_old_reading_of_the_clock_cuts_nothing_short() {
         let (lease, ttl) = (Duration::from_nanos(100), Duration::from_nanos(1001));
         let state = State::Pending { lease, ttl, on_crash: OnCrash::Retry };
-        let record =
-            Record { owner: Owner::from_bytes([0; Owner::BYTES]), attempt: 1, starts: 1, fingerprint: None, state };
+        let record = Record {
+            owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
+            attempt: 1,
+            attempts_used: 1,
+            fingerprint: None,
+            state,
+        };
         let mut slot = Slot::new(record, &Key::new("renew", 1).unwrap(), 0, span(ttl), 0);
         for (now, lapses_at) in [(50, 150), (40, 150), (60, 160), (0, 160)] {
             slot.renew(now);
@@ -477,9 +484,9 @@ mod tests {
         let slot = |ttl: Nanos| {
             let key = Key::new("order", ttl).unwrap();
             let record = Record {
-                owner: Owner::from_bytes([0; Owner::BYTES]),
+                owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
                 attempt: 1,
-                starts: 1,
+                attempts_used: 1,
                 fingerprint: None,
                 state: State::Released,
             };

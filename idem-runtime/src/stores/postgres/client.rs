@@ -83,7 +83,7 @@ impl Failure {
 
     /// The answer got lost.
     pub(super) fn lost() -> Self {
-        Self::new(StoreErrorKind::Unknown, "the answer got lost on its way")
+        Self::new(StoreErrorKind::Unconfirmed, "the answer got lost on its way")
     }
 
     /// The same for an operation without a result: its own parameters are never too large.
@@ -101,7 +101,7 @@ impl Failure {
     /// The same for a statement of this `effect`: one that only reads leaves nothing unknown.
     fn of(self, effect: Effect) -> Self {
         match (effect, self.kind) {
-            (Effect::Reads, StoreErrorKind::Unknown) => Self { kind: StoreErrorKind::Unavailable, ..self },
+            (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },
             _ => self,
         }
     }
@@ -123,7 +123,7 @@ impl Failure {
                 || kind == StoreErrorKind::TooLarge
                 || (kind == StoreErrorKind::Misconfigured && matches!(&code.code()[..2], "22" | "23" | "44" | "P0")),
             is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
-            gives_up: is_fatal || stale || kind == StoreErrorKind::Unknown,
+            gives_up: is_fatal || stale || kind == StoreErrorKind::Unconfirmed,
             is_locked,
             ..Self::new(kind, message)
         }
@@ -134,7 +134,9 @@ impl Failure {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
             // Any other error is a connection that ended or sent nonsense; how far the server got is unknown.
-            None => Self::new(StoreErrorKind::Unknown, format!("the connection broke: {}", told(error))).giving_up(),
+            None => {
+                Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", told(error))).giving_up()
+            }
         }
     }
 
@@ -160,7 +162,7 @@ impl Failure {
 
 /// What an error of the server means, by its `SQLSTATE`, and what to do about it.
 pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static str) {
-    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unknown};
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
     match code {
         "42P01" | "3F000" | "42703" | "42883" => {
@@ -172,7 +174,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "25006" => (Unavailable, read_only),
         "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
-        "40003" => (Unknown, "the connection broke before the answer came"),
+        "40003" => (Unconfirmed, "the connection broke before the answer came"),
         // Nothing was written; there may be room later, or for a smaller record.
         "53100" => (Full, "its disk is full"),
         "53200" => (Full, "it has no memory for more"),
@@ -184,7 +186,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         // How the server reports a value that is too large, or has a part that is.
         "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
-            "08" | "57" => (Unknown, "the connection broke before the answer came"),
+            "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),
             "54" => (TooLarge, "the result is too large"),
             "22" | "23" | "42" | "44" | "P0" => (Misconfigured, "it does not accept this operation"),
             _ => (Unavailable, "nothing was written"),
@@ -377,6 +379,6 @@ impl Ready<'_> {
 }
 
 fn timed_out() -> Failure {
-    let failure = Failure::new(StoreErrorKind::Unknown, "the server did not answer in time").giving_up();
+    let failure = Failure::new(StoreErrorKind::Unconfirmed, "the server did not answer in time").giving_up();
     Failure { is_late: true, ..failure }
 }

@@ -40,7 +40,8 @@ use crate::clock::Clock;
 use crate::future::{all, race};
 use crate::key::Key;
 use crate::record::{
-    Finish, Inspection, Lease, Meeting, Owner, Parts, Payload, Record, Release, Reservation, Reserve, State, Write,
+    Admission, Finish, Inspection, Lease, OwnerToken, Parts, Record, Release, Reservation, ReserveRequest, State,
+    StoredResult, Verdict,
 };
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::{PerProcess, Process};
@@ -271,7 +272,7 @@ impl Reserves {
     async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
         let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
         let mut places: HashMap<&str, usize> = HashMap::new();
-        let mut asked: Vec<&Reserve> = Vec::new();
+        let mut asked: Vec<&ReserveRequest> = Vec::new();
         for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, Met::Unseen)) {
             of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
             if let Some(place) = of_key.asked {
@@ -283,7 +284,7 @@ impl Reserves {
         if asked.is_empty() {
             return Ok(());
         }
-        let column = |of: fn(&Reserve) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
+        let column = |of: fn(&ReserveRequest) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
         let names: Vec<&str> = asked.iter().map(|it| it.key.as_str()).collect();
         let owners: Vec<&[u8]> = asked.iter().map(|it| &it.owner.as_bytes()[..]).collect();
         let fingerprints: Vec<_> = asked.iter().map(|it| fingerprint(it)).collect();
@@ -315,16 +316,16 @@ fn is_replay(met: &Met) -> bool {
     matches!(met, Met::LeftOut) || matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
 }
 
-fn fingerprint(request: &Reserve) -> Option<&[u8]> {
+fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
     request.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..])
 }
 
-fn on_crash_fail(request: &Reserve) -> bool {
+fn on_crash_fail(request: &ReserveRequest) -> bool {
     Parts::of(&Record::first(request)).on_crash_fail
 }
 
 impl Work for Reserves {
-    type Operation = Reserve;
+    type Operation = ReserveRequest;
     type Answer = Met;
 
     const LANES: usize = 2;
@@ -334,7 +335,7 @@ impl Work for Reserves {
         &self.server.database
     }
 
-    fn key(request: &Reserve) -> &str {
+    fn key(request: &ReserveRequest) -> &str {
         request.key.as_str()
     }
 
@@ -343,11 +344,11 @@ impl Work for Reserves {
         (!self.expects_replays()).then_some(&self.server.turn)
     }
 
-    fn bytes(request: &Reserve) -> usize {
+    fn bytes(request: &ReserveRequest) -> usize {
         request.key.as_str().len() + 80
     }
 
-    async fn one(&self, request: &Reserve) -> Result<Met, Failure> {
+    async fn one(&self, request: &ReserveRequest) -> Result<Met, Failure> {
         let key = request.key.as_str();
         if self.expects_replays() {
             let rows = self.server.rows(&self.server.sql.look, &[&key], Effect::Reads).await?;
@@ -471,7 +472,7 @@ impl Work for Ends {
     }
 
     fn bytes(end: &End) -> usize {
-        end.key.as_str().len() + end.record.state.payload().map_or(0, Payload::stored_bytes) + 80
+        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
     }
 
     async fn one(&self, end: &End) -> Result<bool, Failure> {
@@ -557,12 +558,12 @@ impl Shared {
         self.here().or_else(|error| self.mine.here().runtimes.any().ok_or(error))
     }
 
-    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         for look in 0..LOOKS {
             pause(&*self.common.clock, look).await;
             let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(Failure::without_result)? {
                 Met::Made => {
-                    return Ok(Reservation::Reserved { lease: Record::first(request).lease(request), takeover: false });
+                    return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
                 }
                 Met::Found(found) => *found.map_err(corrupt)?,
                 // The next statement sees the record.
@@ -579,15 +580,15 @@ impl Shared {
             let (with, takeover) = if found.is_expired() {
                 (Record::first(request), false)
             } else {
-                match found.record.meet(request, found.lapses_in()) {
-                    Meeting::Answer(answer) => return Ok(answer),
-                    Meeting::Replace { with, takeover } => (with, takeover),
+                match found.record.admit(request, found.lapses_in()) {
+                    Admission::Answer(answer) => return Ok(answer),
+                    Admission::Replace { with, takeover } => (with, takeover),
                 }
             };
             let here = self.here()?;
             let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &found, &with)).await;
             if replaced.map_err(Failure::without_result)? {
-                return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
         Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
@@ -602,13 +603,13 @@ impl Shared {
 
     /// Turns a pending record into `state`, by compare-and-set on the attempt, or for a release on its owner token. An
     /// earlier copy of the same write is recognised.
-    async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
+    async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
             pause(&*self.common.clock, look).await;
             let end = End { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
             if self.lanes()?.ends.call(end).await? {
-                return Ok(Write::Done);
+                return Ok(Verdict::Applied);
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
@@ -618,7 +619,7 @@ impl Shared {
                         && found.owner == lease.owner
                         && (found.attempt == lease.attempt || !record.is_finished()) => {}
                 found => {
-                    return Ok(found.map_or(Write::Refused, |found| found.ended(lease, record.is_finished())));
+                    return Ok(found.map_or(Verdict::Refused, |found| found.ended(lease, record.is_finished())));
                 }
             }
         }
@@ -645,7 +646,7 @@ impl Shared {
         let is_in = |attempts: &HashSet<Attempt>, place: usize| attempts.contains(&attempt(&leases[place]));
         let (done, rest): (Vec<usize>, Vec<usize>) = places.iter().partition(|place| is_in(&renewed, **place));
         for place in done {
-            answer(place, Write::Done);
+            answer(place, Verdict::Applied);
         }
         if rest.is_empty() {
             return Ok(rest);
@@ -653,7 +654,7 @@ impl Shared {
         let held = Asked::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?;
         let (locked, lost): (Vec<usize>, Vec<usize>) = rest.into_iter().partition(|place| is_in(&held, *place));
         for place in lost {
-            answer(place, Write::Refused);
+            answer(place, Verdict::Refused);
         }
         Ok(locked)
     }
@@ -712,7 +713,7 @@ impl Shared {
 }
 
 /// An attempt, as a row names it.
-type Attempt = (String, [u8; Owner::BYTES], i64);
+type Attempt = (String, [u8; OwnerToken::BYTES], i64);
 
 fn attempt(lease: &Lease) -> Attempt {
     (lease.key.as_str().to_owned(), *lease.owner.as_bytes(), lease.attempt.into())
@@ -780,7 +781,7 @@ impl Store for Shared {
         &self.common.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
     }
 
@@ -810,14 +811,14 @@ impl Store for Shared {
         })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             sql::check_size(finish)?;
             self.end(lease, finish.state(), 0).await
         })
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.end(lease, release.state(), i64::from(release == Release::NotStarted)))
     }
 
@@ -845,12 +846,12 @@ impl Store for Shared {
         StoreFuture::new(async move { Ok(self.look(key).await?.map(Found::inspection)) })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             let here = self.here()?;
             let reopen = &here.server.sql.reopen;
             let reopened = here.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
-            Ok(if reopened { Write::Done } else { Write::Refused })
+            Ok(if reopened { Verdict::Applied } else { Verdict::Refused })
         })
     }
 }

@@ -15,7 +15,7 @@ use tokio_postgres::types::{FromSql, ToSql, Type};
 
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
-use crate::record::{Finish, Inspection, Parts, Payload, Record, Reserve, State, signed_millis};
+use crate::record::{Finish, Inspection, Parts, Record, ReserveRequest, State, StoredResult, signed_millis};
 use crate::store::{StoreError, StoreErrorKind};
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(super) fn ensure(schema: &str) -> String {
 
 /// Refuses a result that no row can hold.
 pub(super) fn check_size(finish: &Finish) -> Result<(), StoreError> {
-    let bytes = finish.payload().stored_bytes();
+    let bytes = finish.result().stored_bytes();
     if bytes > MAX_RESULT_BYTES {
         let message = format!("the result has {bytes} bytes, a row holds {MAX_RESULT_BYTES}");
         return Err(StoreError::new(StoreErrorKind::TooLarge, message));
@@ -359,7 +359,7 @@ impl Statements {
     pub(super) async fn replace_met<A: Ask>(
         &self,
         at: &A,
-        request: &Reserve,
+        request: &ReserveRequest,
         met: &Found,
         with: &Record,
     ) -> Result<bool, A::Error> {
@@ -402,7 +402,7 @@ impl Statements {
             &millis(ttl),
             &number_of(record),
         ];
-        let effect = Effect::Records(record.state.payload().map_or(0, Payload::stored_bytes));
+        let effect = Effect::Records(record.state.result().map_or(0, StoredResult::stored_bytes));
         Ok(!at.rows(&self.end, &params, effect).await?.is_empty())
     }
 }

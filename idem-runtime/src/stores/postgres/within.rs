@@ -18,7 +18,9 @@ use crate::clock::SystemClock;
 use crate::engine::Outcome;
 use crate::key::Key;
 use crate::record::format::FormatError;
-use crate::record::{Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{
+    Admission, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
 use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
@@ -291,13 +293,13 @@ impl<S: Session> InPostgres<S> {
         Ok(found.filter(|found| !found.is_expired()))
     }
 
-    async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Write, StoreError> {
+    async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         if self.table.statements.end_pending(self, lease.key.as_str(), &record, refund, lease.ttl).await? {
-            return Ok(Write::Done);
+            return Ok(Verdict::Applied);
         }
         let found = self.look(&lease.key).await?;
-        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, record.is_finished())))
+        Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, record.is_finished())))
     }
 }
 
@@ -338,10 +340,10 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         self.session.undo_at_once();
     }
 
-    async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let first = Record::first(request);
         let parts = Parts::of(&first);
-        let held_by_another = |attempt| Reservation::Pending { attempt, lapses_in: HELD_BY_ANOTHER };
+        let held_by_another = |attempt| Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER };
         let clock = SystemClock::default();
         for look in 0..LOOKS {
             pause(&clock, look).await;
@@ -360,7 +362,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
             };
             let said = said.map_err(corrupt)?;
             let found = match said.met {
-                Met::Made => return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false }),
+                Met::Made => return Ok(Reservation::Granted { lease: first.lease(request), takeover: false }),
                 Met::Found(found) => found.map_err(corrupt)?,
                 Met::Unseen if said.is_held => continue,
                 Met::Unseen => return Ok(held_by_another(1)),
@@ -369,27 +371,27 @@ impl<S: Session> within::Transaction for InPostgres<S> {
             let (with, takeover) = if found.is_expired() {
                 (first.clone(), false)
             } else {
-                match found.record.meet(request, found.lapses_in()) {
-                    Meeting::Answer(answer) => return Ok(answer),
-                    Meeting::Replace { with, takeover } => (with, takeover),
+                match found.record.admit(request, found.lapses_in()) {
+                    Admission::Answer(answer) => return Ok(answer),
+                    Admission::Replace { with, takeover } => (with, takeover),
                 }
             };
             if !said.is_held {
                 return Ok(held_by_another(with.attempt));
             }
             if self.table.statements.replace_met(self, request, &found, &with).await? {
-                return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
         Err(StoreError::new(StoreErrorKind::Aborted, LOOKED))
     }
 
-    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         sql::check_size(finish)?;
         self.end(lease, finish.state(), 0).await
     }
 
-    async fn release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+    async fn release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
         self.end(lease, release.state(), i64::from(release == Release::NotStarted)).await
     }
 
@@ -414,10 +416,10 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         Ok(self.look(key).await?.map(Found::inspection))
     }
 
-    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
+    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
         let params: [&(dyn ToSql + Sync); 2] = [&key.as_str(), &i64::from(attempt)];
         let rows = self.rows(&self.table.statements.reopen, &params, Effect::Writes).await?;
-        Ok(if rows.is_empty() { Write::Refused } else { Write::Done })
+        Ok(if rows.is_empty() { Verdict::Refused } else { Verdict::Applied })
     }
 }
 

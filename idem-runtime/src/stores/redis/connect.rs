@@ -9,7 +9,6 @@ use redis::aio::ConnectionLike;
 use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 
-#[cfg(feature = "redis-cluster")]
 use super::cluster::{Cluster, Named, first};
 use super::connection::{Background, Connection, Failure, Place, Theirs};
 use super::dispatch::{Replicas, Scripts, Terms};
@@ -34,7 +33,6 @@ pub(super) enum Plan {
         name: String,
         template: Box<ConnectionInfo>,
     },
-    #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Named>),
 }
 
@@ -55,7 +53,6 @@ impl Plan {
                 let found = Found::by_sentinels(sentinels, name, template, &terms.clock, terms.timeout);
                 found.line(terms, replicas, for_upkeep)
             }
-            #[cfg(feature = "redis-cluster")]
             Self::Cluster(named) => {
                 let cluster = Cluster::new(named, terms.clone(), replicas, for_upkeep);
                 cluster.keep_asking();
@@ -65,7 +62,6 @@ impl Plan {
     }
 }
 
-#[cfg(feature = "redis-cluster")]
 fn of_cluster(cluster: Arc<Cluster>, terms: &Terms) -> Line {
     let wakeups = Wakeups::new(Source::Cluster(Arc::clone(&cluster))).on(terms.channel.to_string());
     Line::new(Route::Cluster(cluster), wakeups)
@@ -109,7 +105,7 @@ impl Found {
 /// # use std::time::Duration;
 /// use idem_runtime::RedisStore;
 /// let store = RedisStore::options()
-///     .prefix("shop:")
+///     .namespace("shop:")
 ///     .response_timeout(Duration::from_millis(500))
 ///     .connect("redis://localhost")
 ///     .await?;
@@ -117,23 +113,23 @@ impl Found {
 /// ```
 #[derive(Clone, Debug)]
 pub struct RedisOptions {
-    prefix: String,
+    namespace: String,
     response_timeout: Duration,
     replicas: Option<Replicas>,
 }
 
 impl Default for RedisOptions {
     fn default() -> Self {
-        Self { prefix: "idem:".to_owned(), response_timeout: Duration::from_secs(2), replicas: None }
+        Self { namespace: "idem:".to_owned(), response_timeout: Duration::from_secs(2), replicas: None }
     }
 }
 
 impl RedisOptions {
-    /// The prefix of every key in the server (default: `idem:`). Applications that share a server but must not share
-    /// operations need different prefixes.
+    /// The name of this application, in front of every key in the server (default: `idem:`). Applications that share a server
+    /// but must not share operations need different names. It enters child keys, too.
     #[must_use]
-    pub fn prefix(self, prefix: impl Into<String>) -> Self {
-        Self { prefix: prefix.into(), ..self }
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
     }
 
     /// The time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
@@ -148,7 +144,7 @@ impl RedisOptions {
     ///
     /// A primary that fails takes with it every write that no replica has: an acknowledged operation runs again.
     /// `min_replicas` withholds that acknowledgement: if fewer than `count` replicas confirm a write `within` that time,
-    /// the call fails with [`StoreErrorKind::Unknown`], no body runs, and a result is
+    /// the call fails with [`StoreErrorKind::Unconfirmed`], no body runs, and a result is
     /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the replicas have. The
     /// price is that nothing is reserved, recorded or replayed while replicas are missing.
     ///
@@ -181,7 +177,6 @@ impl RedisOptions {
                 }
                 self.connect_sentinels_with(sentinels, name, &primary).await
             }
-            #[cfg(feature = "redis-cluster")]
             Some(("redis-cluster", rest)) => {
                 let url = Several::read(rest, &["tls", "protocol"]);
                 let url = url.map_err(|problem| unreadable(&problem, CLUSTER_FORM))?;
@@ -189,10 +184,6 @@ impl RedisOptions {
                     return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
                 }
                 self.connect_cluster_with(url.clients(url.login, 6379, "0", CLUSTER_FORM)?).await
-            }
-            #[cfg(not(feature = "redis-cluster"))]
-            Some(("redis-cluster", _)) => {
-                Err(misconfigured("`redis-cluster://` needs the feature `redis-cluster` of idem-runtime".to_owned()))
             }
             _ => self.connect_with(client(url, "redis://[user:password@]host[:port][/database]")?).await,
         }
@@ -235,7 +226,6 @@ impl RedisOptions {
     ///
     /// # Errors
     /// As [`RedisStore::connect`].
-    #[cfg(feature = "redis-cluster")]
     pub async fn connect_cluster_with(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
         provide_cryptography();
         let clock = clock();
@@ -313,7 +303,7 @@ impl RedisOptions {
         Terms {
             clock: Arc::clone(clock),
             timeout: self.response_timeout,
-            channel: format!("{}wake", self.prefix).into(),
+            channel: format!("{}wake", self.namespace).into(),
             scripts: Arc::new(scripts),
             one_key,
         }
@@ -325,7 +315,7 @@ impl RedisOptions {
             plan,
             terms,
             replicas: self.replicas,
-            prefix: self.prefix.into(),
+            prefix: self.namespace.into(),
             limits: limits.into(),
             held: PerProcess::default(),
         };
@@ -345,7 +335,6 @@ fn provide_cryptography() {
 
 const SENTINEL_FORM: &str = "redis-sentinel://[user:password@]host[:port][,host…]/name[/database][?tls=true]\
                              [&sentinel_user=…][&sentinel_password=…]";
-#[cfg(feature = "redis-cluster")]
 const CLUSTER_FORM: &str = "redis-cluster://[user:password@]host[:port][,host…][?tls=true]";
 
 fn unreadable(problem: &str, form: &str) -> StoreError {
@@ -536,7 +525,7 @@ impl<'a> Server<'a> {
         match (self.cluster, cluster) {
             (true, false) => {
                 return Err(misconfigured(
-                    "the server is a node of a cluster; connect with `redis-cluster://` (feature `redis-cluster`)"
+                    "the server is a node of a cluster; connect with `redis-cluster://`"
                         .to_owned(),
                 ));
             }

@@ -58,7 +58,6 @@ impl Limits {
     }
 
     /// Notes the limit reported to `other`, too.
-    #[cfg(feature = "redis-cluster")]
     pub(super) fn tell_all_of(&self, other: &Self) {
         self.tell(other.told.load(Ordering::Relaxed));
     }
@@ -169,13 +168,13 @@ mod tests {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let broken = || Err(Failure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
         for _ in 1..BREAKS {
-            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);
-            assert_eq!(kind(limits.learn(10, broken(), &clock)), StoreErrorKind::Unknown);
+            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unconfirmed);
+            assert_eq!(kind(limits.learn(10, broken(), &clock)), StoreErrorKind::Unconfirmed);
         }
         // A value that gets through resets the count.
         limits.learn(4 * MIB, Ok(Value::Int(1)), &clock).unwrap();
         for _ in 1..BREAKS {
-            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unknown);
+            assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unconfirmed);
         }
         assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);

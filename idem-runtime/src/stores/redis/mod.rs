@@ -9,7 +9,6 @@
 //! The topology varies beneath: a [route](route) chooses the server of an operation, a [dispatch](dispatch) batches the
 //! operations of many tasks, a [connection](connection) is reopened when it breaks.
 
-#[cfg(feature = "redis-cluster")]
 mod cluster;
 mod connect;
 mod connection;
@@ -40,7 +39,9 @@ use self::route::Op;
 use crate::clock::{Clock, Instant};
 use crate::key::Key;
 use crate::record::format::{self, millis};
-use crate::record::{Finish, Inspection, Lease, Meeting, Owner, Record, Release, Reservation, Reserve, State, Write};
+use crate::record::{
+    Admission, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest, State, Verdict,
+};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::{PerProcess, lock};
 
@@ -55,8 +56,7 @@ const RENEWED_AT_ONCE: usize = 100;
 /// How many leases of other handles are remembered as held.
 const REMEMBERED: usize = 1024;
 
-/// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster (feature
-/// `redis-cluster`).
+/// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster.
 ///
 /// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; scripts that compare the owner token decide the
 ///   rest. Each names keys of one slot only.
@@ -93,7 +93,7 @@ impl RedisStore {
     ///   are the sentinels. The login is the one for the primary; the sentinels' own is
     ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and believes the
     ///   latest failover. The store follows the primary by itself.
-    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]` (feature `redis-cluster`); the hosts are some of
+    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of
     ///   its nodes.
     ///
     /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write characters with a meaning in URLs
@@ -148,7 +148,7 @@ struct Core {
     prefix: Box<str>,
     limits: Arc<Limits>,
     /// Until when leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
-    held: PerProcess<Mutex<HashMap<Owner, Instant>>>,
+    held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
 impl fmt::Debug for Shared {
@@ -180,13 +180,13 @@ impl Core {
     ///
     /// A lease only grows while its record is pending, so an earlier answer stays true. Only durations are carried from the
     /// server's clock to this one's.
-    fn known_to_hold(&self, owner: Owner) -> Option<Duration> {
+    fn known_to_hold(&self, owner: OwnerToken) -> Option<Duration> {
         let now = self.now();
         let until = self.heartbeats.held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
         Some(until.saturating_since(now)).filter(|left| !left.is_zero())
     }
 
-    fn remember(&self, owner: Owner, until: Instant) {
+    fn remember(&self, owner: OwnerToken, until: Instant) {
         let now = self.now();
         let mut held = lock(self.held.here());
         if held.len() >= REMEMBERED {
@@ -220,7 +220,7 @@ impl Shared {
         [&self.core.prefix, key.as_str()].concat()
     }
 
-    async fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let line = self.line()?;
         let key = self.name_of(&request.key);
         let (value, retention) = {
@@ -241,7 +241,7 @@ impl Shared {
                 None => match Self::look(&line, &key, &value, retention, request.owner).await.map_err(failed)? {
                     Value::Nil => {
                         let lease = Record::first(request).lease(request);
-                        return Ok(Reservation::Reserved { lease, takeover: false });
+                        return Ok(Reservation::Granted { lease, takeover: false });
                     }
                     Value::BulkString(found) => (Bytes::from(found), None),
                     other => return Err(unexpected(&other)),
@@ -251,14 +251,14 @@ impl Shared {
             let pending = record.is_pending();
             let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
             if pending && let Some(lapses_in) = holds.or_else(|| self.core.known_to_hold(record.owner)) {
-                match record.meet(request, lapses_in) {
-                    Meeting::Answer(answer) => return Ok(answer),
-                    Meeting::Replace { .. } => unreachable!("a live lease is not replaced"),
+                match record.admit(request, lapses_in) {
+                    Admission::Answer(answer) => return Ok(answer),
+                    Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
                 }
             }
             // The meeting as if the lease had lapsed; in every other state there is no lease to ask about.
-            let meeting = record.meet(request, Duration::ZERO);
-            if let Meeting::Answer(answer) = &meeting
+            let meeting = record.admit(request, Duration::ZERO);
+            if let Admission::Answer(answer) = &meeting
                 && (!pending || left.is_some())
             {
                 return Ok(answer.clone());
@@ -267,19 +267,19 @@ impl Shared {
             // Boxed: most calls don't get here, but would carry its size inline.
             let taken = Box::pin(self.take(&line, &key, &found, &record, &meeting, request.owner)).await?;
             match (taken, meeting) {
-                (Taken::Held(_), Meeting::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
-                (Taken::Lapsed, Meeting::Answer(answer)) => return Ok(answer),
-                (Taken::Replaced, Meeting::Replace { with, takeover }) => {
-                    return Ok(Reservation::Reserved { lease: with.lease(request), takeover });
+                (Taken::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
+                (Taken::Lapsed, Admission::Answer(answer)) => return Ok(answer),
+                (Taken::Replaced, Admission::Replace { with, takeover }) => {
+                    return Ok(Reservation::Granted { lease: with.lease(request), takeover });
                 }
                 (Taken::Held(lapses_in), _) => {
                     self.core.remember(record.owner, asked_at.saturating_add(lapses_in));
-                    return Ok(Reservation::Pending { attempt: record.attempt, lapses_in });
+                    return Ok(Reservation::InProgress { attempt: record.attempt, lapses_in });
                 }
                 (Taken::Changed(now), _) => changed = now,
                 (taken, meeting) => {
                     let message = format!("the server answered {taken:?} to {meeting:?}");
-                    return Err(StoreError::new(StoreErrorKind::Unknown, message));
+                    return Err(StoreError::new(StoreErrorKind::Unconfirmed, message));
                 }
             }
         }
@@ -287,7 +287,7 @@ impl Shared {
     }
 
     /// Reserves a key that has no record, or reads its record.
-    async fn look(line: &Line, key: &str, value: &[u8], ttl_ms: u64, owner: Owner) -> Answer {
+    async fn look(line: &Line, key: &str, value: &[u8], ttl_ms: u64, owner: OwnerToken) -> Answer {
         let key = key.as_bytes();
         match line.route.run(key, Op::Reserve { key, value, ttl_ms }).await {
             // "In progress" may come from an unreplicated record. A result or our own reservation may not: the caller
@@ -308,8 +308,8 @@ impl Shared {
         key: &str,
         found: &Bytes,
         met: &Record,
-        meeting: &Meeting,
-        owner: Owner,
+        meeting: &Admission,
+        owner: OwnerToken,
     ) -> Result<Taken, StoreError> {
         let lease = match met.state {
             State::Pending { lease, .. } => millis(lease),
@@ -317,8 +317,8 @@ impl Shared {
         };
         let retention = millis(met.retention(Duration::ZERO));
         let (value, new_retention) = match meeting {
-            Meeting::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
-            Meeting::Answer(_) => (Vec::new(), 0),
+            Admission::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
+            Admission::Answer(_) => (Vec::new(), 0),
         };
         let seen = [&found[5..6], &found[8..format::HEADER_BYTES]].concat();
         let asked = ask(&self.core.scripts().take, key, |command| {
@@ -356,14 +356,14 @@ impl Shared {
         &self,
         line: &Line,
         leases: &[Lease],
-        mut answer: impl FnMut(usize, Write),
+        mut answer: impl FnMut(usize, Verdict),
     ) -> Result<(), StoreError> {
         let names: Vec<String> = leases.iter().map(|lease| self.name_of(&lease.key)).collect();
         let Some(first) = names.first() else { return Ok(()) };
         let ask = Ask::script(&self.core.scripts().renew, names.iter(), |command| {
             for lease in leases {
                 let attempt = [&lease.owner.as_bytes()[..], &lease.attempt.to_be_bytes()].concat();
-                command.arg(attempt).arg(millis(lease.lease.saturating_add(lease.ttl)));
+                command.arg(attempt).arg(millis(lease.duration.saturating_add(lease.ttl)));
             }
         });
         let renewed = line.route.run(first.as_bytes(), Op::Renew(ask)).await.map_err(failed)?;
@@ -374,8 +374,8 @@ impl Shared {
         let mut result = Ok(());
         for (at, byte) in answers.into_iter().enumerate() {
             match byte {
-                b'1' => answer(at, Write::Done),
-                b'0' => answer(at, Write::Refused),
+                b'1' => answer(at, Verdict::Applied),
+                b'0' => answer(at, Verdict::Refused),
                 _ => result = Err(damaged()),
             }
         }
@@ -390,11 +390,11 @@ fn ask(script: &Script, key: &str, args: impl FnOnce(&mut Cmd)) -> Ask {
 
 /// Whether `answer` would differ if the lease of the record still held.
 fn depends_on_lease(answer: &Reservation) -> bool {
-    matches!(answer, Reservation::Interrupted { .. } | Reservation::Exhausted { .. })
+    matches!(answer, Reservation::Interrupted { .. } | Reservation::AttemptsExhausted { .. })
 }
 
 /// Whether the record is an unfinished attempt of another owner, running or abandoned.
-fn is_of_another(found: &[u8], owner: Owner) -> bool {
+fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
     match format::decode(&Bytes::copy_from_slice(found)) {
         Ok(record) => !record.is_finished() && record.owner != owner,
         // Both ways lead to an error; the decoder's says more.
@@ -403,7 +403,7 @@ fn is_of_another(found: &[u8], owner: Owner) -> bool {
 }
 
 /// Whether the record found in place of another is an attempt of another owner whose lease still holds.
-fn is_held_by_another(found: &[Value], owner: Owner) -> bool {
+fn is_held_by_another(found: &[Value], owner: OwnerToken) -> bool {
     matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
 }
 
@@ -416,10 +416,10 @@ enum Taken {
     Held(Duration),
 }
 
-fn written(value: &Value) -> Result<Write, StoreError> {
+fn written(value: &Value) -> Result<Verdict, StoreError> {
     match value {
-        Value::Int(1) => Ok(Write::Done),
-        Value::Int(0) => Ok(Write::Refused),
+        Value::Int(1) => Ok(Verdict::Applied),
+        Value::Int(0) => Ok(Verdict::Refused),
         other => Err(unexpected(other)),
     }
 }
@@ -453,7 +453,7 @@ impl Store for Shared {
         &self.core.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
     }
 
@@ -475,7 +475,7 @@ impl Store for Shared {
         })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             let line = self.line()?;
             let (limits, clock) = (&self.core.limits, self.core.clock());
@@ -488,7 +488,7 @@ impl Store for Shared {
         })
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             let line = self.line()?;
             let (state, refund) = match release {
@@ -515,7 +515,7 @@ impl Store for Shared {
                     command.arg(&attempt.to_be_bytes()[..]);
                 });
                 let pending = line.route.run(name.as_bytes(), Op::Read(asked)).await;
-                Ok(written(&pending.map_err(failed)?)? == Write::Done)
+                Ok(written(&pending.map_err(failed)?)? == Verdict::Applied)
             };
             line.wakeups.wait(&name, at_most, self.core.clock(), mark).await
         })
@@ -547,7 +547,7 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             let line = self.line()?;
             let name = self.name_of(key);
@@ -573,7 +573,7 @@ fn unexpected(value: &Value) -> StoreError {
         Value::Array(_) => "an array",
         _ => "something else",
     };
-    StoreError::new(StoreErrorKind::Unknown, format!("the server answered {kind} where that makes no sense"))
+    StoreError::new(StoreErrorKind::Unconfirmed, format!("the server answered {kind} where that makes no sense"))
 }
 
 /// A pending record without an expiry: the expiry was removed, or the record was restored without one.
@@ -601,14 +601,15 @@ fn failed(failure: Failure) -> StoreError {
             StoreError::new(StoreErrorKind::Misconfigured, format!("the server can't be reached: {reason}"))
         }
         Failure::Broken(error) => {
-            StoreError::new(StoreErrorKind::Unknown, "the connection broke before the answer came").with_source(error)
+            StoreError::new(StoreErrorKind::Unconfirmed, "the connection broke before the answer came")
+                .with_source(error)
         }
-        Failure::TimedOut => StoreError::new(StoreErrorKind::Unknown, "the server did not answer in time"),
-        Failure::Lost => StoreError::new(StoreErrorKind::Unknown, "the answer got lost on its way"),
+        Failure::TimedOut => StoreError::new(StoreErrorKind::Unconfirmed, "the server did not answer in time"),
+        Failure::Lost => StoreError::new(StoreErrorKind::Unconfirmed, "the answer got lost on its way"),
         Failure::Unreplicated(_, why) => {
             let why = why.map_or_else(|| "it in time".to_owned(), |said| format!("it: the server refused: {said}"));
             let message = format!("fewer replicas than `min_replicas` confirmed {why}");
-            StoreError::new(StoreErrorKind::Unknown, message)
+            StoreError::new(StoreErrorKind::Unconfirmed, message)
         }
     }
 }

@@ -1,10 +1,8 @@
 //! Which server runs an operation.
 
-#[cfg(feature = "redis-cluster")]
 use std::sync::Arc;
 use std::time::Duration;
 
-#[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
 use super::connection::{Background, Connection};
 use super::dispatch::{Answer, Ask, Completion, Dispatch, Replicas, Terms};
@@ -64,7 +62,6 @@ impl Node {
         }
     }
 
-    #[cfg(feature = "redis-cluster")]
     pub(super) fn connection(&self) -> &Connection {
         self.plain.connection()
     }
@@ -92,7 +89,6 @@ impl Node {
     }
 
     /// Runs `op` while the slot of its key is still migrating to this server.
-    #[cfg(feature = "redis-cluster")]
     pub(super) async fn run_asking(&self, op: Op<'_>) -> Answer {
         match op {
             Op::Reserve { key, value, ttl_ms } => self.writing().reserve_asking(key, value, ttl_ms).await,
@@ -108,17 +104,14 @@ impl Node {
 pub(super) enum Route {
     /// One server, and the tasks that track where it is.
     One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<Background>),
-    #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),
 }
 
 impl Route {
     /// Runs `op`, whose key is `key`.
-    #[cfg_attr(not(feature = "redis-cluster"), expect(unused_variables, reason = "one server has all keys"))]
     pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
         match self {
             Self::One(node, _) => node.run(op).await,
-            #[cfg(feature = "redis-cluster")]
             Self::Cluster(cluster) => Box::pin(cluster.run(key, op)).await,
         }
     }

@@ -12,7 +12,6 @@ use futures_util::stream::Stream;
 use redis::{Client, RedisError};
 use tokio::sync::watch;
 
-#[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
 use super::connection::{Background, Place};
 use crate::clock::{Clock, Sleep, SystemClock};
@@ -35,7 +34,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 pub(super) enum Source {
     One(Place),
     /// Any node: it receives what is published at the others.
-    #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),
 }
 
@@ -45,7 +43,6 @@ impl Source {
         match self {
             Self::One(Place::At(client)) => Ok((Client::clone(client), 0)),
             Self::One(Place::Primary(sentinels)) => sentinels.primary().await,
-            #[cfg(feature = "redis-cluster")]
             Self::Cluster(cluster) => {
                 let client = cluster.some_client();
                 client.map(|client| (client, 0)).ok_or((redis::ErrorKind::Io, "no node is known").into())
@@ -61,7 +58,6 @@ impl Source {
                 Box::pin(async move { sentinels.moved(version).await })
             }
             Self::One(Place::At(_)) => Box::pin(std::future::pending()),
-            #[cfg(feature = "redis-cluster")]
             Self::Cluster(_) => Box::pin(std::future::pending()),
         }
     }

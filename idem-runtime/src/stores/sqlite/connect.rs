@@ -69,6 +69,7 @@ pub struct SqliteOptions {
     pub(super) queue_capacity: usize,
     pub(super) max_bytes: Option<u64>,
     pub(super) namespace: String,
+    clock: Option<Arc<dyn Clock>>,
 }
 
 impl Default for SqliteOptions {
@@ -81,6 +82,7 @@ impl Default for SqliteOptions {
             queue_capacity: 16_384,
             max_bytes: None,
             namespace: String::new(),
+            clock: None,
         }
     }
 }
@@ -138,13 +140,20 @@ impl SqliteOptions {
         Self { max_bytes: Some(max_bytes), ..self }
     }
 
+    /// What measures time (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates records, which all processes with this
+    /// file compare: for tests of leases and retentions.
+    #[must_use]
+    pub fn clock(self, clock: impl Clock) -> Self {
+        Self { clock: Some(Arc::new(clock)), ..self }
+    }
+
     /// Opens the file at `path`, and creates it and its table if they are missing; see [`SqliteStore::open`].
     ///
     /// # Errors
     /// As [`SqliteStore::open`].
     pub async fn open(self, path: impl AsRef<Path>) -> Result<SqliteStore, StoreError> {
-        let clock = Arc::new(SystemClock::default());
-        let database = Database::new(path.as_ref(), self, clock.clone())?;
+        let clock = self.clock.clone().unwrap_or_else(|| Arc::new(SystemClock::default()));
+        let database = Database::new(path.as_ref(), self, Arc::clone(&clock))?;
         Ok(SqliteStore::new(threads::start(database).await?, clock))
     }
 }
@@ -154,7 +163,7 @@ impl SqliteOptions {
 pub(super) struct Database {
     pub(super) path: PathBuf,
     pub(super) options: SqliteOptions,
-    pub(super) clock: Arc<SystemClock>,
+    pub(super) clock: Arc<dyn Clock>,
     pub(super) texts: Texts,
 }
 
@@ -194,7 +203,7 @@ impl Synchronous {
 }
 
 impl Database {
-    pub(super) fn new(path: &Path, options: SqliteOptions, clock: Arc<SystemClock>) -> Result<Self, StoreError> {
+    pub(super) fn new(path: &Path, options: SqliteOptions, clock: Arc<dyn Clock>) -> Result<Self, StoreError> {
         table::check_name(&options.table).map_err(misconfigured)?;
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured("records need a file; `MemoryStore` keeps them in memory".to_owned()));
@@ -224,7 +233,7 @@ impl Database {
 
     /// Whether a file of the largest size could hold the result, if nothing else were in it.
     pub(super) fn holds(&self, finish: &Finish) -> bool {
-        let bytes = u64::try_from(finish.payload().stored_bytes()).unwrap_or(u64::MAX);
+        let bytes = u64::try_from(finish.result().stored_bytes()).unwrap_or(u64::MAX);
         self.options.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
     }
 
@@ -429,9 +438,10 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
         // Without the lock, or without room for the frame that makes the others valid, there is no commit.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
-        _ => {
-            StoreError::new(StoreErrorKind::Unknown, format!("the commit failed, and may count after a crash: {error}"))
-        }
+        _ => StoreError::new(
+            StoreErrorKind::Unconfirmed,
+            format!("the commit failed, and may count after a crash: {error}"),
+        ),
     }
 }
 
@@ -462,7 +472,7 @@ mod tests {
 
     #[test]
     fn every_failure_of_sqlite_has_its_kind() {
-        use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unknown};
+        use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
         // Its meaning before a commit, its meaning as the answer to one, and whether the connection must be reopened.
         let codes = [
             (SQLITE_BUSY, Unavailable, Unavailable, false),
@@ -470,26 +480,26 @@ mod tests {
             (SQLITE_BUSY_SNAPSHOT, Unavailable, Unavailable, false),
             (SQLITE_LOCKED, Unavailable, Unavailable, false),
             (SQLITE_FULL, Full, Full, false),
-            (SQLITE_READONLY, Misconfigured, Unknown, true),
-            (SQLITE_READONLY_DIRECTORY, Misconfigured, Unknown, true),
-            (SQLITE_READONLY_DBMOVED, Unavailable, Unknown, true),
-            (SQLITE_PERM, Misconfigured, Unknown, true),
-            (SQLITE_CANTOPEN, Unavailable, Unknown, true),
-            (SQLITE_IOERR_READ, Unavailable, Unknown, true),
-            (SQLITE_IOERR_WRITE, Unavailable, Unknown, true),
-            (SQLITE_IOERR_FSYNC, Unavailable, Unknown, true),
-            (SQLITE_IOERR_SHMSIZE, Unavailable, Unknown, true),
-            (SQLITE_IOERR_NOMEM, Unavailable, Unknown, true),
-            (SQLITE_NOMEM, Unavailable, Unknown, true),
-            (SQLITE_PROTOCOL, Unavailable, Unknown, true),
-            (SQLITE_INTERRUPT, Unavailable, Unknown, true),
-            (SQLITE_CORRUPT, Corrupt, Unknown, true),
-            (SQLITE_CORRUPT_INDEX, Corrupt, Unknown, true),
-            (SQLITE_NOTADB, Corrupt, Unknown, true),
-            (SQLITE_TOOBIG, TooLarge, Unknown, false),
+            (SQLITE_READONLY, Misconfigured, Unconfirmed, true),
+            (SQLITE_READONLY_DIRECTORY, Misconfigured, Unconfirmed, true),
+            (SQLITE_READONLY_DBMOVED, Unavailable, Unconfirmed, true),
+            (SQLITE_PERM, Misconfigured, Unconfirmed, true),
+            (SQLITE_CANTOPEN, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_READ, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_WRITE, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_FSYNC, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_SHMSIZE, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_NOMEM, Unavailable, Unconfirmed, true),
+            (SQLITE_NOMEM, Unavailable, Unconfirmed, true),
+            (SQLITE_PROTOCOL, Unavailable, Unconfirmed, true),
+            (SQLITE_INTERRUPT, Unavailable, Unconfirmed, true),
+            (SQLITE_CORRUPT, Corrupt, Unconfirmed, true),
+            (SQLITE_CORRUPT_INDEX, Corrupt, Unconfirmed, true),
+            (SQLITE_NOTADB, Corrupt, Unconfirmed, true),
+            (SQLITE_TOOBIG, TooLarge, Unconfirmed, false),
             // No such table, another table, a trigger that refuses.
-            (SQLITE_ERROR, Misconfigured, Unknown, true),
-            (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unknown, false),
+            (SQLITE_ERROR, Misconfigured, Unconfirmed, true),
+            (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unconfirmed, false),
         ];
         for (code, before, commit, anew) in codes {
             let error = rusqlite::Error::SqliteFailure(Error::new(code), None);

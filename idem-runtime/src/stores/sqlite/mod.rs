@@ -22,10 +22,10 @@ pub use self::connect::{SqliteOptions, Synchronous};
 use self::queue::{Answer, Ask};
 use self::threads::{Core, Lane};
 pub use self::within::InSqlite;
-use crate::clock::SystemClock;
+use crate::clock::Clock;
 use crate::future::race;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
 use crate::sync::PerProcess;
 
@@ -97,7 +97,7 @@ impl SqliteStore {
         SqliteOptions::default()
     }
 
-    fn new(core: Arc<Core>, clock: Arc<SystemClock>) -> Self {
+    fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
         Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(Heartbeats::new(clock)), Lane::Calls))
     }
 
@@ -184,7 +184,7 @@ impl Shared {
     }
 
     /// Asks for a compare-and-set.
-    async fn write(&self, ask: Ask) -> Result<Write, StoreError> {
+    async fn write(&self, ask: Ask) -> Result<Verdict, StoreError> {
         match self.ask(ask).await? {
             Answer::Write(write) => Ok(write),
             other => Err(nonsense(&other)),
@@ -194,7 +194,7 @@ impl Shared {
 
 /// The error for an answer to another question. The answer may hold a payload and is not shown.
 fn nonsense(_: &Answer) -> StoreError {
-    StoreError::new(StoreErrorKind::Unknown, "the thread of the store answered another question")
+    StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another question")
 }
 
 impl Store for Shared {
@@ -226,7 +226,7 @@ impl Store for Shared {
         &self.heartbeats
     }
 
-    fn reserve<'a>(&'a self, request: &'a Reserve) -> StoreFuture<'a, Reservation> {
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             match self.core().reserve(self.lane, request.clone()).await? {
                 Answer::Reservation(reservation) => Ok(reservation),
@@ -239,11 +239,11 @@ impl Store for Shared {
         StoreFuture::new(async move { self.core().renew(self.lane, leases, answer).await })
     }
 
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Write> {
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(Ask::Finish(lease.clone(), finish.clone())))
     }
 
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Write> {
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(Ask::Release(lease.clone(), release)))
     }
 
@@ -277,7 +277,7 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Write> {
+    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(self.write(Ask::Reopen(key.clone(), attempt)))
     }
 }
@@ -287,7 +287,7 @@ impl Store for Shared {
 #[cfg(feature = "conformance")]
 pub fn meet_row(
     connection: &rusqlite::Connection,
-    request: &Reserve,
+    request: &ReserveRequest,
     now: i64,
 ) -> (Result<Option<Inspection>, StoreError>, Result<Reservation, StoreError>) {
     let mut table = table::Table::new(connection, table::NAME);

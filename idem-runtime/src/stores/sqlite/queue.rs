@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::clock::Instant;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Payload, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::StoreError;
 use crate::sync::lock;
 
@@ -21,7 +21,7 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 #[derive(Debug)]
 pub(super) enum Ask {
     /// With whether to spare a lease that lapsed while the lock was held.
-    Reserve(Reserve, bool),
+    Reserve(ReserveRequest, bool),
     Renew(Lease),
     Finish(Lease, Finish),
     Release(Lease, Release),
@@ -36,7 +36,7 @@ pub(super) enum Ask {
 impl Ask {
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Finish(_, finish) => finish.payload().stored_bytes(),
+            Self::Finish(_, finish) => finish.result().stored_bytes(),
             _ => 0,
         }
     }
@@ -49,10 +49,10 @@ impl Ask {
     /// The key whose waiters must look again after this answer.
     pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
         match (self, answered) {
-            (Self::Reserve(Reserve { key, .. }, _), Ok(Answer::Reservation(Reservation::Reserved { .. })))
+            (Self::Reserve(ReserveRequest { key, .. }, _), Ok(Answer::Reservation(Reservation::Granted { .. })))
             | (
                 Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _) | Self::Reopen(key, _),
-                Ok(Answer::Write(Write::Done)),
+                Ok(Answer::Write(Verdict::Applied)),
             ) => Some(key),
             _ => None,
         }
@@ -64,7 +64,7 @@ pub(super) enum Answer {
     Reservation(Reservation),
     /// A lease lapsed while the lock was held: its owner gets a moment to renew it.
     Spared,
-    Write(Write),
+    Write(Verdict),
     Removed(u64),
     Passed,
     Inspection(Option<Inspection>),
@@ -78,7 +78,7 @@ impl Answer {
             Self::Inspection(Some(inspection)) => &inspection.record,
             _ => return 0,
         };
-        record.state.payload().map_or(0, Payload::stored_bytes)
+        record.state.result().map_or(0, StoredResult::stored_bytes)
     }
 }
 

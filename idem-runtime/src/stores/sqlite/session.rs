@@ -11,7 +11,7 @@ use super::connect::{Connected, breaks_connection, busy, failed, is_busy, not_co
 use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
 use super::table::{Table, Trouble};
 use super::threads::{Company, Core, SPARED, same};
-use crate::clock::{Clock, Instant, wall_millis};
+use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// How long a transaction may take until its commit: all others wait for the lock meanwhile.
@@ -192,7 +192,7 @@ impl<'c> Session<'c> {
             return false;
         }
         let cleaned = self.begin(&mut Vec::new()).and_then(|_| {
-            let cleaned = self.table.clean_up(wall_millis(), CLEANED_UP_FOR_ROOM);
+            let cleaned = self.table.clean_up(self.core.wall_millis(), CLEANED_UP_FOR_ROOM);
             let removed = cleaned.map_err(|error| Failure::nothing_written(&error))?;
             self.commit()?;
             Ok(removed)
@@ -208,10 +208,10 @@ impl<'c> Session<'c> {
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
         let Core { database, .. } = &**self.core;
         database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
-        let asked = Asked { wall: wall_millis(), at: database.clock.now() };
+        let asked = Asked { wall: self.core.wall_millis(), at: database.clock.now() };
         let mut begun = self.try_begin();
         if self.patient && begun.as_ref().is_err_and(is_busy) {
-            let now = wall_millis();
+            let now = self.core.wall_millis();
             let mut rest = Vec::with_capacity(batch.len());
             for op in batch.drain(..) {
                 match &op.ask {
@@ -263,7 +263,7 @@ impl<'c> Session<'c> {
         let asked = self.begin(batch)?;
         let connection = self.connection();
         let clock = &self.core.database.clock;
-        let (began, now) = (clock.now(), wall_millis());
+        let (began, now) = (clock.now(), self.core.wall_millis());
         let since = self.locked_since(asked).min(now);
         let (mut reservations, mut bytes) = (0, 0);
         let mut patience = WAIT_FOR_COMPANY;
@@ -301,7 +301,7 @@ impl<'c> Session<'c> {
             }
         }
         self.commit()?;
-        if wall_millis() - asked.wall >= LONG_LOCK {
+        if self.core.wall_millis() - asked.wall >= LONG_LOCK {
             // An earlier lock does not count: a lease is spared once.
             self.core.was_locked_since(asked.wall, SPARED);
         }
@@ -318,7 +318,7 @@ impl<'c> Session<'c> {
             Ask::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
             Ask::Renew(lease) => Answer::Write(table.renew(lease, now)?),
             Ask::Finish(_, finish) if !self.core.database.holds(finish) => {
-                return Err(Trouble::TooLarge(finish.payload().stored_bytes()));
+                return Err(Trouble::TooLarge(finish.result().stored_bytes()));
             }
             Ask::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
             Ask::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
@@ -361,7 +361,7 @@ impl<'c> Session<'c> {
                 core.waiting.wake_all();
             }
         }
-        let (now, mut bytes) = (wall_millis(), 0);
+        let (now, mut bytes) = (self.core.wall_millis(), 0);
         batch.reverse();
         for n in 0_usize.. {
             let Some(op) = batch.pop() else { break };
@@ -417,7 +417,7 @@ mod tests {
     use crate::codec::CodecName;
     use crate::key::Key;
     use crate::policy::OnCrash;
-    use crate::record::{Finish, Owner, Payload, Reservation, Reserve, Write};
+    use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
     use crate::stores::sqlite::SqliteStore;
 
     /// A file in a folder that is removed on drop, without any threads.
@@ -460,10 +460,10 @@ mod tests {
         }
     }
 
-    fn reserve(n: u8) -> Reserve {
-        Reserve {
+    fn reserve(n: u8) -> ReserveRequest {
+        ReserveRequest {
             key: Key::new("threads", n).unwrap(),
-            owner: Owner::from_bytes([n; 16]),
+            owner: OwnerToken::from_bytes([n; 16]),
             lease: Duration::from_secs(60),
             ttl: Duration::from_secs(60),
             fingerprint: None,
@@ -479,7 +479,8 @@ mod tests {
         for request in &requests {
             let lease = crate::record::Record::first(request).lease(request);
             let bytes = vec![b'x'; 1024 * 1024].into();
-            let result = Finish::Completed(Payload::Stored { codec: CodecName::of::<crate::codec::Json>(), bytes });
+            let result =
+                Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<crate::codec::Json>(), bytes });
             let asks = vec![Ask::Reserve(request.clone(), true), Ask::Finish(lease, result)];
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
@@ -515,7 +516,10 @@ mod tests {
         company.were_answered(4);
         let leases = (0..3).map(|n| {
             let request = reserve(100 + n);
-            Ask::Finish(crate::record::Record::first(&request).lease(&request), Finish::Completed(Payload::Unencodable))
+            Ask::Finish(
+                crate::record::Record::first(&request).lease(&request),
+                Finish::Completed(StoredResult::Unencodable),
+            )
         });
         come(leases.collect());
         assert_eq!(answered(asks(1), &company), 4);
@@ -539,14 +543,14 @@ mod tests {
     fn a_lease_that_lapsed_while_the_lock_was_held_is_spared_for_a_moment() {
         const LONG: Duration = Duration::from_secs(600);
         let quiet = Quiet::new("spared");
-        let held = Reserve { lease: Duration::from_millis(1), ..reserve(1) };
-        let before = wall_millis();
+        let held = ReserveRequest { lease: Duration::from_millis(1), ..reserve(1) };
+        let before = quiet.core.wall_millis();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
         quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
-        while wall_millis() <= before + LONG_LOCK {
+        while quiet.core.wall_millis() <= before + LONG_LOCK {
             std::thread::yield_now();
         }
-        let duplicate = Reserve { owner: Owner::from_bytes([9; 16]), ..held.clone() };
+        let duplicate = ReserveRequest { owner: OwnerToken::from_bytes([9; 16]), ..held.clone() };
         let ask = |spares| vec![Ask::Reserve(duplicate.clone(), spares)];
         // Another connection held the lock from before the lapse until now.
         quiet.core.was_locked_since(before, LONG);
@@ -554,25 +558,25 @@ mod tests {
         assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
         // The owner gets its own reservation.
         let (_, answers) = quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
-        assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Reserved { takeover: false, .. }))]));
+        assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Granted { takeover: false, .. }))]));
         // The moment is over: the lease is taken over.
         let taken_over = |answers: &[Answered]| {
-            matches!(answers, [Ok(Answer::Reservation(Reservation::Reserved { takeover: true, .. }))])
+            matches!(answers, [Ok(Answer::Reservation(Reservation::Granted { takeover: true, .. }))])
         };
         let (_, answers) = quiet.work(ask(false), write);
         assert!(taken_over(&answers), "{answers:?}");
         // The lock was held for long, but only after the lapse: it was not the reason.
         let pass = |millis| {
-            let until = wall_millis() + millis;
-            while wall_millis() <= until {
+            let until = quiet.core.wall_millis() + millis;
+            while quiet.core.wall_millis() <= until {
                 std::thread::yield_now();
             }
         };
         pass(10);
-        let since = wall_millis();
+        let since = quiet.core.wall_millis();
         pass(LONG_LOCK);
         quiet.core.was_locked_since(since, LONG);
-        let third = Reserve { owner: Owner::from_bytes([7; 16]), ..held };
+        let third = ReserveRequest { owner: OwnerToken::from_bytes([7; 16]), ..held };
         let (_, answers) = quiet.work(vec![Ask::Reserve(third, true)], write);
         assert!(taken_over(&answers), "{answers:?}");
     }
@@ -585,10 +589,10 @@ mod tests {
         let holder = core.database.reconnect().unwrap();
         holder.connection.execute_batch("BEGIN IMMEDIATE").unwrap();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
-        let (before, asks) = (wall_millis(), || vec![Ask::Reserve(reserve(1), true)]);
+        let (before, asks) = (quiet.core.wall_millis(), || vec![Ask::Reserve(reserve(1), true)]);
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         let since = core.locked_since(at).expect("noted");
-        assert!((before..=wall_millis()).contains(&since));
+        assert!((before..=quiet.core.wall_millis()).contains(&since));
         // A second try keeps that time, if not much has passed in between.
         core.was_locked_since(since, Duration::from_secs(600));
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
@@ -605,7 +609,8 @@ mod tests {
             assert!(session.keep_up(batch));
             assert_eq!(session.connected.synchronous(), 2, "FULL again, for what has to last");
         });
-        let kinds: Vec<_> = answers.iter().map(|answer| matches!(answer, Ok(Answer::Write(Write::Refused)))).collect();
+        let kinds: Vec<_> =
+            answers.iter().map(|answer| matches!(answer, Ok(Answer::Write(Verdict::Refused)))).collect();
         assert_eq!(kinds, [true, true, false], "renewals come first: {answers:?}");
         quiet.work(vec![Ask::Renew(lease)], |session, batch| {
             assert!(session.keep_up(batch));

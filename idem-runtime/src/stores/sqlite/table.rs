@@ -14,7 +14,8 @@ use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Finish, Inspection, Lease, Meeting, Parts, Record, Release, Reservation, Reserve, State, Write, signed_millis,
+    Admission, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    signed_millis,
 };
 
 /// The default name of the table.
@@ -327,7 +328,7 @@ impl<'c> Table<'c> {
     }
 
     /// Whether another owner's lease holds the key, which has lapsed, but held at `since`.
-    pub(super) fn is_spared(&mut self, request: &Reserve, since: i64, now: i64) -> Result<bool, Trouble> {
+    pub(super) fn is_spared(&mut self, request: &ReserveRequest, since: i64, now: i64) -> Result<bool, Trouble> {
         let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
         Ok(found.is_some_and(|found| {
             let held = |at| found.lapses_in(at).is_some_and(|left| !left.is_zero());
@@ -336,28 +337,28 @@ impl<'c> Table<'c> {
     }
 
     /// Reserves, or answers from the existing record.
-    pub(crate) fn reserve(&mut self, request: &Reserve, now: i64) -> Result<Reservation, Trouble> {
+    pub(crate) fn reserve(&mut self, request: &ReserveRequest, now: i64) -> Result<Reservation, Trouble> {
         let first = Record::first(request);
         if self.put(Sql::Insert, &request.key, &first, Some(request.ttl), now)? {
-            return Ok(Reservation::Reserved { lease: first.lease(request), takeover: false });
+            return Ok(Reservation::Granted { lease: first.lease(request), takeover: false });
         }
         let found = self.find(&request.key, now)?;
-        let meeting = found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default()));
+        let meeting = found.map(|found| found.record.admit(request, found.lapses_in(now).unwrap_or_default()));
         let (record, takeover) = match meeting {
-            Some(Meeting::Answer(answer)) => return Ok(answer),
-            Some(Meeting::Replace { with, takeover }) => (with, takeover),
+            Some(Admission::Answer(answer)) => return Ok(answer),
+            Some(Admission::Replace { with, takeover }) => (with, takeover),
             None => (first, false),
         };
         self.put(Sql::Replace, &request.key, &record, None, now)?;
-        Ok(Reservation::Reserved { lease: record.lease(request), takeover })
+        Ok(Reservation::Granted { lease: record.lease(request), takeover })
     }
 
     /// The answer to a reservation that changes nothing; `None` if it has to write.
-    pub(crate) fn answer(&mut self, request: &Reserve, now: i64) -> Result<Option<Reservation>, Trouble> {
+    pub(crate) fn answer(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
         let found = self.find(&request.key, now)?;
-        let meeting = found.map(|found| found.record.meet(request, found.lapses_in(now).unwrap_or_default()));
+        let meeting = found.map(|found| found.record.admit(request, found.lapses_in(now).unwrap_or_default()));
         Ok(match meeting {
-            Some(Meeting::Answer(answer)) => Some(answer),
+            Some(Admission::Answer(answer)) => Some(answer),
             _ => None,
         })
     }
@@ -397,8 +398,8 @@ impl<'c> Table<'c> {
     }
 
     /// Ends the attempt with a result.
-    pub(crate) fn finish(&mut self, lease: &Lease, finish: &Finish, now: i64) -> Result<Write, Trouble> {
-        let bytes = finish.payload().stored_bytes();
+    pub(crate) fn finish(&mut self, lease: &Lease, finish: &Finish, now: i64) -> Result<Verdict, Trouble> {
+        let bytes = finish.result().stored_bytes();
         if bytes > MAX_RESULT_BYTES {
             return Err(Trouble::TooLarge(bytes));
         }
@@ -408,46 +409,46 @@ impl<'c> Table<'c> {
         let columns = params![key, owner, now, attempt, state, expires_at, codec, result_bytes, result.as_deref()];
         match self.sql(Sql::Finish)?.execute(columns)? {
             0 => self.ended(lease, true, now),
-            _ => Ok(Write::Done),
+            _ => Ok(Verdict::Applied),
         }
     }
 
     /// Ends the attempt without a result.
-    pub(crate) fn release(&mut self, lease: &Lease, release: Release, now: i64) -> Result<Write, Trouble> {
+    pub(crate) fn release(&mut self, lease: &Lease, release: Release, now: i64) -> Result<Verdict, Trouble> {
         let (key, owner, expires_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.ttl));
         let refund = i64::from(release == Release::NotStarted);
         let columns = params![key, owner, now, release.state().letter(), expires_at, refund];
         match self.sql(Sql::Release)?.execute(columns)? {
             0 => self.ended(lease, false, now),
-            _ => Ok(Write::Done),
+            _ => Ok(Verdict::Applied),
         }
     }
 
     /// The answer to a write that found no pending record of its own.
-    fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Write, Trouble> {
+    fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Verdict, Trouble> {
         let found = self.find(&lease.key, now)?;
-        Ok(found.map_or(Write::Refused, |found| found.record.ended(lease, with_result)))
+        Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, with_result)))
     }
 
     /// Restarts the lease and the retention.
-    pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Write, Trouble> {
-        let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.lease));
+    pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
+        let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.duration));
         let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl)];
         let renewed = self.sql(Sql::Renew)?.execute(columns)?;
-        Ok(if renewed == 1 { Write::Done } else { Write::Refused })
+        Ok(if renewed == 1 { Verdict::Applied } else { Verdict::Refused })
     }
 
     /// Lets the next delivery run, as an operator has decided.
-    pub(crate) fn reopen(&mut self, key: &Key, attempt: u32, now: i64) -> Result<Write, Trouble> {
+    pub(crate) fn reopen(&mut self, key: &Key, attempt: u32, now: i64) -> Result<Verdict, Trouble> {
         let found = self.find(key, now)?;
         match found
             .filter(|found| found.record.attempt == attempt && found.lapses_in(now).is_none_or(|left| left.is_zero()))
         {
             Some(_) => {
                 self.sql(Sql::Reopen)?.execute([key.as_str()])?;
-                Ok(Write::Done)
+                Ok(Verdict::Applied)
             }
-            None => Ok(Write::Refused),
+            None => Ok(Verdict::Refused),
         }
     }
 

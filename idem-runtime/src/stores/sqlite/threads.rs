@@ -27,10 +27,10 @@ use super::connect::{Connected, Database, busy, not_written, unavailable};
 use super::link::Link;
 use super::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
 use super::session::Session;
-use crate::clock::{Clock, Instant};
+use crate::clock::{Instant, wall_millis};
 use crate::future::race;
 use crate::kit::waiting::Waiting;
-use crate::record::{Lease, Reservation, Reserve};
+use crate::record::{Lease, Reservation, ReserveRequest};
 use crate::store::{Answers, StoreError, StoreErrorKind};
 use crate::sync::lock;
 
@@ -153,6 +153,11 @@ impl Core {
         [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
 
+    /// Milliseconds since 1970 by the wall clock of this host.
+    pub(super) fn wall_millis(&self) -> i64 {
+        wall_millis(&*self.database.clock)
+    }
+
     /// Counts a duplicate that waits.
     pub(super) fn count_waiter(&self) -> Counted<'_> {
         self.waiters.fetch_add(1, Ordering::SeqCst);
@@ -185,7 +190,7 @@ impl Core {
         self.waiters.load(Ordering::SeqCst)
     }
 
-    pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: Reserve) -> Answered {
+    pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: ReserveRequest) -> Answered {
         let queue = match lane {
             Lane::Upkeep => &self.upkeep,
             // While most are replays, the reader can answer most of them.
@@ -201,7 +206,7 @@ impl Core {
             answer = Box::pin(self.ask_one(queue, Ask::Reserve(request, false), left)).await?;
         }
         if lane == Lane::Calls {
-            let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Reserved { .. }));
+            let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Granted { .. }));
             let before = self.replays.load(Ordering::Relaxed);
             self.replays.store(before - before / 16 + if changed_nothing { 16 } else { 0 }, Ordering::Relaxed);
         }
@@ -490,5 +495,5 @@ pub(super) fn same(error: &StoreError) -> StoreError {
 }
 
 fn unknown(message: &str) -> StoreError {
-    StoreError::new(StoreErrorKind::Unknown, message)
+    StoreError::new(StoreErrorKind::Unconfirmed, message)
 }

@@ -11,7 +11,7 @@ use super::table::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
 use crate::engine::Outcome;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, Reserve, Write};
+use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
 
@@ -95,7 +95,7 @@ impl fmt::Debug for InSqlite<'_> {
 fn aborted(trouble: &Trouble) -> StoreError {
     let error = failed(trouble);
     match error.kind() {
-        StoreErrorKind::Unavailable | StoreErrorKind::Unknown => {
+        StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed => {
             StoreError::new(StoreErrorKind::Aborted, format!("the transaction can't go on, roll it back: {error}"))
         }
         _ => error,
@@ -120,7 +120,7 @@ impl InSqlite<'_> {
     fn on_table<T>(&self, work: impl Fn(&mut Table<'_>, i64) -> Result<T, Trouble>) -> Result<T, StoreError> {
         table::check_name(&self.table).map_err(misconfigured)?;
         self.check_open()?;
-        let tried = work(&mut Table::new(self.connection, &self.table), wall_millis());
+        let tried = work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
         let trouble = match tried {
             Ok(done) => return Ok(done),
             Err(trouble) => trouble,
@@ -129,7 +129,7 @@ impl InSqlite<'_> {
         let form = table::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
         if form == Form::Absent {
             table::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
-            let tried = work(&mut Table::new(self.connection, &self.table), wall_millis());
+            let tried = work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
             return tried.map_err(|trouble| aborted(&trouble));
         }
         match form.problem() {
@@ -179,15 +179,15 @@ impl within::Transaction for InSqlite<'_> {
         }
     }
 
-    async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         self.on_table(|table, now| table.reserve(request, now))
     }
 
-    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Write, StoreError> {
+    async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         self.on_table(|table, now| table.finish(lease, finish, now))
     }
 
-    async fn release(&self, lease: &Lease, release: Release) -> Result<Write, StoreError> {
+    async fn release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
         self.on_table(|table, now| table.release(lease, release, now))
     }
 
@@ -201,7 +201,7 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.inspect(key, now))
     }
 
-    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Write, StoreError> {
+    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
         self.on_table(|table, now| table.reopen(key, attempt, now))
     }
 }

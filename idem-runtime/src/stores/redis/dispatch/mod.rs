@@ -530,7 +530,6 @@ impl<F: FnOnce()> Drop for HandedOver<F> {
     }
 }
 
-#[cfg(feature = "redis-cluster")]
 impl Dispatch {
     /// The connection, for questions that are not operations.
     pub(super) fn connection(&self) -> &Connection {

@@ -8,11 +8,11 @@ use super::{CodecError, known};
 /// Why a finished operation has no result to replay.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Unavailable {
+pub enum ResultProblem {
     /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
     TooLarge {
         /// Its size in bytes.
-        bytes: u64,
+        size: u64,
     },
     /// The codec could not write the result.
     Unencodable,
@@ -45,11 +45,11 @@ pub enum Unavailable {
     RecordedError,
 }
 
-impl fmt::Display for Unavailable {
+impl fmt::Display for ResultProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLarge { bytes } => {
-                write!(f, "it had {bytes} bytes, more than `max_result_bytes` or the store allows")
+            Self::TooLarge { size } => {
+                write!(f, "it had {size} bytes, more than `max_result_bytes` or the store allows")
             }
             Self::Unencodable => f.write_str("the codec could not write it"),
             Self::OtherCodec { codec } => match known::missing_feature(codec) {
