@@ -340,7 +340,7 @@ async fn under_fail_a_crash_needs_an_operator() {
         assert_eq!(outcome.disposition(), Disposition::DeadLetter);
     }
     assert_eq!(world.runs(), 0);
-    world.store.reopen(&World::key("k"), 1).await.unwrap();
+    assert_eq!(world.store.reopen(&World::key("k"), 1).await.unwrap(), idem_runtime::Verdict::Applied);
     assert_eq!(world.call(policy).await.1.attempt(), Some(2));
 }
 

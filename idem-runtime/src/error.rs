@@ -317,7 +317,7 @@ impl fmt::Display for Error {
                 "a message for `{scope}` has no idempotency key: the key or a part of it is `None`, empty or blank; \
                  the body did not run; give every message an id, or write `missing_key = run`"
             ),
-            Self::InvalidKey { scope, reason } => {
+            Self::InvalidKey { scope, problem: reason } => {
                 write!(f, "no valid idempotency key for `{scope}`: {reason}; the body did not run")
             }
             Self::InvalidFingerprint { key, .. } => {

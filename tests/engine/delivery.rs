@@ -210,7 +210,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
     assert!(result.unwrap_err().is_misconfigured() && outcome.misconfigured());
     retries(&outcome);
     let clash = idem_runtime::KeyProblem::InvalidScope;
-    let error = Error::InvalidKey { scope: "a/b".to_owned(), reason: clash };
+    let error = Error::InvalidKey { scope: "a/b".to_owned(), problem: clash };
     assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
     // An invalid message is a different case.
     let (result, outcome) =

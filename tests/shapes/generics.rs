@@ -122,7 +122,7 @@ fn a_generic_function_has_one_result_type_unless_its_scope_is_shared() {
         // Both calls have the key `7`.
         let refused = one_result::<_, Error>(app, 7, 7_u32).await.unwrap_err();
         assert!(refused.is_misconfigured(), "no message is to blame: {refused}");
-        let Error::InvalidKey { reason: KeyProblem::SharedByResults { other, this, .. }, .. } = &refused else {
+        let Error::InvalidKey { problem: KeyProblem::SharedByResults { other, this, .. }, .. } = &refused else {
             panic!("{refused:?}")
         };
         assert_eq!((*other, *this), (std::any::type_name::<String>(), "u32"));

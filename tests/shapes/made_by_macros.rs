@@ -172,7 +172,7 @@ fn one_scope_is_one_handler_s() {
         // The same for functions in two other modules.
         assert_eq!(twice(first(app), first(app)).await, 9);
         let refused = second(app).await.unwrap_err();
-        assert!(matches!(&refused, Error::InvalidKey { reason: KeyProblem::SharedScope { .. }, .. }), "{refused:?}");
+        assert!(matches!(&refused, Error::InvalidKey { problem: KeyProblem::SharedScope { .. }, .. }), "{refused:?}");
         assert!(refused.to_string().contains("made_by_macros.rs"), "{refused}");
 
         assert_eq!(twice(orders.own(7), orders.own(7)).await, 10);

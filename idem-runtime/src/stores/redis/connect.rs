@@ -525,8 +525,7 @@ impl<'a> Server<'a> {
         match (self.cluster, cluster) {
             (true, false) => {
                 return Err(misconfigured(
-                    "the server is a node of a cluster; connect with `redis-cluster://`"
-                        .to_owned(),
+                    "the server is a node of a cluster; connect with `redis-cluster://`".to_owned(),
                 ));
             }
             (false, true) => {

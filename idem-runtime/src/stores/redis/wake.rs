@@ -57,8 +57,7 @@ impl Source {
                 let sentinels = Arc::clone(sentinels);
                 Box::pin(async move { sentinels.moved(version).await })
             }
-            Self::One(Place::At(_)) => Box::pin(std::future::pending()),
-            Self::Cluster(_) => Box::pin(std::future::pending()),
+            Self::One(Place::At(_)) | Self::Cluster(_) => Box::pin(std::future::pending()),
         }
     }
 }
