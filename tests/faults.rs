@@ -1,6 +1,6 @@
 //! Every store under every fault: processes at work, their answers while it lasts, and the records in the end.
 //!
-//! The table in ARCHITECTURE.md is generated from the one here; each of its cells is a test with that name.
+//! The table in docs/faults.md is generated from the one here; each of its cells is a test with that name.
 // Deep futures: a store, its lanes and its connection, within a test.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
@@ -332,7 +332,7 @@ stores! {
 const BEGIN: &str = "<!-- the table of faults -->\n";
 const END: &str = "<!-- the end of the table of faults -->\n";
 
-/// The table and the meaning of its words, as in ARCHITECTURE.md.
+/// The table and the meaning of its words, as in docs/faults.md.
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");
@@ -367,8 +367,8 @@ fn written() -> String {
 /// With `IDEM_FAULTS=write` it writes the table instead.
 #[test]
 fn the_table_in_the_documentation_is_this_one() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../ARCHITECTURE.md");
-    let text = std::fs::read_to_string(path).expect("ARCHITECTURE.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/faults.md");
+    let text = std::fs::read_to_string(path).expect("docs/faults.md");
     let (before, rest) = text.split_once(BEGIN).expect("the table begins");
     let (table, after) = rest.split_once(END).expect("the table ends");
     if std::env::var("IDEM_FAULTS").is_ok_and(|it| it == "write") {

@@ -94,7 +94,7 @@ fn the_tests_that_documents_name_are_there() {
     let (mut named, mut missing) = (0, Vec::new());
     let documents = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());
     let documents = documents.filter(|path| path.extension().is_some_and(|it| it == "md"));
-    for path in documents.chain(files(&root().join("tests"), "md")) {
+    for path in documents.chain(files(&root().join("docs"), "md")).chain(files(&root().join("tests"), "md")) {
         let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
         for name in quoted(&read(&path)).filter(|_| !is_history) {
             let is_name = name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');

@@ -59,7 +59,7 @@
     reason = "what may vary is many small things, and a table of steps is read from top to bottom"
 )]
 
-#[path = "model/protocol/mod.rs"]
+#[path = "protocol/mod.rs"]
 mod protocol;
 
 use std::collections::{BTreeSet, HashMap};

@@ -22,7 +22,7 @@ mod linearize;
 #[path = "conformance/plain.rs"]
 #[allow(dead_code, reason = "some mistakes are those of the conformance suite alone")]
 mod plain;
-#[path = "model/reference.rs"]
+#[path = "histories/reference.rs"]
 mod reference;
 #[path = "simulation/store.rs"]
 mod store;

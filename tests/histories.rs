@@ -1,6 +1,6 @@
 //! Random histories: every answer of a store is compared with that of a simple reference.
 //!
-//! `IDEM_MODEL_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_MODEL_TIMES=10` makes it ten times
+//! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_HISTORIES_TIMES=10` makes it ten times
 //! as long.
 
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ use idem_tests::server::Kind;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
-#[path = "model/reference.rs"]
+#[path = "histories/reference.rs"]
 mod reference;
 
 use reference::{Answer, Ask, Entry, Phase, Reference};
@@ -317,8 +317,8 @@ fn fingerprint(mark: u8) -> Fingerprint {
 
 /// Compares `cases` random histories; `open` returns a store for each, and how its time passes.
 fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> (Arc<dyn Store>, Time)) {
-    let seed = std::env::var("IDEM_MODEL_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
-    let times: u32 = std::env::var("IDEM_MODEL_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
+    let seed = std::env::var("IDEM_HISTORIES_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
+    let times: u32 = std::env::var("IDEM_HISTORIES_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
     let config = Config {
         cases: cases.saturating_mul(times),
         failure_persistence: None,
@@ -343,9 +343,9 @@ fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> 
     match result {
         Ok(()) => {}
         Err(TestError::Fail(reason, steps)) => {
-            panic!("{reason}\nhistory: {steps:#?}\nrun again with IDEM_MODEL_SEED={seed}")
+            panic!("{reason}\nhistory: {steps:#?}\nrun again with IDEM_HISTORIES_SEED={seed}")
         }
-        Err(TestError::Abort(reason)) => panic!("{reason}\nrun again with IDEM_MODEL_SEED={seed}"),
+        Err(TestError::Abort(reason)) => panic!("{reason}\nrun again with IDEM_HISTORIES_SEED={seed}"),
     }
 }
 
@@ -357,7 +357,7 @@ fn new_seed() -> [u8; 32] {
 fn parse_seed(text: &str) -> [u8; 32] {
     let byte = |at: usize| u8::from_str_radix(text.get(at..at + 2)?, 16).ok();
     let bytes: Option<Vec<_>> = (0..32).map(|n| byte(2 * n)).collect();
-    bytes.and_then(|bytes| bytes.try_into().ok()).expect("IDEM_MODEL_SEED has 64 hexadecimal digits")
+    bytes.and_then(|bytes| bytes.try_into().ok()).expect("IDEM_HISTORIES_SEED has 64 hexadecimal digits")
 }
 
 #[test]
@@ -445,7 +445,7 @@ fn wrappers_on_time_driven_by_hand() {
 
 /// The comparison itself can fail: no time passes for this store.
 #[test]
-#[should_panic(expected = "run again with IDEM_MODEL_SEED=")]
+#[should_panic(expected = "run again with IDEM_HISTORIES_SEED=")]
 fn a_store_that_forgets_nothing_disagrees() {
     agrees_with_the_reference(2_000, true, async || {
         let store = MemoryStore::options().clock(ManualClock::seeded(1)).build();
