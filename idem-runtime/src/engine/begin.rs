@@ -38,7 +38,7 @@ pub(super) enum Start {
     Unprotected {
         attempt: Option<Attempt>,
         /// What the call would have been refused for.
-        suppressed: Option<Refusal>,
+        bypassed: Option<Refusal>,
     },
     /// Return what is recorded.
     Replay { key: Key, store: &'static str, record: Record, on_undecodable: OnUndecodable },
@@ -53,9 +53,9 @@ pub(super) enum Start {
 pub(super) fn begin(operation: Operation) -> impl Future<Output = Beginning> {
     async move {
         let Operation { store, policy, key, .. } = &operation;
-        let unprotected = |key: Option<&Key>, suppressed| {
+        let unprotected = |key: Option<&Key>, bypassed| {
             let attempt = key.map(|key| Attempt::unprotected(Arc::clone(store), key.clone(), policy));
-            Start::Unprotected { attempt, suppressed }
+            Start::Unprotected { attempt, bypassed }
         };
         let mode = policy.current_mode();
         if mode == Mode::Off {
@@ -152,7 +152,7 @@ impl<'a> Request<'a> {
         let key = match key {
             Ok(key) => key.clone(),
             Err(error) if error.problem == KeyProblem::Missing && policy.missing_key == MissingKey::Run => {
-                return Err(Box::new(Start::Unprotected { attempt: None, suppressed: None }));
+                return Err(Box::new(Start::Unprotected { attempt: None, bypassed: None }));
             }
             Err(error) => return refuse(KeyError::clone(error).into()),
         };

@@ -227,9 +227,9 @@ where
                             this.outcome.disposition = Disposition::Retry { after: held.pause() };
                             Phase::Body { held: Some(held) }
                         }
-                        Start::Unprotected { attempt, suppressed } => {
+                        Start::Unprotected { attempt, bypassed } => {
                             this.outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
-                            this.outcome.suppressed = suppressed;
+                            this.outcome.bypassed = bypassed;
                             Phase::Unprotected { attempt }
                         }
                         Start::Replay { key, store, record, on_undecodable } => {
@@ -325,7 +325,7 @@ fn disposition(is_ok: bool, retry: Disposition) -> Disposition {
 
 fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
     outcome.key = error.key().cloned();
-    outcome.refused = Refusal::of(&error);
+    outcome.refusal = Refusal::of(&error);
     outcome.recorded = matches!(error, Error::ResultUnavailable { .. });
     outcome.uncertain = error.is_uncertain();
     outcome.misconfigured = error.is_misconfigured();

@@ -96,8 +96,8 @@ pub struct Outcome {
     pub(crate) misconfigured: bool,
     pub(crate) pending_commit: bool,
     pub(crate) attempt: Option<u32>,
-    pub(crate) refused: Option<Refusal>,
-    pub(crate) suppressed: Option<Refusal>,
+    pub(crate) refusal: Option<Refusal>,
+    pub(crate) bypassed: Option<Refusal>,
     pub(crate) disposition: Disposition,
 }
 
@@ -121,8 +121,8 @@ impl Outcome {
         misconfigured: false,
         pending_commit: false,
         attempt: None,
-        refused: None,
-        suppressed: None,
+        refusal: None,
+        bypassed: None,
         // What did not reach an idempotent function must not be acknowledged on its behalf.
         disposition: Disposition::Retry { after: NOTHING_HAPPENED },
     };
@@ -204,12 +204,12 @@ impl Outcome {
 
     /// Why the call returned an [`Error`] instead of running its body.
     pub fn refusal(&self) -> Option<Refusal> {
-        self.refused
+        self.refusal
     }
 
     /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body, which did run, would not have.
     pub fn bypassed(&self) -> Option<Refusal> {
-        self.suppressed
+        self.bypassed
     }
 
     /// What to do with the message.

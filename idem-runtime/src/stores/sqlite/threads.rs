@@ -2,8 +2,8 @@
 //! is started at first use, and has a connection of its own.
 //!
 //! - The *writer* makes one transaction of everything that waits: one lock, one commit, one wait for the disk. Before a
-//!   commit that waits for the disk, it gives the callers it has just answered a moment to come back; a lone call is not
-//!   delayed.
+//!   commit that waits for the disk, the transaction takes along the next steps of the callers it has just answered, and
+//!   waits for them for a moment; a lone call is not delayed.
 //! - The *reader* answers operations that change nothing. It waits for no lock and no disk: in WAL mode it sees what is
 //!   committed. Reservations go through it while most turn out to be replays; those that have to write are handed on to the
 //!   writer, which decides anew. While duplicates wait, the reader also looks for commits of others, and then has the

@@ -120,7 +120,8 @@ impl InSqlite<'_> {
     fn on_table<T>(&self, work: impl Fn(&mut Table<'_>, i64) -> Result<T, Trouble>) -> Result<T, StoreError> {
         table::check_name(&self.table).map_err(misconfigured)?;
         self.check_open()?;
-        let tried = work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
+        let attempt = || work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
+        let tried = attempt();
         let trouble = match tried {
             Ok(done) => return Ok(done),
             Err(trouble) => trouble,
@@ -129,7 +130,7 @@ impl InSqlite<'_> {
         let form = table::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
         if form == Form::Absent {
             table::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
-            let tried = work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
+            let tried = attempt();
             return tried.map_err(|trouble| aborted(&trouble));
         }
         match form.problem() {
