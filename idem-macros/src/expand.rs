@@ -230,7 +230,7 @@ impl Expansion<'_> {
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
             }
             Setting::Migrate(function) => {
-                // A message about its signature is about nothing else.
+                // Spanned at the function: a message about its signature then points there alone.
                 let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
                 quote_spanned!(site=> .on_undecodable(#migrate))
             }
@@ -252,10 +252,10 @@ impl Expansion<'_> {
         }
     }
 
-    /// `let output = ..;`: checks the types one by one, each at the token that is to blame.
+    /// `let output = ..;`: checks the types one by one, each at the token to blame.
     ///
-    /// Every check is a method: where one is missing the compiler says so once, with the words of its trait, and asks
-    /// nothing of the calls behind it.
+    /// Every check is a method: if one is missing, the compiler reports it once, with the message of its trait, and
+    /// checks nothing after it.
     fn output(&self) -> TokenStream {
         let output = without_impl_trait(&self.call.output.ty);
         let [value, error] = [self.call.output.value, self.call.output.error];
@@ -307,7 +307,7 @@ impl Expansion<'_> {
                 #body
             }
         };
-        // What is left to complain about is about the value, too: a lifetime that a replay can't have.
+        // Any other error is about the value, too: a lifetime that a replay can't have.
         let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
         quote_spanned! {value=>
             let __idem_handler = {
@@ -319,12 +319,12 @@ impl Expansion<'_> {
         }
     }
 
-    /// What the user wrote, with `self` as it is called in the body.
+    /// The user's expression, with `self` named as in the body.
     fn written(&self, expr: &Expr) -> TokenStream {
         self.call.handler.rename_self(expr.to_token_stream())
     }
 
-    /// The place behind an argument that is a reference: a message is then about the type of the place.
+    /// The place that a reference argument points to: a message is then about the type of the place.
     fn place(&self, expr: &Expr) -> TokenStream {
         let written = self.written(expr);
         let references = match expr {
@@ -347,7 +347,7 @@ impl Expansion<'_> {
     }
 }
 
-/// Whether an expression has nothing but literals in it: `64 * 1024`.
+/// Whether an expression consists of literals only: `64 * 1024`.
 fn is_number(expr: &Expr) -> bool {
     match expr {
         Expr::Lit(_) => true,
@@ -358,7 +358,7 @@ fn is_number(expr: &Expr) -> bool {
     }
 }
 
-/// The token at which the compiler is to say that a value lacks something: the last name in `app.clients.store`.
+/// The token at which the compiler should report that a value lacks a trait: the last name in `app.clients.store`.
 fn blamed(expr: &Expr) -> Span {
     match expr {
         Expr::Field(field) => field.member.span(),

@@ -1,4 +1,4 @@
-//! What is emitted beside errors: what was written, so that nothing else is reported.
+//! The code that is emitted beside errors: the function as written, so that no errors follow from them.
 
 use proc_macro2::TokenStream;
 use quote::quote;
@@ -15,7 +15,7 @@ pub(crate) fn keep(function: &Function, problems: &syn::Error) -> TokenStream {
     quote! { #messages #function }
 }
 
-/// The messages, and whatever the attribute stands on.
+/// The messages, and the item below the attribute.
 pub(crate) fn keep_item(item: &TokenStream, problems: &syn::Error) -> TokenStream {
     let messages = problems.to_compile_error();
     quote! { #messages #item }

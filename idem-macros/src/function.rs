@@ -43,7 +43,7 @@ impl Parse for Function {
     }
 }
 
-/// Where a word stands, at whatever depth.
+/// The place of a word, at any depth.
 fn find(tokens: TokenStream, word: &str) -> Option<Span> {
     tokens.into_iter().find_map(|token| match token {
         TokenTree::Ident(found) if found == word => Some(found.span()),
@@ -53,7 +53,7 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
-    // What is in front of `fn` has no braces, and nothing but a function has `fn` in front of its first one.
+    // Nothing before `fn` has braces, and only a function has `fn` before its first brace.
     let tokens: TokenStream = item.fork().parse().unwrap_or_default();
     let is_braces =
         |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);
@@ -106,14 +106,14 @@ impl Function {
         count
     }
 
-    /// Where the signature says `Self`, which only what stands in an `impl` or a `trait` can.
+    /// The place of `Self` in the signature: only a function in an `impl` or a `trait` can say it.
     pub(crate) fn mentions_self(&self) -> Option<Span> {
         let Signature { inputs, output, generics, .. } = &self.signature;
         let where_clause = &generics.where_clause;
         find(quote!(#generics #inputs #output #where_clause), "Self")
     }
 
-    /// Where the function gets something other than a lifetime for a parameter: `T`, `const N: usize`, `impl Trait`.
+    /// The place of a parameter that is not a lifetime: `T`, `const N: usize`, `impl Trait`.
     pub(crate) fn generic(&self) -> Option<Span> {
         let parameter = self.signature.generics.params.iter().find_map(|parameter| match parameter {
             GenericParam::Type(parameter) => Some(parameter.ident.span()),
@@ -123,7 +123,7 @@ impl Function {
         parameter.or_else(|| find(self.signature.inputs.to_token_stream(), "impl"))
     }
 
-    /// Where the attribute stands a second time.
+    /// The place of a second use of the attribute.
     pub(crate) fn repeated(&self) -> Option<Span> {
         let names = self.attributes.iter().filter_map(|attribute| attribute.path().segments.last());
         names.map(|last| &last.ident).find(|name| *name == "idempotent").map(Ident::span)
@@ -173,9 +173,9 @@ pub(crate) struct Handler {
     pub(crate) output: Option<Type>,
     /// The statements to protect.
     pub(crate) body: TokenStream,
-    /// What `self` is called in them, if not `self`.
+    /// The name of `self` in them, if it is another one.
     this: Option<Ident>,
-    /// What stands around them, if it is not the braces of the function.
+    /// The code around them, unless that is the braces of the function.
     frame: Option<Block>,
 }
 
@@ -190,7 +190,7 @@ impl Handler {
         quote!(#(#statements)*)
     }
 
-    /// Renames `self` in what the user wrote in the attribute, as `#[async_trait]` did in the body.
+    /// Renames `self` in the user's expressions in the attribute, as `#[async_trait]` did in the body.
     pub(crate) fn rename_self(&self, tokens: TokenStream) -> TokenStream {
         let Some(this) = &self.this else { return tokens };
         let rename = |token| match token {
@@ -249,9 +249,9 @@ fn pinned(block: &mut Block) -> Option<&mut Block> {
     }
 }
 
-/// The block that holds what the user wrote: that of `let __ret: R = { .. };`, or all of `block`.
+/// The block of the user's statements: that of `let __ret: R = { .. };`, or all of `block`.
 ///
-/// The arguments are destructured in front of the former, so only in there the key can be read.
+/// The arguments are destructured before the former, so the key can be read inside of it only.
 fn written(block: &mut Block) -> &mut Block {
     match block.stmts.iter_mut().position(|stmt| returned(stmt).is_some()) {
         Some(at) => returned(&mut block.stmts[at]).expect("it was found there"),

@@ -1,5 +1,5 @@
 //! The `#[idempotent]` attribute of `idem-runtime`, which re-exports it. It reads tokens and writes tokens: *parse*,
-//! *validate*, *expand*; all that runs is in the runtime.
+//! *validate*, *expand*. All code that runs is in the runtime.
 
 mod duration;
 mod expand;
@@ -52,10 +52,10 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
-/// It stands on free functions and methods with every form of `self`, in traits and `impl`s, under `#[async_trait]`, and
-/// above or below attributes such as `#[tracing::instrument]`. The expressions in it see what the body sees at its
-/// beginning: the arguments, `self`, statics. They are borrowed from, and evaluated before the body runs; the body may move
-/// what they borrowed.
+/// It stands on free functions and methods with every form of `self`, in traits and `impl`s, under `#[async_trait]`,
+/// and above or below attributes such as `#[tracing::instrument]`. The expressions in it see the names that the body
+/// sees at its beginning: the arguments, `self`, statics. They are evaluated before the body runs and only borrow, so
+/// the body may move the arguments.
 ///
 /// # Options
 ///
@@ -93,8 +93,8 @@ use crate::validate::Call;
 /// A tuple of expressions, `key = (tenant, event.order_id)`, joins its parts as the template `"{tenant}:{event.order_id}"`
 /// does. Any other expression is a key of one part: `key = message.header("Idempotency-Key")`.
 ///
-/// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). Blank is what holds nothing but white
-/// space (a no-break space, too), control characters and characters of no width.
+/// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). A value is blank if it holds
+/// nothing but white space (no-break spaces included), control characters and characters of no width.
 ///
 /// ## `ttl`
 ///
@@ -150,10 +150,10 @@ use crate::validate::Call;
 ///
 /// ## `timeout`
 ///
-/// For how long the body may run. Beyond it the body is cancelled, the key is freed, and the caller gets `Error::TimedOut`; with
-/// `on_crash = fail` the operation counts as interrupted. A body that hangs holds its key no longer than this, although its
-/// lease is renewed: `timeout = "10m"`, above what the body may take in earnest. A body that blocks its thread can't be
-/// cancelled; its lease is renewed no more, and lapses.
+/// For how long the body may run. Beyond it the body is cancelled, the key is freed, and the caller gets
+/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. A body that hangs holds its key no
+/// longer than this, although its lease is renewed: `timeout = "10m"`, longer than the body ever needs. A body that
+/// blocks its thread can't be cancelled; its lease is no longer renewed, and lapses.
 ///
 /// ## `in_progress`
 ///
@@ -207,9 +207,9 @@ use crate::validate::Call;
 ///
 /// ## `on_crash`
 ///
-/// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`: a body
-/// that started and did not return is not started again; callers get `Error::Interrupted` until somebody decides (at most
-/// once).
+/// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`: a
+/// body that started and did not return is not started again; callers get `Error::Interrupted` until an operator
+/// decides (at most once).
 ///
 /// ## `max_attempts`
 ///
@@ -217,8 +217,12 @@ use crate::validate::Call;
 ///
 /// ## `fingerprint`
 ///
-/// An expression that is hashed into the record: `fingerprint = event`, or `fingerprint = (event.amount, event.currency)`.
-/// The same key with another fingerprint is a misuse, and told as `Error::FingerprintMismatch`. Needs `Serialize`.
+/// An expression that is hashed into the record: `fingerprint = event`, or `fingerprint = (event.amount,
+/// event.currency)`. The same key with another fingerprint is a misuse: `Error::FingerprintMismatch`. Needs
+/// `Serialize`.
+///
+/// If a digest of a large payload is there already, it stands for the payload, alone or as a part: `fingerprint =
+/// (upload.name, PayloadDigest::new(&upload.sha256))`, with `idem_runtime::key::PayloadDigest`.
 ///
 /// ## `missing_key`
 ///
@@ -230,16 +234,18 @@ use crate::validate::Call;
 ///
 /// ## `codec`
 ///
-/// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack` and `Postcard` (each with
-/// a feature of its own), or yours. A record carries the name of its codec. Under one of the library's codecs a handler also
-/// reads what the others wrote, so the codec can be changed while there are records.
+/// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack` and `Postcard` (each
+/// with a feature of its own), or yours. A record carries the name of its codec. A handler with one of the library's
+/// codecs also reads results of the others, so the codec can be changed while there are records.
+///
+/// A result that is bytes and nothing else, a `Vec<u8>` or a `Bytes`, is recorded as it is, not as JSON.
 ///
 /// ## `on_undecodable`
 ///
-/// What a duplicate gets whose recorded result doesn't decode as what the function returns, or was written by a codec that
-/// can't be read: it never gets another run. `error`: `Error::ResultUnavailable`. A function
-/// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` makes new bytes from the recorded ones, for the codec that the handler
-/// has now, and they are replayed. The record itself stays as it is.
+/// What a duplicate gets if the recorded result doesn't decode as the function's return type, or was written by a codec
+/// that is not available. The body never runs again. `error`: `Error::ResultUnavailable`. A function
+/// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` makes new bytes from the recorded ones, for the codec that the
+/// handler has now, and they are replayed. The record itself stays as it is.
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};
@@ -274,19 +280,20 @@ use crate::validate::Call;
 ///
 /// ## `max_result_bytes`
 ///
-/// The largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. The caller gets a larger one all the
-/// same, and the operation is completed without it: duplicates get `Error::ResultUnavailable`, never another run.
+/// The largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. A larger one is still
+/// returned to its caller, and the operation is completed without it: duplicates get `Error::ResultUnavailable`, never
+/// another run.
 ///
 /// ## `mode`
 ///
-/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome says what would have been
-/// suppressed, but the body always runs: for a try on live traffic. `off`: the body runs, and the store is not asked. To change
-/// the mode while the process runs, give a [`policy`](#policy) with a `ModeSwitch`.
+/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome says what would
+/// have been suppressed, but the body always runs: to try the library on live traffic. `off`: the body runs, and the
+/// store is not asked. To change the mode while the process runs, give a [`policy`](#policy) with a `ModeSwitch`.
 ///
 /// ## `policy`
 ///
-/// An expression that is or derefs to a `Policy`; options beside it override it. A policy can hold what has no option of its
-/// own, such as a mode that is switched at run time.
+/// An expression that is or derefs to a `Policy`; options beside it override it. A policy also holds settings that have
+/// no option of their own, such as a mode that is switched at run time.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -333,8 +340,8 @@ pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) 
     attribute(args.into(), &item.into()).into()
 }
 
-/// Names a function without a path, where the attribute stands on it. In an `impl` or a `trait` there is no such name, and the
-/// compiler says so with the name of this macro, which is the best that can be said then.
+/// Names the annotated function without a path. In an `impl` or a `trait` there is no such name, and the compiler's
+/// message then shows the name of this macro, which says what is missing.
 #[doc(hidden)]
 #[proc_macro]
 pub fn a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own(
@@ -395,7 +402,7 @@ mod tests {
 
     #[test]
     fn odd_input_is_answered() {
-        // With every token left out, doubled, or followed by nothing.
+        // Each token left out, doubled, or the last one.
         let all: Vec<_> = tokens(ARGS).into_iter().collect();
         for at in 0..all.len() {
             let (before, after) = (&all[..at], &all[at + 1..]);

@@ -1,4 +1,4 @@
-//! What is written in the attribute, with the words in front of each value.
+//! Reads the attribute: its options, as `name = value`.
 
 use proc_macro2::{Ident, TokenTree};
 use syn::ext::IdentExt;
@@ -57,9 +57,9 @@ pub(crate) struct Args {
     pub(crate) mode: Option<Arg<Expr>>,
     pub(crate) policy: Option<Arg<Expr>>,
     pub(crate) krate: Option<Arg<Path>>,
-    /// The names of all options, also of those whose value can't be read.
+    /// The names of all options, including those whose value can't be read.
     given: Vec<String>,
-    /// The names that misspelt options were meant to be: a second message that they are missing would be noise.
+    /// The options that misspelt names stand for: another message that they are missing would be noise.
     meant: Vec<&'static str>,
 }
 
@@ -73,7 +73,7 @@ impl Args {
     }
 }
 
-/// Reads the options, notes what can't be read, and goes on behind it.
+/// Reads the options. Notes each one that can't be read, and continues after it.
 pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
     let mut args = Args::default();
     while !input.is_empty() {
@@ -84,7 +84,7 @@ pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
             problems.push(missing_comma(input, &mut args));
             skip_value(input);
         }
-        // Where there is no comma there is the end, or `skip_value` would have gone on.
+        // No comma means the end: otherwise `skip_value` would have continued.
         let _ = input.parse::<Token![,]>();
     }
     args
@@ -145,7 +145,7 @@ fn set_once<T: Value>(slot: &mut Option<Arg<T>>, name: Ident, input: ParseStream
         if !input.is_empty() {
             return error;
         }
-        // Nothing is left to point at but the whole attribute.
+        // The error of `syn` points at the whole attribute: point at the name instead.
         syn::Error::new(name.span(), format!("can't read the value of `{}`: {error}", name.unraw()))
     })?;
     slot.get_or_insert(Arg { name, value });
@@ -181,7 +181,7 @@ fn no_string(input: ParseStream<'_>, message: &str) -> syn::Result<()> {
     if input.peek(LitStr) { Err(input.error(message)) } else { Ok(()) }
 }
 
-/// Removes the invisible delimiters around what came through a `macro_rules!` variable.
+/// Removes the invisible delimiters around the value of a `macro_rules!` variable.
 pub(crate) fn ungroup(expr: Expr) -> Expr {
     match expr {
         Expr::Group(group) if group.attrs.is_empty() => ungroup(*group.expr),
@@ -190,7 +190,7 @@ pub(crate) fn ungroup(expr: Expr) -> Expr {
 }
 
 fn meant(word: &str) -> Option<&'static str> {
-    // What an option is called elsewhere is further away than any misspelling.
+    // Names that other libraries give to an option are further away than any misspelling.
     let elsewhere = match word {
         "expires" | "expires_in" | "expiry" | "retention" => Some("ttl"),
         "id" | "idempotency_key" => Some("key"),
@@ -225,7 +225,7 @@ fn missing_comma(input: ParseStream<'_>, args: &mut Args) -> syn::Error {
     }
 }
 
-/// Goes to where the next option begins: a comma, a word and `=`.
+/// Skips to the next option: a comma, a word and `=`.
 fn skip_value(input: ParseStream<'_>) {
     while !input.is_empty() {
         let ahead = input.fork();

@@ -18,12 +18,12 @@ impl Problems {
         }
     }
 
-    /// Keeps the value, or notes the problem and goes on without it.
+    /// Returns the value, or notes the problem and returns `None`.
     pub(crate) fn note<T>(&mut self, result: syn::Result<T>) -> Option<T> {
         result.map_err(|problem| self.push(problem)).ok()
     }
 
-    /// The value, if nothing was noted. Whoever has no value to give has noted why.
+    /// The value, if no problem was noted. The problem of a missing value was noted.
     pub(crate) fn check<T>(self, value: Option<T>) -> syn::Result<T> {
         match (self.0, value) {
             (None, Some(value)) => Ok(value),

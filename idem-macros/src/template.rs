@@ -10,8 +10,8 @@ pub(crate) enum Part {
     Value(Expr),
 }
 
-/// Reads a key template. Every expression gets the span and the hygiene of the literal, so that it sees what other
-/// code beside the literal sees, also inside `macro_rules!`.
+/// Reads a key template. Every expression gets the span and the hygiene of the literal, so that it sees the same names
+/// as code beside the literal, also inside `macro_rules!`.
 pub(crate) fn parse(literal: &LitStr) -> syn::Result<Vec<Part>> {
     let fail = |message| syn::Error::new(literal.span(), message);
     let pieces = split(&literal.value()).map_err(fail)?;
@@ -39,7 +39,7 @@ fn placeholder(source: &str, literal: &LitStr) -> Result<Expr, String> {
     }
 }
 
-/// Splits `x:?` into `x` and `:?`, if what stands before the colon is an expression.
+/// Splits `x:?` into `x` and `:?`, if the part before the colon is an expression.
 fn format_spec<'a>(source: &'a str, literal: &LitStr) -> Option<(&'a str, &'a str)> {
     let colons = source.match_indices(':').map(|(at, _)| at);
     let mut splits = colons.map(|at| source.split_at(at));
@@ -116,9 +116,9 @@ fn push_placeholder(pieces: &mut Vec<Piece>, source: &str) -> Result<(), String>
     Ok(())
 }
 
-/// Where the `}` is that closes a placeholder: not one in nested brackets, in a string, or in a character.
+/// The place of the `}` that closes a placeholder, outside of nested brackets, strings and characters.
 ///
-/// The compiler's own lexer would do, but it reports what it can't read by itself, and in its own words.
+/// The compiler's own lexer is no help: it reports its errors by itself, in its own words.
 fn end(source: &str) -> Option<usize> {
     let mut open = Vec::new();
     let mut at = 0;
@@ -154,7 +154,7 @@ fn string_end(rest: &str) -> Option<usize> {
 fn char_end(rest: &str) -> usize {
     let mut chars = rest.char_indices();
     match chars.next() {
-        // What follows the backslash may be a quote; the next quote closes.
+        // The character after the backslash may be a quote; the next quote closes.
         Some((_, '\\')) => rest.get(2..).and_then(|tail| tail.find('\'')).map_or(0, |end| end + 3),
         Some(_) => chars.next().filter(|(_, c)| *c == '\'').map_or(0, |(end, _)| end + 1),
         None => 0,

@@ -1,4 +1,4 @@
-//! Every rule about what is written in the attribute and what it stands on.
+//! Every rule about the options of the attribute and the function below it.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -20,7 +20,7 @@ const DEFAULT_LEASE: Duration = Duration::from_secs(30);
 const MIN_LEASE: Duration = Duration::from_millis(100);
 const MAX_SCOPE_BYTES: usize = 200;
 
-/// A use of the attribute in which every rule is kept.
+/// A use of the attribute that keeps every rule.
 pub(crate) struct Call {
     pub(crate) handler: Handler,
     pub(crate) output: Output,
@@ -35,14 +35,14 @@ pub(crate) struct Call {
     pub(crate) codec: Option<Type>,
 }
 
-/// What the function returns, and where to complain about its parts.
+/// The return type of the function, and the tokens to blame for its parts.
 pub(crate) struct Output {
     pub(crate) ty: Type,
     pub(crate) value: Span,
     pub(crate) error: Span,
 }
 
-/// The scope that is written down.
+/// The scope that the user wrote.
 pub(crate) struct Scope {
     pub(crate) name: ScopeName,
     pub(crate) shared: bool,
@@ -54,7 +54,7 @@ pub(crate) enum ScopeName {
     Made(ExprMacro),
 }
 
-/// What the options start from.
+/// The policy that the options start from.
 pub(crate) enum Base {
     Ttl(Time),
     Policy(Expr, Option<Time>),
@@ -84,7 +84,7 @@ pub(crate) enum OnError {
     Decide(Expr),
 }
 
-/// Checks everything, and notes every problem; `None` only if there is one.
+/// Checks every rule and notes every problem; `None` only if there is one.
 pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> Option<Call> {
     missing(&args, problems);
     if let Some(span) = function.repeated() {
@@ -149,7 +149,7 @@ fn missing(args: &Args, problems: &mut Problems) {
     if !names.is_empty() {
         let examples: Vec<_> = names.iter().map(|name| example(name)).collect();
         let (names, examples) = (names.join("`, `"), examples.join(", "));
-        // The span of the attribute: nothing more precise is there.
+        // The span of the attribute, as no other token belongs to a missing option.
         problems.at(Span::call_site(), format_args!("missing `{names}`; write for example `{examples}`"));
     }
 }
@@ -206,7 +206,7 @@ fn find_reference(ty: &Type) -> Option<Span> {
     find(ty.to_token_stream())
 }
 
-/// The token at which the compiler is to say that a type lacks something.
+/// The token at which the compiler should report that a type lacks a trait.
 fn blamed(ty: &Type) -> Span {
     match ty {
         Type::Path(path) => path.path.segments.last().map_or_else(|| ty.span(), |last| last.ident.span()),
@@ -316,9 +316,9 @@ fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
     Err(syn::Error::new_spanned(tokens, message))
 }
 
-/// Complains about a function whose default scope, module path and name, may be that of another function, too.
+/// Reports a function whose default scope, module path and name, another function may have, too.
 ///
-/// What has none of these marks and stands in an `impl` or a `trait` all the same is found when names are resolved.
+/// A function in an `impl` or a `trait` without these marks is found when names are resolved.
 fn own_scope(function: &Function, problems: &mut Problems) {
     let signature = &function.signature;
     let write = format!("write for example `scope = \"orders::{}\"`", signature.ident.unraw());
@@ -437,7 +437,7 @@ fn max_result_bytes(arg: Arg<Expr>) -> syn::Result<Setting> {
     let fail = |message| fail(&arg.value, message);
     match &arg.value {
         Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => match number.base10_parse::<u64>() {
-            // As much as every target has.
+            // `usize` has 32 bits at least on the supported targets.
             Ok(bytes) if u32::try_from(bytes).is_ok() => Ok(Setting::ResultBytes(arg.value)),
             _ => fail("`max_result_bytes` is less than 4 GiB; no store takes as much"),
         },
@@ -476,7 +476,7 @@ fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&
     fail(value, format!("`{option}` is `{first}` or `{second}`"))
 }
 
-/// The one of `words` that stands here; an error if one of them was meant.
+/// The one of `words` that is written here; an error if another word was meant to be one of them.
 fn known<const N: usize>(value: &Expr, words: [&'static str; N]) -> syn::Result<Option<&'static str>> {
     if let Some(word) = word(value) {
         if let Some(found) = words.iter().find(|known| word == *known) {

@@ -52,11 +52,13 @@ pub enum Error {
     /// [`current`](crate::current) was called where no attempt runs. What the caller did before that stays done.
     NoAttempt,
     /// The key, or a part of it, is `None`, empty or blank. The body did not run.
+    #[non_exhaustive]
     MissingKey {
         /// The scope of the handler.
         scope: String,
     },
     /// There is no valid key. The body did not run.
+    #[non_exhaustive]
     InvalidKey {
         /// The scope of the handler.
         scope: String,
@@ -64,6 +66,7 @@ pub enum Error {
         problem: KeyProblem,
     },
     /// The payload can't be hashed. The body did not run.
+    #[non_exhaustive]
     InvalidFingerprint {
         /// The key of the operation.
         key: Key,
@@ -71,6 +74,7 @@ pub enum Error {
         source: FingerprintError,
     },
     /// The policy can't be honoured. The body did not run.
+    #[non_exhaustive]
     InvalidPolicy {
         /// The key of the operation.
         key: Key,
@@ -78,6 +82,7 @@ pub enum Error {
         problem: PolicyProblem,
     },
     /// Another attempt is running. The body did not run.
+    #[non_exhaustive]
     InProgress {
         /// The key of the operation.
         key: Key,
@@ -89,6 +94,7 @@ pub enum Error {
         retry_after: Duration,
     },
     /// The key was used with another payload. The body did not run.
+    #[non_exhaustive]
     FingerprintMismatch {
         /// The key of the operation.
         key: Key,
@@ -100,6 +106,7 @@ pub enum Error {
         payloads: Box<Mismatch>,
     },
     /// An earlier run started and did not return, and `on_crash = fail` forbids another. The body did not run now.
+    #[non_exhaustive]
     Interrupted {
         /// The key of the operation.
         key: Key,
@@ -109,6 +116,7 @@ pub enum Error {
         attempt: u32,
     },
     /// `max_attempts` runs have started without a recorded result. The body did not run again.
+    #[non_exhaustive]
     AttemptsExhausted {
         /// The key of the operation.
         key: Key,
@@ -119,6 +127,7 @@ pub enum Error {
     },
     /// The lease lapsed while the body ran and another attempt took over, or the record is gone. The body was cancelled,
     /// or it ran to its end and its result was not recorded.
+    #[non_exhaustive]
     LeaseLost {
         /// The key of the operation.
         key: Key,
@@ -131,6 +140,7 @@ pub enum Error {
     },
     /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as interrupted under
     /// `on_crash = fail`.
+    #[non_exhaustive]
     TimedOut {
         /// The key of the operation.
         key: Key,
@@ -143,8 +153,9 @@ pub enum Error {
         /// A good time for the next delivery.
         retry_after: Duration,
     },
-    /// The delivery panicked, and [`Observe::catch_panics`](crate::Observe::catch_panics) caught it. A body that ran was dropped:
+    /// The delivery panicked, and [`Observe::catch_panics`](crate::future::Observe::catch_panics) caught it. A body that ran was dropped:
     /// its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    #[non_exhaustive]
     Panicked {
         /// The key of the last call, if there was one.
         key: Option<Key>,
@@ -153,7 +164,18 @@ pub enum Error {
         /// A good time for the next delivery.
         retry_after: Duration,
     },
+    /// The broker extends the message no further, and [`OnBeatLost::Cancel`](crate::brokers::OnBeatLost) cancelled the delivery. A body
+    /// that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    MessageLost {
+        /// The key of the last call, if there was one.
+        key: Option<Key>,
+        /// Its attempt, if its body had started.
+        attempt: Option<u32>,
+        /// A good time for the next delivery, where the broker still takes an answer.
+        retry_after: Duration,
+    },
     /// The body ran, and its result could not be recorded. The key is held until the lease lapses.
+    #[non_exhaustive]
     Unrecorded {
         /// The key of the operation.
         key: Key,
@@ -167,6 +189,7 @@ pub enum Error {
         source: StoreError,
     },
     /// The operation has finished, but its result was not storable or no longer decodes. The body did not run again.
+    #[non_exhaustive]
     ResultUnavailable {
         /// The key of the operation.
         key: Key,
@@ -176,6 +199,7 @@ pub enum Error {
         problem: ResultProblem,
     },
     /// The store could not reserve the key, or confirm its lease to a body that asked.
+    #[non_exhaustive]
     Store {
         /// The key of the operation.
         key: Key,
@@ -225,7 +249,7 @@ impl Error {
     pub fn key(&self) -> Option<&Key> {
         match self {
             Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } => None,
-            Self::Panicked { key, .. } => key.as_ref(),
+            Self::Panicked { key, .. } | Self::MessageLost { key, .. } => key.as_ref(),
             Self::InvalidFingerprint { key, .. }
             | Self::InvalidPolicy { key, .. }
             | Self::InProgress { key, .. }
@@ -248,6 +272,7 @@ impl Error {
             | Self::LeaseLost { retry_after, .. }
             | Self::TimedOut { retry_after, .. }
             | Self::Panicked { retry_after, .. }
+            | Self::MessageLost { retry_after, .. }
             | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
             _ if self.is_misconfigured() => Disposition::Retry { after: DEPLOYMENT_PAUSE },
             // The operation is done, and nobody can be told with what result: that is for a person to settle.
@@ -287,6 +312,7 @@ impl Error {
             Self::Unrecorded { .. } => Some(Doubt::Unrecorded),
             Self::TimedOut { .. } => Some(Doubt::TimedOut),
             Self::Panicked { attempt: Some(_), .. } => Some(Doubt::Panicked),
+            Self::MessageLost { attempt: Some(_), .. } => Some(Doubt::Cancelled),
             Self::Interrupted { .. } => Some(Doubt::Interrupted),
             _ => None,
         }
@@ -337,12 +363,12 @@ impl fmt::Display for Error {
             Self::Interrupted { key, store, attempt } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} started and did not return, and `on_crash = fail` allows no \
-                 other; find out whether it took effect, then use `Store::reopen` to let the next delivery run"
+                 other; find out whether it took effect, then say so by `store.operator().resolve`, or let the next delivery run by `reopen`"
             ),
             Self::AttemptsExhausted { key, store, attempts } => write!(
                 f,
                 "key `{key}` in {store}: {attempts} attempts have started, as many as `max_attempts` allows; the body \
-                 did not run again; `Store::reopen` lets the next delivery run"
+                 did not run again; `store.operator().reopen` lets the next delivery run"
             ),
             Self::Panicked { key: Some(key), attempt: Some(attempt), .. } => write!(
                 f,
@@ -352,6 +378,15 @@ impl fmt::Display for Error {
             Self::Panicked { .. } => f.write_str(
                 "the delivery panicked, and no body was running; deliver the message again, or set it aside if it panics \
                  each time",
+            ),
+            Self::MessageLost { key: Some(key), attempt: Some(attempt), .. } => write!(
+                f,
+                "key `{key}`: the broker extends the message no further; attempt {attempt} was cancelled, and its effects may \
+                 have happened in part; the next delivery runs it again"
+            ),
+            Self::MessageLost { .. } => f.write_str(
+                "the broker extends the message no further, and the delivery was cancelled; no body was running; the next \
+                 delivery runs it",
             ),
             Self::TimedOut { key, store, attempt, timeout, .. } => write!(
                 f,

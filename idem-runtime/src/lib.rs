@@ -24,20 +24,24 @@
 //!
 //! | to | see |
 //! |---|---|
-//! | protect a handler | [`#[idempotent]`](macro@idempotent) with all its options; [`run`] without the macro |
-//! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`] |
+//! | protect a handler | [`#[idempotent]`](macro@idempotent) with all its options; [`Operation`] without the macro |
+//! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`]; of a batch [`observe_all`] |
+//! | keep a broker from delivering again while a handler runs | [`Observe::on_beat`](future::Observe::on_beat), [`Observe::delivery_limit`](future::Observe::delivery_limit), [`brokers`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
 //! | keep records | [`MemoryStore`], and behind features `SqliteStore`, `RedisStore`, `PostgresStore`, `DynamoStore` |
 //! | record inside of a transaction of yours | `PostgresStore::within`, `SqliteStore::within` |
+//! | return bytes | a `Vec<u8>` or a `Bytes` is recorded as it is, see [`Json`]; [`PayloadDigest`](key::PayloadDigest) in place of a large payload |
 //! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
 //! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
+//! | protect HTTP routes | `http::IdempotencyLayer` (features `http`, `axum`) |
 //! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
-//! | look at a record, or let an interrupted operation run again | [`Store::inspect`], [`Store::reopen`] |
-//! | shut down | [`Heartbeats::flush`] |
+//! | look at a record, say what became of an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
+//! | watch it: spans, counters, readiness | `tracing`, [`StoreExt::metrics`], [`StoreExt::health`], [`metrics`], [`KeyDisplay`] |
+//! | shut down | [`StoreExt::flush`] |
 //! | test your handlers: killed at each await, with duplicates in flight | `testing` (feature `testing`) |
-//! | test time | [`ManualClock`], [`MemoryStore::options`], [`MemoryStore::peer`] |
-//! | write a store | [`Store`], [`record`], `conformance` (feature `conformance`) |
+//! | test time | [`ManualClock`](clock::ManualClock), [`MemoryStore::options`], [`MemoryStore::peer`] |
+//! | write a store | [`Store`] with [`store`] and [`record`], `conformance` (feature `conformance`) |
 //!
 //! # What is guaranteed
 //!
@@ -60,86 +64,166 @@
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
 //! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
 //! | `postgres-tls` | `sslmode=require` in its URLs: rustls, with the certificates that the system trusts |
-//! | `sqlx` | `PostgresStore::within_sqlx`: records inside of a transaction of `sqlx` 0.8 |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
 //! | `cached` | `Cached`: finished records kept in this process, in front of any store |
 //! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
 //! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
+//! | `http` | `http::IdempotencyLayer`: the `Idempotency-Key` header for any tower stack |
+//! | `axum` | the same in axum: route templates, nested routers, an extractor |
+//! | `http-client` | `http::client::RetryLayer`: sends keys, and retries what may be retried |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
+//! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-rusqlite-0_40` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
+//! | `with-redis-1`, `with-deadpool-postgres-0_14` | `connect_with`, `connect_over`: stores on clients, connections and pools of your own |
+//! | `tower` | `tower::OperationLayer`, for typed services of tower |
+//! | `metrics` | what [`StoreExt::metrics`] counts, through the facade `metrics` 0.24 |
 //! | `testing` | `testing::explore`, which kills your handler at each of its awaits, on simulated time |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
+//! What takes or gives a type of a driver has a feature named after the driver and its major version; the next one will stand
+//! beside it. `DynamoStore` takes the client of `aws-sdk-dynamodb` 1, and `Offloaded` an object store of `object_store` 0.14.
+//!
 //! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
-#![warn(missing_docs)]
+#![warn(missing_debug_implementations, missing_docs)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod clock;
-mod codec;
+pub mod brokers;
+pub mod clock;
+pub mod codec;
+mod combine;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod engine;
-mod error;
-mod future;
-mod key;
+pub mod error;
+#[cfg(feature = "http")]
+pub mod http;
+pub mod key;
 mod kit;
-mod policy;
+pub mod metrics;
+pub mod policy;
 pub mod record;
-mod store;
+pub mod store;
 mod stores;
 mod sync;
-#[cfg(feature = "testing")]
+#[cfg(any(feature = "testing", feature = "conformance"))]
 pub mod testing;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod within;
+#[cfg(feature = "tower")]
+pub mod tower;
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub mod within;
 
-pub use clock::{Clock, Instant, ManualClock, Sleep, SystemClock, Task};
+/// The futures that [`observe`] and [`observe_all`] return.
+pub mod future {
+    pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat};
+}
+
+/// What a person does about a record that needs one: inspect, resolve, reopen, break a lease, forget.
+pub mod operator {
+    pub use crate::store::operator::{Operator, OperatorError, Resolution};
+}
+
+/// Records in the memory of this process.
+#[cfg(feature = "memory")]
+pub mod memory {
+    pub use crate::stores::memory::{MemoryOptions, MemoryStore};
+}
+
+/// Records in Redis or Valkey.
+#[cfg(feature = "redis")]
+pub mod redis {
+    pub use crate::stores::redis::{RedisOptions, RedisStore};
+}
+
+/// Records in a file of SQLite.
+#[cfg(feature = "sqlite")]
+pub mod sqlite {
+    #[cfg(feature = "with-rusqlite-0_40")]
+    pub use crate::stores::sqlite::InSqlite;
+    pub use crate::stores::sqlite::{SqliteOptions, SqliteStore, Synchronous};
+}
+
+/// Records in a table of PostgreSQL.
+#[cfg(feature = "postgres")]
+pub mod postgres {
+    #[cfg(feature = "with-sqlx-0_8")]
+    pub use crate::stores::postgres::InSqlx;
+    #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+    pub use crate::stores::postgres::{InPostgres, Transaction};
+    pub use crate::stores::postgres::{PostgresOptions, PostgresStore};
+}
+
+/// Records in a table of DynamoDB.
+#[cfg(feature = "dynamodb")]
+pub mod dynamodb {
+    pub use crate::stores::dynamo::{DynamoOptions, DynamoStore};
+}
+
+/// Finished records kept in this process, in front of any store.
+#[cfg(feature = "cached")]
+pub mod cached {
+    pub use crate::stores::cached::{Cached, CachedOptions};
+}
+
+/// Large results compressed, in any store.
+#[cfg(feature = "compressed")]
+pub mod compressed {
+    pub use crate::stores::compressed::{Compressed, CompressedOptions};
+}
+
+/// Large results in an object store, their records in any store.
+#[cfg(feature = "offloaded")]
+pub mod offloaded {
+    pub use crate::stores::offloaded::{Offloaded, OffloadedOptions};
+}
+
+#[cfg(feature = "cached")]
+#[doc(inline)]
+pub use cached::Cached;
 #[cfg(feature = "msgpack")]
+#[doc(inline)]
 pub use codec::MessagePack;
 #[cfg(feature = "postcard")]
+#[doc(inline)]
 pub use codec::Postcard;
-pub use codec::{Codec, CodecError, CodecName, Json, ResultProblem, Undecodable};
-pub use engine::{
-    Attempt, CatchPanics, Ending, ErrorRule, Observe, Operation, Outcome, RecordResults, RecordValues, Recorder,
-    Refusal, current, observe, record_results, record_results_if, record_values, run,
-};
-pub use error::{Disposition, Error, Mismatch};
+#[doc(inline)]
+pub use codec::{Codec, CodecError, Json, Undecodable};
+#[cfg(feature = "compressed")]
+#[doc(inline)]
+pub use compressed::Compressed;
+#[cfg(feature = "dynamodb")]
+#[doc(inline)]
+pub use dynamodb::DynamoStore;
+pub use engine::{Attempt, Operation, Outcome, Refusal, current, observe, observe_all};
+#[doc(inline)]
+pub use error::{Disposition, Error};
 #[cfg(feature = "macros")]
 pub use idem_macros::idempotent;
-pub use key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyPart, KeyProblem, Scope, Site};
-pub use policy::{
-    Backoff, Doubt, InProgress, Migrate, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, OnUndecodable,
-    Policy, PolicyProblem, Uncertain,
-};
-pub use record::{
-    Admission, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest, State,
-    StoredResult, Verdict,
-};
-pub use store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
-#[cfg(feature = "cached")]
-pub use stores::cached::{Cached, CachedOptions};
-#[cfg(feature = "compressed")]
-pub use stores::compressed::{Compressed, CompressedOptions};
-#[cfg(feature = "dynamodb")]
-pub use stores::dynamo::{DynamoOptions, DynamoStore};
+#[doc(inline)]
+pub use key::{Key, KeyDisplay, KeyPart};
 #[cfg(feature = "memory")]
-pub use stores::memory::{MemoryOptions, MemoryStore};
+#[doc(inline)]
+pub use memory::MemoryStore;
 #[cfg(feature = "offloaded")]
-pub use stores::offloaded::{Offloaded, OffloadedOptions};
-#[cfg(feature = "sqlx")]
-pub use stores::postgres::InSqlx;
+#[doc(inline)]
+pub use offloaded::Offloaded;
+#[doc(inline)]
+pub use policy::{InProgress, MissingKey, Mode, ModeSwitch, OnCrash, OnError, OnStoreError, OnUndecodable, Policy};
 #[cfg(feature = "postgres")]
-pub use stores::postgres::{InPostgres, PostgresOptions, PostgresStore};
+#[doc(inline)]
+pub use postgres::PostgresStore;
 #[cfg(feature = "redis")]
-pub use stores::redis::{RedisOptions, RedisStore};
+#[doc(inline)]
+pub use redis::RedisStore;
 #[cfg(feature = "sqlite")]
-pub use stores::sqlite::{InSqlite, SqliteOptions, SqliteStore, Synchronous};
+#[doc(inline)]
+pub use sqlite::SqliteStore;
+#[doc(inline)]
+pub use store::{Store, StoreError, StoreErrorKind, StoreExt};
 
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-pub use within::{OperationWithin, Transaction, Within, run_within};
-
-/// How stores read rows and items, without a server: for tests of what anybody may have written there.
-#[cfg(all(feature = "conformance", any(feature = "sqlite", feature = "postgres", feature = "dynamodb")))]
+/// How rows, items and results are read, without a server: for tests of what anybody may have written there.
+#[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub mod __stored {
+    pub use crate::engine::replay;
     #[cfg(feature = "dynamodb")]
     pub use crate::stores::dynamo::read_item;
     #[cfg(feature = "postgres")]

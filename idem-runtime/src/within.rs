@@ -1,13 +1,13 @@
-//! Operations inside the user's open transaction.
-//!
-//! The engine and what it hands out (attempts, late writes) need a store that lives as long as they do and may be used from
-//! any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which may
-//! borrow the transaction, answers the requests in it. The mailbox ends with the call: nothing is renewed, and nothing is
-//! written late.
-//!
-//! Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is rolled back to it, so that a
-//! swallowed error leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
-//! turns ([`Turn`]), or the end of one would undo the other.
+//! Records inside your own open transaction.
+
+// The engine and what it hands out (attempts, late writes) need a store that lives as long as they do and may be used from
+// any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which may
+// borrow the transaction, answers the requests in it. The mailbox ends with the call: nothing is renewed, and nothing is
+// written late.
+//
+// Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is rolled back to it, so that a
+// swallowed error leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
+// turns ([`Turn`]), or the end of one would undo the other.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -20,17 +20,19 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
-use serde::Serialize;
 use tokio::sync::{Notify, mpsc, oneshot};
 
 use crate::clock::{Clock, SystemClock};
-use crate::engine::{Operation, Outcome, Recorder, observe, run};
+use crate::codec::Json;
+use crate::combine::race;
+use crate::engine::{Operation, Outcome, RecordValues, Recorder, observe};
 use crate::error::{Disposition, Error};
-use crate::future::race;
 use crate::key::{Key, KeyError};
 use crate::policy::{Mode, OnCrash, Policy};
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture};
+use crate::record::{
+    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
+};
+use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::lock;
 
 /// How long a duplicate is told to stay away from a key that another open transaction holds: how long that one stays open
@@ -79,82 +81,79 @@ impl<C> fmt::Debug for Within<C> {
 }
 
 impl<C: Transaction> Within<C> {
-    /// An operation named by `key` in this transaction, for [`run_within`].
-    pub fn operation(&self, key: Result<Key, KeyError>, policy: Policy) -> OperationWithin<C> {
+    /// An operation named by `key` in this transaction.
+    pub fn operation(
+        &self,
+        key: Result<Key, KeyError>,
+        policy: Policy,
+    ) -> Operation<RecordValues<Json>, InTransaction<C>> {
         let (asks, asked) = mpsc::unbounded_channel();
         let mailbox: Arc<dyn Store> = Arc::new_cyclic(|this| Mailbox {
             this: Weak::clone(this),
             name: C::NAME,
             namespace: self.0.namespace().into(),
-            heartbeats: Heartbeats::none(Arc::new(SystemClock::default())),
+            heartbeats: Heartbeats::none(Arc::new(SystemClock::default())).held_by(self.0.holder()),
             asks,
         });
         // A shadow does not change what the body does.
         let undoes = policy.current_mode() == Mode::Enforce;
-        OperationWithin { operation: Operation::new(&mailbox, key, policy), asked, transaction: self.0.clone(), undoes }
+        let place = InTransaction { asked, transaction: self.0.clone(), undoes };
+        Operation::new(&mailbox, key, policy).at(place).0
     }
 
     #[doc(hidden)]
-    pub fn idem_operation(&self, key: Result<Key, KeyError>, policy: Policy) -> OperationWithin<C> {
+    pub fn idem_operation(
+        &self,
+        key: Result<Key, KeyError>,
+        policy: Policy,
+    ) -> Operation<RecordValues<Json>, InTransaction<C>> {
         self.operation(key, policy)
     }
 }
 
-/// One call of an idempotent function inside of a transaction; see [`Within`].
-pub struct OperationWithin<C> {
-    operation: Operation,
+/// The place of an [`Operation`] that is recorded inside of a transaction; see [`Within::operation`].
+pub struct InTransaction<C> {
     asked: mpsc::UnboundedReceiver<Ask>,
     transaction: C,
     undoes: bool,
 }
 
-impl<C> OperationWithin<C> {
-    /// The operation with the fingerprint of its payload.
-    #[must_use]
-    pub fn fingerprint<F: Serialize + ?Sized>(self, payload: &F) -> Self {
-        Self { operation: self.operation.fingerprint(payload), ..self }
-    }
-}
-
-impl<C> fmt::Debug for OperationWithin<C> {
+impl<C> fmt::Debug for InTransaction<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OperationWithin").field("operation", &self.operation).finish_non_exhaustive()
+        f.write_str("InTransaction")
     }
 }
 
-/// Does for a transaction what [`run`] does for a [`Store`]: runs `body` once for the key of `operation`, and replays its
-/// recorded result to every duplicate. The transaction is left open; see [`Within`].
-///
-/// # Errors
-/// What `body` returned, or the [`Error`] that says why it has no result.
-///
-/// # Panics
-/// If `body` does.
-///
-/// # Cancel safety
-/// Dropping the future cancels the body, and undoes what it wrote through the transaction.
-pub fn run_within<C, T, E, R, B>(
-    operation: OperationWithin<C>,
-    recorder: R,
-    body: B,
-) -> impl Future<Output = Result<T, E>>
-where
-    C: Transaction,
-    R: Recorder<T, E>,
-    E: From<Error>,
-    B: Future<Output = Result<T, E>>,
-{
-    let OperationWithin { operation, asked, transaction, undoes } = operation;
-    let scene = Arc::new(Scene { transaction, undoes, state: Mutex::new(State::new()) });
-    let doer = Arc::clone(&scene);
-    Call {
-        asked,
-        act: move |act| perform(Arc::clone(&doer), act),
-        acting: None,
-        run: run(operation, recorder, body),
-        result: None,
-        node: None,
-        _undo: Undo(scene),
+impl<R, C: Transaction> Operation<R, InTransaction<C>> {
+    /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate. The transaction is
+    /// left open; see [`Within`].
+    ///
+    /// # Errors
+    /// What `body` returned, or the [`Error`] that says why it has no result.
+    ///
+    /// # Panics
+    /// If `body` does.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cancels the body, and undoes what it wrote through the transaction.
+    pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>,
+    {
+        let (operation, InTransaction { asked, transaction, undoes }) = self.at(());
+        let scene = Arc::new(Scene { transaction, undoes, state: Mutex::new(State::new()) });
+        let doer = Arc::clone(&scene);
+        Call {
+            asked,
+            act: move |act| perform(Arc::clone(&doer), act),
+            acting: None,
+            run: operation.run(body),
+            result: None,
+            node: None,
+            _undo: Undo(scene),
+        }
     }
 }
 
@@ -176,6 +175,7 @@ pin_project! {
 }
 
 /// What a call does with the transaction.
+#[expect(clippy::large_enum_variant, reason = "there is one at a time, and most are answers")]
 enum Act {
     Answer(Ask),
     /// The call is over.
@@ -228,16 +228,15 @@ pub(crate) enum Ask {
     Release(Lease, Release, Sender<Verdict>),
     Wait(Key, Duration, Sender<()>),
     Inspect(Key, Sender<Option<Inspection>>),
-    Reopen(Key, u32, Sender<Verdict>),
+    Decide(Decision, Sender<Decided>),
 }
 
 impl Ask {
     fn refuse(self, error: StoreError) {
         match self {
             Self::Reserve(_, answer) => drop(answer.send(Err(error))),
-            Self::Finish(_, _, answer) | Self::Release(_, _, answer) | Self::Reopen(_, _, answer) => {
-                drop(answer.send(Err(error)));
-            }
+            Self::Finish(_, _, answer) | Self::Release(_, _, answer) => drop(answer.send(Err(error))),
+            Self::Decide(_, answer) => drop(answer.send(Err(error))),
             Self::Wait(_, _, answer) => drop(answer.send(Err(error))),
             Self::Inspect(_, answer) => drop(answer.send(Err(error))),
         }
@@ -260,6 +259,10 @@ pub trait Transaction: sealed::Sealed + Clone {
 
     #[doc(hidden)]
     fn namespace(&self) -> &str;
+
+    /// The name that its records have beside host and process.
+    #[doc(hidden)]
+    fn holder(&self) -> &str;
 
     /// The name of the schema that holds the table, or of the table itself.
     #[doc(hidden)]
@@ -303,7 +306,7 @@ pub trait Transaction: sealed::Sealed + Clone {
     fn inspect(&self, key: &Key) -> impl Future<Output = Result<Option<Inspection>, StoreError>>;
 
     #[doc(hidden)]
-    fn reopen(&self, key: &Key, attempt: u32) -> impl Future<Output = Result<Verdict, StoreError>>;
+    fn decide(&self, decision: &Decision) -> impl Future<Output = Result<Decided, StoreError>>;
 }
 
 pub(crate) mod sealed {
@@ -465,7 +468,10 @@ impl<C: Transaction> Scene<C> {
     async fn end(&self) {
         while self.state().saved > 0 {
             if let Err(error) = self.undo().await {
-                tracing::debug!(%error, "a call could not be undone; its transaction can't be committed either");
+                tracing::debug!(
+                    %error,
+                    "the writes of a call could not be undone; its transaction can't be committed either"
+                );
                 return;
             }
         }
@@ -483,7 +489,7 @@ impl<C: Transaction> Scene<C> {
             }
             Ask::Wait(key, at_most, answer) => drop(answer.send(self.wait(&key, at_most).await)),
             Ask::Inspect(key, answer) => drop(answer.send(self.saved(at.inspect(&key)).await)),
-            Ask::Reopen(key, attempt, answer) => drop(answer.send(self.saved(at.reopen(&key, attempt)).await)),
+            Ask::Decide(decision, answer) => drop(answer.send(self.saved(at.decide(&decision)).await)),
         }
     }
 
@@ -669,7 +675,8 @@ impl Turn {
         let at_once = poll_fn(|cx| Poll::Ready(free.as_mut().poll(cx).is_ready())).await;
         if !at_once && race(free, SystemClock::default().sleep(TURN_LIMIT)).await.is_none() {
             let message = format!(
-                "another call in the same transaction has not ended for {TURN_LIMIT:?}; it may wait for this one"
+                "another call in the same transaction has been running for {TURN_LIMIT:?}; it may be waiting for this \
+                 one"
             );
             return Err(StoreError::new(StoreErrorKind::Aborted, message));
         }
@@ -692,7 +699,10 @@ pub(crate) struct Journal {
     /// The errors that were recorded in it.
     pub(crate) failed: Vec<FailedRecord>,
     /// Whether a statement of the library's met another transaction, so that the whole transaction is best tried again.
-    #[cfg_attr(not(feature = "postgres"), allow(dead_code, reason = "SQLite has no conflicts of transactions"))]
+    #[cfg_attr(
+        not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
+        allow(dead_code, reason = "SQLite has no conflicts of transactions")
+    )]
     pub(crate) conflict: bool,
 }
 
@@ -778,11 +788,11 @@ pub(crate) fn rolled_back(outcome: Outcome, recorded: &Result<bool, StoreError>)
 }
 
 /// How often a transaction is tried that conflicts with others.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) const TRIES: u32 = 5;
 
 /// The pause before try number `next`.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) async fn pause_before(next: u32) {
     SystemClock::default().sleep(Duration::from_millis(10 << next.min(6))).await;
 }
@@ -805,7 +815,7 @@ impl fmt::Debug for Mailbox {
 impl Mailbox {
     async fn ask<T>(&self, ask: impl FnOnce(Sender<T>) -> Ask) -> Result<T, StoreError> {
         let (sender, answer) = oneshot::channel();
-        let over = || StoreError::new(StoreErrorKind::Aborted, "the call that had the transaction is over");
+        let over = || StoreError::new(StoreErrorKind::Aborted, "the call that used the transaction has ended");
         self.asks.send(ask(sender)).map_err(|_| over())?;
         answer.await.map_err(|_| over())?
     }
@@ -860,15 +870,34 @@ impl Store for Mailbox {
         StoreFuture::new(self.write(move |answer| Ask::Release(lease.clone(), release, answer)))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, _: u32, at_most: Duration) -> StoreFuture<'a, ()> {
-        StoreFuture::new(self.ask(move |answer| Ask::Wait(key.clone(), at_most, answer)))
+    fn wait<'a>(&'a self, key: &'a Key, _: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            self.ask(move |answer| Ask::Wait(key.clone(), at_most, answer)).await?;
+            Ok(None)
+        })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(self.ask(|answer| Ask::Inspect(key.clone(), answer)))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(move |answer| Ask::Reopen(key.clone(), attempt, answer)))
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        StoreFuture::new(self.ask(|answer| Ask::Decide(decision.clone(), answer)))
+    }
+
+    /// Expired records are no part of the user's transaction.
+    fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
+        StoreFuture::ready(Ok(0))
+    }
+
+    /// Looking through a table takes more than the user's transaction should.
+    fn list<'a>(&'a self, _: &'a Filter) -> StoreFuture<'a, Page> {
+        let message = "records are not listed inside of a transaction; ask a store of its own";
+        StoreFuture::ready(Err(StoreError::new(StoreErrorKind::Unsupported, message)))
+    }
+
+    /// The next statement of the transaction says it.
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::ready(Ok(()))
     }
 }

@@ -13,7 +13,8 @@ use crate::sync;
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use idem_runtime::{Clock, ManualClock, MemoryStore};
+/// # use idem_runtime::MemoryStore;
+/// # use idem_runtime::clock::{Clock, ManualClock};
 /// let clock = ManualClock::new();
 /// let store = MemoryStore::options().clock(clock.clone()).build();
 /// let before = clock.now();
@@ -35,7 +36,7 @@ struct Manual {
 }
 
 impl ManualClock {
-    /// A clock that stands at its origin.
+    /// A clock at its origin.
     pub fn new() -> Self {
         Self::default()
     }
@@ -69,7 +70,7 @@ impl ManualClock {
         state.wall = since_1970.saturating_sub(state.now);
     }
 
-    /// The time until the next sleeper is due, `None` while nobody sleeps.
+    /// The time until the next sleeper is due; `None` if there is no sleeper.
     pub fn next_wake(&self) -> Option<Duration> {
         let state = self.lock();
         state.sleepers.iter().map(|(at, _)| at.saturating_sub(state.now)).min()

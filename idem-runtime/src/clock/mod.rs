@@ -55,7 +55,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
     /// The time since 1970 by the wall clock, which all processes of a host share. It may be set, and two hosts disagree.
     ///
-    /// Only stores whose records are dated by the hosts that write them read it: SQLite and DynamoDB.
+    /// Only stores whose records are dated by the hosts that write them depend on it: SQLite and DynamoDB. Redis notes by it
+    /// when an attempt began, and tells by it how old a record is that is replayed.
     fn wall(&self) -> Duration;
 
     /// A future that is ready once `duration` has passed.
@@ -64,18 +65,18 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// 128 random bits: the owner token of an attempt, or where the tokens of a store in this process start.
     fn entropy(&self) -> u128;
 
-    /// Runs `task`, which no caller waits for: a renewal, or the late write of a call that is gone.
+    /// Runs `task`, for which no caller waits: a renewal, or the late write of a call that was dropped.
     ///
     /// The real clock runs it on a thread of the library's own. A clock for tests runs it where the test runs, so that the
     /// test decides the order of events.
     fn spawn(&self, task: Task);
 }
 
-/// What [`Clock::spawn`] runs.
+/// A task for [`Clock::spawn`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Milliseconds since 1970 by the wall clock.
-#[cfg(any(feature = "dynamodb", feature = "sqlite"))]
+#[cfg(any(feature = "dynamodb", feature = "sqlite", feature = "redis"))]
 pub(crate) fn wall_millis(clock: &dyn Clock) -> i64 {
     i64::try_from(clock.wall().as_millis()).unwrap_or(i64::MAX)
 }

@@ -1,4 +1,4 @@
-//! A `Deserializer` around another one that bounds what nonsense can cost.
+//! A `Deserializer` around another one that bounds the cost of reading nonsense.
 //!
 //! Bytes that are not what the type expects may nest without an end, where each level takes stack, and may claim to have
 //! any number of elements that take no bytes. Neither `rmp-serde` (whose limit does not count options and enums) nor
@@ -9,29 +9,52 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, EnumAccess, MapAccess, SeqAccess, VariantAccess, Visitor};
 
-/// As deep as `serde_json` goes.
+use super::shape::{Kind, Shape};
+
+/// The limit of `serde_json`.
 const MAX_DEPTH: u8 = 127;
-/// How many elements without bytes are believed.
+/// How many elements may take no bytes.
 const MAX_EMPTY_ELEMENTS: usize = 65_536;
 
-/// What is left to be claimed, and what went wrong.
-pub(super) struct Guard {
+/// How many elements may still be claimed, and the problem if there was one.
+pub(super) struct Guard<'s> {
     elements: Cell<usize>,
+    /// Of what was read, if anybody wants to know.
+    shape: Option<&'s Shape>,
     problem: Cell<Option<&'static str>>,
 }
 
-impl Guard {
-    pub(super) fn new(bytes: &[u8]) -> Self {
-        Self { elements: Cell::new(bytes.len().saturating_add(MAX_EMPTY_ELEMENTS)), problem: Cell::new(None) }
+impl<'s> Guard<'s> {
+    pub(super) fn new(bytes: &[u8], shape: Option<&'s Shape>) -> Self {
+        let elements = Cell::new(bytes.len().saturating_add(MAX_EMPTY_ELEMENTS));
+        Self { elements, shape, problem: Cell::new(None) }
     }
 
     pub(super) fn around<D>(&self, inner: D) -> Guarded<'_, D> {
-        Guarded { inner, guard: self, depth: MAX_DEPTH, counts: true }
+        Guarded { inner, guard: self, depth: MAX_DEPTH, counts: true, names: Names::None }
     }
 
     /// Why the guard stopped, if it did.
     pub(super) fn problem(&self) -> Option<&'static str> {
         self.problem.get()
+    }
+
+    fn kind(&self, kind: Kind) {
+        if let Some(shape) = self.shape {
+            shape.kind(kind);
+        }
+    }
+
+    fn name(&self, name: &str) {
+        if let Some(shape) = self.shape {
+            shape.name(name);
+        }
+    }
+
+    fn len(&self, len: usize) {
+        if let Some(shape) = self.shape {
+            shape.len(len);
+        }
     }
 
     fn stop<E: serde::de::Error>(&self, problem: &'static str) -> E {
@@ -43,16 +66,38 @@ impl Guard {
 /// A part of the deserialization, with the guard around it.
 pub(super) struct Guarded<'g, I> {
     inner: I,
-    guard: &'g Guard,
+    guard: &'g Guard<'g>,
     /// How many levels may follow.
     depth: u8,
-    /// Whether elements are counted: the length of a struct or a tuple is that of the type.
+    /// Whether elements are counted. Those of a struct or a tuple are not: its type fixes their number.
     counts: bool,
+    names: Names,
+}
+
+/// The names that the type which reads gives to what the bytes have in order only.
+#[derive(Clone, Copy)]
+enum Names {
+    None,
+    /// Of the fields that follow.
+    Fields(&'static [&'static str]),
+    /// Of the variants, one of which follows.
+    Variants(&'static [&'static str]),
 }
 
 impl<'g, I> Guarded<'g, I> {
     fn with<J>(&self, inner: J) -> Guarded<'g, J> {
-        Guarded { inner, guard: self.guard, depth: self.depth, counts: true }
+        Guarded { inner, guard: self.guard, depth: self.depth, counts: true, names: Names::None }
+    }
+
+    /// Around something whose type fixes the number of its parts.
+    fn parts<J>(&self, inner: J, fields: &'static [&'static str]) -> Guarded<'g, J> {
+        Guarded { counts: false, names: Names::Fields(fields), ..self.with(inner) }
+    }
+
+    /// Notes something that has a name.
+    fn named(&self, kind: Kind, name: &str) {
+        self.guard.kind(kind);
+        self.guard.name(name);
     }
 
     fn deeper<E: serde::de::Error>(&mut self) -> Result<(), E> {
@@ -79,11 +124,12 @@ impl<'g, I> Guarded<'g, I> {
 }
 
 macro_rules! deserialize {
-    ($($method:ident($($name:ident: $type:ty),*) $counts:literal;)*) => {
+    ($($method:ident $($kind:ident)?;)*) => {
         $(
-            fn $method<V: Visitor<'de>>(self, $($name: $type,)* visitor: V) -> Result<V::Value, D::Error> {
-                let visitor = Guarded { inner: visitor, guard: self.guard, depth: self.depth, counts: $counts };
-                self.inner.$method($($name,)* visitor)
+            fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+                $(self.guard.kind(Kind::$kind);)?
+                let visitor = self.with(visitor);
+                self.inner.$method(visitor)
             }
         )*
     };
@@ -97,37 +143,89 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
     }
 
     deserialize! {
-        deserialize_any() true;
-        deserialize_bool() true;
-        deserialize_i8() true;
-        deserialize_i16() true;
-        deserialize_i32() true;
-        deserialize_i64() true;
-        deserialize_i128() true;
-        deserialize_u8() true;
-        deserialize_u16() true;
-        deserialize_u32() true;
-        deserialize_u64() true;
-        deserialize_u128() true;
-        deserialize_f32() true;
-        deserialize_f64() true;
-        deserialize_char() true;
-        deserialize_str() true;
-        deserialize_string() true;
-        deserialize_bytes() true;
-        deserialize_byte_buf() true;
-        deserialize_option() true;
-        deserialize_unit() true;
-        deserialize_unit_struct(name: &'static str) true;
-        deserialize_newtype_struct(name: &'static str) true;
-        deserialize_seq() true;
-        deserialize_tuple(len: usize) false;
-        deserialize_tuple_struct(name: &'static str, len: usize) false;
-        deserialize_map() true;
-        deserialize_struct(name: &'static str, fields: &'static [&'static str]) false;
-        deserialize_enum(name: &'static str, variants: &'static [&'static str]) true;
-        deserialize_identifier() true;
-        deserialize_ignored_any() true;
+        deserialize_any;
+        deserialize_bool Bool;
+        deserialize_i8 I8;
+        deserialize_i16 I16;
+        deserialize_i32 I32;
+        deserialize_i64 I64;
+        deserialize_i128 I128;
+        deserialize_u8 U8;
+        deserialize_u16 U16;
+        deserialize_u32 U32;
+        deserialize_u64 U64;
+        deserialize_u128 U128;
+        deserialize_f32 F32;
+        deserialize_f64 F64;
+        deserialize_char Char;
+        deserialize_str Str;
+        deserialize_string Str;
+        deserialize_bytes Bytes;
+        deserialize_byte_buf Bytes;
+        deserialize_option;
+        deserialize_unit Unit;
+        deserialize_seq Seq;
+        deserialize_map Map;
+        deserialize_ignored_any;
+    }
+
+    fn deserialize_unit_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, D::Error> {
+        self.named(Kind::UnitStruct, name);
+        let visitor = self.with(visitor);
+        self.inner.deserialize_unit_struct(name, visitor)
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, D::Error> {
+        self.named(Kind::NewtypeStruct, name);
+        let visitor = self.with(visitor);
+        self.inner.deserialize_newtype_struct(name, visitor)
+    }
+
+    fn deserialize_tuple<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, D::Error> {
+        self.guard.kind(Kind::Tuple);
+        self.guard.len(len);
+        let visitor = self.parts(visitor, &[]);
+        self.inner.deserialize_tuple(len, visitor)
+    }
+
+    fn deserialize_tuple_struct<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        len: usize,
+        visitor: V,
+    ) -> Result<V::Value, D::Error> {
+        self.named(Kind::TupleStruct, name);
+        self.guard.len(len);
+        let visitor = self.parts(visitor, &[]);
+        self.inner.deserialize_tuple_struct(name, len, visitor)
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, D::Error> {
+        self.named(Kind::Struct, name);
+        let visitor = self.parts(visitor, fields);
+        self.inner.deserialize_struct(name, fields, visitor)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        variants: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, D::Error> {
+        self.named(Kind::Enum, name);
+        let visitor = Guarded { names: Names::Variants(variants), ..self.with(visitor) };
+        self.inner.deserialize_enum(name, variants, visitor)
+    }
+
+    /// Of a variant: its name is noted by the visitor, which gets its number.
+    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        let visitor = Guarded { names: self.names, ..self.with(visitor) };
+        self.inner.deserialize_identifier(visitor)
     }
 }
 
@@ -157,7 +255,6 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
         visit_i128(i128);
         visit_u8(u8);
         visit_u16(u16);
-        visit_u32(u32);
         visit_u64(u64);
         visit_u128(u128);
         visit_f32(f32);
@@ -171,7 +268,17 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
         visit_byte_buf(Vec<u8>);
     }
 
+    fn visit_u32<E: serde::de::Error>(self, value: u32) -> Result<V::Value, E> {
+        if let Names::Variants(variants) = self.names
+            && let Some(name) = variants.get(value as usize)
+        {
+            self.guard.name(name);
+        }
+        self.inner.visit_u32(value)
+    }
+
     fn visit_none<E: serde::de::Error>(self) -> Result<V::Value, E> {
+        self.guard.kind(Kind::None);
         self.inner.visit_none()
     }
 
@@ -181,6 +288,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
 
     fn visit_some<D: Deserializer<'de>>(mut self, inner: D) -> Result<V::Value, D::Error> {
         self.deeper()?;
+        self.guard.kind(Kind::Some);
         let inner = self.with(inner);
         self.inner.visit_some(inner)
     }
@@ -193,19 +301,23 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = Guarded { inner, guard: self.guard, depth: self.depth, counts: self.counts };
-        self.inner.visit_seq(inner)
+        let inner = Guarded { counts: self.counts, names: self.names, ..self.with(inner) };
+        let value = self.inner.visit_seq(inner)?;
+        self.guard.kind(Kind::End);
+        Ok(value)
     }
 
     fn visit_map<A: MapAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = Guarded { inner, guard: self.guard, depth: self.depth, counts: self.counts };
-        self.inner.visit_map(inner)
+        let inner = Guarded { counts: self.counts, names: self.names, ..self.with(inner) };
+        let value = self.inner.visit_map(inner)?;
+        self.guard.kind(Kind::End);
+        Ok(value)
     }
 
     fn visit_enum<A: EnumAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = self.with(inner);
+        let inner = Guarded { names: self.names, ..self.with(inner) };
         self.inner.visit_enum(inner)
     }
 }
@@ -214,7 +326,7 @@ impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for Guarded<'_, S> {
     type Value = S::Value;
 
     fn deserialize<D: Deserializer<'de>>(self, inner: D) -> Result<S::Value, D::Error> {
-        let inner = self.with(inner);
+        let inner = Guarded { names: self.names, ..self.with(inner) };
         self.inner.deserialize(inner)
     }
 }
@@ -223,6 +335,10 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for Guarded<'_, A> {
     type Error = A::Error;
 
     fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, A::Error> {
+        if let Names::Fields([name, rest @ ..]) = self.names {
+            self.guard.name(name);
+            self.names = Names::Fields(rest);
+        }
         let seed = self.with(seed);
         let element = self.inner.next_element_seed(seed)?;
         self.count(element)
@@ -257,10 +373,10 @@ impl<'g, 'de, A: EnumAccess<'de>> EnumAccess<'de> for Guarded<'g, A> {
     type Variant = Guarded<'g, A::Variant>;
 
     fn variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<(S::Value, Self::Variant), A::Error> {
-        let seed = self.with(seed);
-        let Self { inner, guard, depth, counts } = self;
+        let seed = Guarded { names: self.names, ..self.with(seed) };
+        let Self { inner, guard, depth, counts, .. } = self;
         let (value, inner) = inner.variant_seed(seed)?;
-        Ok((value, Guarded { inner, guard, depth, counts }))
+        Ok((value, Guarded { inner, guard, depth, counts, names: Names::None }))
     }
 }
 
@@ -268,16 +384,20 @@ impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for Guarded<'_, A> {
     type Error = A::Error;
 
     fn unit_variant(self) -> Result<(), A::Error> {
+        self.guard.kind(Kind::UnitVariant);
         self.inner.unit_variant()
     }
 
     fn newtype_variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<S::Value, A::Error> {
+        self.guard.kind(Kind::NewtypeVariant);
         let seed = self.with(seed);
         self.inner.newtype_variant_seed(seed)
     }
 
     fn tuple_variant<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, A::Error> {
-        let visitor = Guarded { inner: visitor, guard: self.guard, depth: self.depth, counts: false };
+        self.guard.kind(Kind::TupleVariant);
+        self.guard.len(len);
+        let visitor = self.parts(visitor, &[]);
         self.inner.tuple_variant(len, visitor)
     }
 
@@ -286,7 +406,8 @@ impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for Guarded<'_, A> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, A::Error> {
-        let visitor = Guarded { inner: visitor, guard: self.guard, depth: self.depth, counts: false };
+        self.guard.kind(Kind::StructVariant);
+        let visitor = self.parts(visitor, fields);
         self.inner.struct_variant(fields, visitor)
     }
 }

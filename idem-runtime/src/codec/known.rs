@@ -1,4 +1,4 @@
-//! Reading what any of the library's codecs wrote.
+//! Reads results of any of the library's codecs.
 
 use serde::de::DeserializeOwned;
 
@@ -6,26 +6,29 @@ use serde::de::DeserializeOwned;
 use super::msgpack;
 #[cfg(feature = "postcard")]
 use super::postcard;
-use super::{Codec, CodecError, CodecName, Json};
+use super::{Codec, CodecError, CodecName, Json, bytes};
 
-/// Reads what the library's codec `name` wrote; `None` if there is none of that name, or it is not compiled in.
-pub(crate) fn decode<V: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<V, CodecError>> {
+/// Decodes a result of the library's codec `name`; `None` if there is no such codec, or it is not compiled in.
+pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> Option<Result<V, CodecError>> {
     if name == CodecName::of::<Json>() {
-        return Some(Json::decode(bytes));
+        return Some(Json::decode(recorded));
+    }
+    if name == bytes::NAME {
+        return Some(bytes::decode(recorded));
     }
     #[cfg(feature = "msgpack")]
     if name == CodecName::of::<msgpack::MessagePack>() {
-        return Some(msgpack::MessagePack::decode(bytes));
+        return Some(msgpack::MessagePack::decode(recorded));
     }
     #[cfg(feature = "postcard")]
     if name == CodecName::of::<postcard::Postcard>() {
-        return Some(postcard::Postcard::decode(bytes));
+        return Some(postcard::Postcard::decode(recorded));
     }
     None
 }
 
-/// The feature that has to be enabled to read what codec `name` wrote.
-pub(crate) fn missing_feature(name: &str) -> Option<&'static str> {
+/// The feature that is needed to read results of the codec `name`.
+pub(super) fn missing_feature(name: &str) -> Option<&'static str> {
     match name {
         "msgpack" if !cfg!(feature = "msgpack") => Some("msgpack"),
         "postcard" if !cfg!(feature = "postcard") => Some("postcard"),
@@ -42,11 +45,12 @@ mod tests {
     fn what_is_not_compiled_in_is_told() {
         for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
             let codec = CodecName::new(name.as_bytes()).unwrap();
-            assert_eq!(decode::<u8>(codec, &[7]).map(Result::unwrap), is_there.then_some(7));
+            assert_eq!(decode::<u8>(codec, &[7]).is_some(), is_there);
             let said = ResultProblem::OtherCodec { codec: name.to_owned() }.to_string();
             assert_eq!(said.contains(&format!("enable the feature `{name}`")), !is_there, "{said}");
         }
         assert_eq!(decode::<u8>(CodecName::of::<Json>(), b"7").map(Result::unwrap), Some(7));
+        assert_eq!(decode::<Vec<u8>>(bytes::NAME, b"7").map(Result::unwrap), Some(vec![b'7']));
         assert!(decode::<u8>(CodecName::new(b"jso").unwrap(), b"7").is_none());
     }
 }

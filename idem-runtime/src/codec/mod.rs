@@ -1,17 +1,21 @@
 //! Results to bytes and back.
 
+pub(crate) mod bytes;
 #[cfg(any(feature = "msgpack", feature = "postcard"))]
 mod guard;
-pub(crate) mod known;
+mod known;
 #[cfg(feature = "msgpack")]
 mod msgpack;
 #[cfg(feature = "postcard")]
 mod postcard;
 mod problem;
+#[cfg(any(feature = "msgpack", feature = "postcard"))]
+mod shape;
 #[cfg(feature = "postcard")]
 mod strict;
 mod undecodable;
 
+use std::any::TypeId;
 use std::cell::Cell;
 use std::fmt;
 
@@ -32,10 +36,10 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 ///
 /// A record carries the name of its codec, and the version of the written form is part of that name: the first one has
 /// none, as in `json`, a second one would be `json2`. Change [`Codec::NAME`] whenever the written form changes, so that no
-/// record is ever read as something else. `json`, `msgpack`, `postcard`, and these with a number, are the library's.
+/// record is ever read as something else. `json`, `msgpack`, `postcard`, `bytes`, and these with a number, are the library's.
 ///
-/// A handler with one of the library's codecs also reads what the others wrote, as far as their features are enabled: a
-/// codec can be changed while there are records. For everything else there is [`OnUndecodable`](crate::OnUndecodable).
+/// A handler with one of the library's codecs also reads results of the others, if their features are enabled: a codec
+/// can be changed while there are records. For other changes there is [`OnUndecodable`](crate::OnUndecodable).
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Json};
@@ -60,40 +64,74 @@ pub trait Codec: 'static {
     /// The name under which records keep this form: 1 to 15 bytes of ASCII, the same in every release.
     const NAME: &'static str;
 
-    /// Whether records that [`Json`] and the library's other codecs wrote are read, too, each as what it is.
+    /// Whether handlers with this codec also decode results of [`Json`] and the library's other codecs.
     ///
-    /// Say `true` if results may have been recorded by one of them before. A codec that encrypts or signs leaves it
-    /// `false`: whoever can write to the store could slip in a result of their own.
+    /// Write `true` if earlier results may have been recorded by one of them. A codec that encrypts or signs leaves it
+    /// `false`: otherwise anyone who can write to the store could forge a result.
     const READS_OTHERS: bool = false;
 
     /// Writes `value`.
     ///
     /// # Errors
-    /// Whatever keeps the value from being written. The completion is then recorded without its result.
+    /// The value can't be encoded. The completion is then recorded without its result.
     fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError>;
 
     /// Reads what [`encode`](Codec::encode) wrote.
     ///
     /// # Errors
-    /// Whatever keeps the bytes from being read as a `T`. The caller gets `Error::ResultUnavailable`, never a second run.
+    /// The bytes don't decode as a `T`. The caller gets `Error::ResultUnavailable`, never a second run.
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
 }
 
+/// Writes `value` as a handler with the codec `C` records it, and says what it is written as.
+///
+/// # Errors
+/// Those of the codec.
+pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec<u8>), CodecError> {
+    // A codec of the user's may encrypt: nothing passes it by.
+    if TypeId::of::<C>() == TypeId::of::<Json>()
+        && let Some(bytes) = bytes::of(value)
+    {
+        return Ok((bytes::NAME, bytes));
+    }
+    Ok((CodecName::of::<C>(), C::encode(value)?))
+}
+
+/// Reads what `name` wrote, for a handler with the codec `C`; `None` if it is a codec that this handler can't read.
+pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<T, CodecError>> {
+    match name == CodecName::of::<C>() {
+        true => Some(C::decode(bytes)),
+        false if C::READS_OTHERS => known::decode(name, bytes),
+        false => None,
+    }
+}
+
 thread_local! {
-    /// JSON is written here and copied once, as most of a result that grew byte by byte would be room for more.
+    /// A reused buffer. A `Vec` that grew has spare capacity, so the exact length is copied out.
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// What was longer is handed out as it is, and the next result gets another buffer.
+/// A longer result is handed out in its own buffer, and the next one gets a new buffer.
 const LONGEST_BUFFER: usize = 16 * 1024;
 
-/// JSON by `serde_json`, the default: for people to read, and forgiving when the type changes.
+/// JSON by `serde_json`, the default: readable, and tolerant of changes of the type.
 ///
 /// A field that is added with `#[serde(default)]`, made an `Option`, or removed does no harm to old records.
 ///
 /// What it can't do: keys of maps are strings, numbers, or unit variants, or the result does not encode. `Some(())` and
-/// `Some(None)` are read back as `None`. A float that is infinite or no number is written as `null`, and is read back as
-/// `None` or not at all. What is nested more than 127 levels deep is written, but not read.
+/// `Some(None)` are read back as `None`. An infinite float or NaN is written as `null`, and is read back as `None` or
+/// not at all. A value that is nested more than 127 levels deep is written, but not read.
+///
+/// # Bytes
+///
+/// JSON has no bytes: as an array of numbers they are three to four times as long. So a result that is bytes and nothing else
+/// (a `Vec<u8>`, a `Bytes`, an `Option` or a newtype of one) is recorded as it is, and the record names `bytes` as its codec.
+/// Whatever type could read the array reads the bytes, so the return type may change as it may under JSON.
+///
+/// Bytes *inside of* a value are an array. `Postcard` keeps all of them as they are, `MessagePack` those of a type that tells
+/// serde about bytes: a `Bytes`, or a `Vec<u8>` under `#[serde(with = "serde_bytes")]`.
+///
+/// [`Json::encode`](Codec::encode) itself writes JSON in any case.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
@@ -118,10 +156,11 @@ impl Codec for Json {
     }
 }
 
-/// Where decoding failed. What `serde_json` says of it quotes the result, and results don't reach logs.
+/// The place where decoding failed. The text of `serde_json`'s error is left out: it quotes the result, and results
+/// don't reach logs.
 fn place_of(error: &serde_json::Error) -> String {
     let problem = match error.classify() {
-        serde_json::error::Category::Data => "a value is not what the type needs",
+        serde_json::error::Category::Data => "a value does not fit its type",
         serde_json::error::Category::Eof => "the JSON ends early",
         _ => "it is not JSON",
     };
@@ -149,7 +188,7 @@ impl CodecName {
         }
     }
 
-    /// The name in `name`, if it can be one.
+    /// The name in `name`; `None` if it is not valid.
     pub const fn new(name: &[u8]) -> Option<Self> {
         if name.is_empty() || name.len() > Self::MAX_BYTES || !name.is_ascii() {
             return None;
@@ -191,7 +230,7 @@ mod tests {
     #[test]
     fn a_result_that_does_not_decode_is_not_quoted() {
         let error = Json::decode::<u32>(br#""4111 1111""#).unwrap_err();
-        assert_eq!(error.to_string(), "a value is not what the type needs, at line 1 column 11");
+        assert_eq!(error.to_string(), "a value does not fit its type, at line 1 column 11");
     }
 
     #[test]

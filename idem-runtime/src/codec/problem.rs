@@ -10,33 +10,39 @@ use super::{CodecError, known};
 #[non_exhaustive]
 pub enum ResultProblem {
     /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
+    #[non_exhaustive]
     TooLarge {
         /// Its size in bytes.
         size: u64,
     },
-    /// The codec could not write the result.
+    /// The codec could not write the result, or an operator resolved the operation without one.
     Unencodable,
     /// Another codec wrote the result, and the handler can't read it.
+    #[non_exhaustive]
     OtherCodec {
         /// Its name.
         codec: String,
     },
     /// The stored result doesn't decode as the function's return type.
+    #[non_exhaustive]
     Undecodable {
-        /// What the codec said.
+        /// The error of the codec.
         source: CodecError,
     },
     /// The function given as `on_undecodable` could not migrate the result.
+    #[non_exhaustive]
     MigrationFailed {
-        /// What the function said.
+        /// The error of the function.
         source: CodecError,
     },
-    /// The bytes that the function given as `on_undecodable` returned don't decode as the function's return type.
+    /// The output of the function given as `on_undecodable` doesn't decode as the handler's return type.
+    #[non_exhaustive]
     MigratedUndecodable {
-        /// What the codec said.
+        /// The error of the codec.
         source: CodecError,
     },
-    /// What is needed to read the result is gone or was altered, for example an object that it was offloaded to.
+    /// A part of the result is gone or was altered, for example the object that it was offloaded to.
+    #[non_exhaustive]
     Unreadable {
         /// What is wrong.
         reason: Arc<str>,
@@ -51,7 +57,9 @@ impl fmt::Display for ResultProblem {
             Self::TooLarge { size } => {
                 write!(f, "it had {size} bytes, more than `max_result_bytes` or the store allows")
             }
-            Self::Unencodable => f.write_str("the codec could not write it"),
+            Self::Unencodable => {
+                f.write_str("the codec could not write it, or an operator resolved the operation without one")
+            }
             Self::OtherCodec { codec } => match known::missing_feature(codec) {
                 Some(feature) => {
                     write!(f, "codec `{codec}` wrote it; enable the feature `{feature}` of `idem-runtime` to read it")
@@ -62,7 +70,7 @@ impl fmt::Display for ResultProblem {
             Self::Undecodable { .. } => f.write_str("it does not decode as the function's return type"),
             Self::MigrationFailed { .. } => f.write_str("`on_undecodable` could not migrate it"),
             Self::MigratedUndecodable { .. } => {
-                f.write_str("what `on_undecodable` made of it does not decode as the function's return type")
+                f.write_str("the output of `on_undecodable` does not decode as the function's return type")
             }
             Self::RecordedError => {
                 f.write_str("it is an error, and this handler does not read recorded errors (`on_error = release`)")

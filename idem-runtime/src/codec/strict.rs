@@ -1,105 +1,119 @@
-//! A `Serializer` around another one that refuses to leave out a field.
+//! A `Serializer` around another one that notes the shape of what is written, and refuses to leave out a field.
 //!
-//! `#[serde(skip_serializing_if)]` makes no difference to a reader who finds fields by name. Where they are known by their
-//! place, those behind the missing one would be read as something else, and often without an error.
+//! `#[serde(skip_serializing_if)]` does no harm where fields are found by name. Where they are found by position, the
+//! fields after a missing one would be read as something else, often without an error.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant, SerializeTuple,
     SerializeTupleStruct, SerializeTupleVariant, Serializer,
 };
 
-/// A part of the serialization that is watched.
-pub(super) struct Strict<S>(S);
+use super::shape::{Kind, Shape};
 
-impl<S> Strict<S> {
-    pub(super) fn new(inner: S) -> Self {
-        Self(inner)
+/// A part of the serialization that is watched.
+pub(super) struct Strict<'s, S> {
+    inner: S,
+    shape: &'s Shape,
+}
+
+impl<'s, S> Strict<'s, S> {
+    pub(super) fn new(inner: S, shape: &'s Shape) -> Self {
+        Self { inner, shape }
+    }
+
+    /// Notes something that has a name.
+    fn named(&self, kind: Kind, name: &str) {
+        self.shape.kind(kind);
+        self.shape.name(name);
+    }
+
+    /// Notes a variant of an enum.
+    fn variant(&self, name: &str, variant: &str, kind: Kind) {
+        self.named(Kind::Enum, name);
+        self.shape.name(variant);
+        self.shape.kind(kind);
     }
 }
 
 /// A value inside of the one that is watched.
-struct Inner<'a, T: ?Sized>(&'a T);
+struct Inner<'a, T: ?Sized>(&'a T, &'a Shape);
 
 impl<T: Serialize + ?Sized> Serialize for Inner<'_, T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.0.serialize(Strict(serializer))
+        self.0.serialize(Strict::new(serializer, self.1))
     }
 }
 
 macro_rules! serialize {
-    ($($method:ident($($name:ident: $type:ty),*);)*) => {
+    ($($method:ident($($name:ident: $type:ty),*) $kind:ident;)*) => {
         $(
             fn $method(self, $($name: $type),*) -> Result<S::Ok, S::Error> {
-                self.0.$method($($name),*)
+                self.shape.kind(Kind::$kind);
+                self.inner.$method($($name),*)
             }
         )*
     };
 }
 
-macro_rules! begin {
-    ($($method:ident($($name:ident: $type:ty),*) $compound:ident;)*) => {
-        $(
-            fn $method(self, $($name: $type),*) -> Result<Self::$compound, S::Error> {
-                self.0.$method($($name),*).map(Strict)
-            }
-        )*
-    };
-}
-
-impl<S: Serializer> Serializer for Strict<S> {
+impl<'s, S: Serializer> Serializer for Strict<'s, S> {
     type Ok = S::Ok;
     type Error = S::Error;
-    type SerializeSeq = Strict<S::SerializeSeq>;
-    type SerializeTuple = Strict<S::SerializeTuple>;
-    type SerializeTupleStruct = Strict<S::SerializeTupleStruct>;
-    type SerializeTupleVariant = Strict<S::SerializeTupleVariant>;
-    type SerializeMap = Strict<S::SerializeMap>;
-    type SerializeStruct = Strict<S::SerializeStruct>;
-    type SerializeStructVariant = Strict<S::SerializeStructVariant>;
+    type SerializeSeq = Strict<'s, S::SerializeSeq>;
+    type SerializeTuple = Strict<'s, S::SerializeTuple>;
+    type SerializeTupleStruct = Strict<'s, S::SerializeTupleStruct>;
+    type SerializeTupleVariant = Strict<'s, S::SerializeTupleVariant>;
+    type SerializeMap = Strict<'s, S::SerializeMap>;
+    type SerializeStruct = Strict<'s, S::SerializeStruct>;
+    type SerializeStructVariant = Strict<'s, S::SerializeStructVariant>;
 
     fn is_human_readable(&self) -> bool {
-        self.0.is_human_readable()
+        self.inner.is_human_readable()
     }
 
     serialize! {
-        serialize_bool(value: bool);
-        serialize_i8(value: i8);
-        serialize_i16(value: i16);
-        serialize_i32(value: i32);
-        serialize_i64(value: i64);
-        serialize_i128(value: i128);
-        serialize_u8(value: u8);
-        serialize_u16(value: u16);
-        serialize_u32(value: u32);
-        serialize_u64(value: u64);
-        serialize_u128(value: u128);
-        serialize_f32(value: f32);
-        serialize_f64(value: f64);
-        serialize_char(value: char);
-        serialize_str(value: &str);
-        serialize_bytes(value: &[u8]);
-        serialize_none();
-        serialize_unit();
-        serialize_unit_struct(name: &'static str);
-        serialize_unit_variant(name: &'static str, at: u32, variant: &'static str);
+        serialize_bool(value: bool) Bool;
+        serialize_i8(value: i8) I8;
+        serialize_i16(value: i16) I16;
+        serialize_i32(value: i32) I32;
+        serialize_i64(value: i64) I64;
+        serialize_i128(value: i128) I128;
+        serialize_u8(value: u8) U8;
+        serialize_u16(value: u16) U16;
+        serialize_u32(value: u32) U32;
+        serialize_u64(value: u64) U64;
+        serialize_u128(value: u128) U128;
+        serialize_f32(value: f32) F32;
+        serialize_f64(value: f64) F64;
+        serialize_char(value: char) Char;
+        serialize_str(value: &str) Str;
+        serialize_bytes(value: &[u8]) Bytes;
+        serialize_none() None;
+        serialize_unit() Unit;
     }
 
-    begin! {
-        serialize_seq(len: Option<usize>) SerializeSeq;
-        serialize_tuple(len: usize) SerializeTuple;
-        serialize_tuple_struct(name: &'static str, len: usize) SerializeTupleStruct;
-        serialize_tuple_variant(name: &'static str, at: u32, variant: &'static str, len: usize) SerializeTupleVariant;
-        serialize_map(len: Option<usize>) SerializeMap;
-        serialize_struct(name: &'static str, len: usize) SerializeStruct;
-        serialize_struct_variant(name: &'static str, at: u32, variant: &'static str, len: usize) SerializeStructVariant;
+    fn collect_str<T: std::fmt::Display + ?Sized>(self, value: &T) -> Result<S::Ok, S::Error> {
+        self.shape.kind(Kind::Str);
+        self.inner.collect_str(value)
     }
 
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<S::Ok, S::Error> {
-        self.0.serialize_some(&Inner(value))
+        self.shape.kind(Kind::Some);
+        self.inner.serialize_some(&Inner(value, self.shape))
+    }
+
+    fn serialize_unit_struct(self, name: &'static str) -> Result<S::Ok, S::Error> {
+        self.named(Kind::UnitStruct, name);
+        self.inner.serialize_unit_struct(name)
     }
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(self, name: &'static str, value: &T) -> Result<S::Ok, S::Error> {
-        self.0.serialize_newtype_struct(name, &Inner(value))
+        self.named(Kind::NewtypeStruct, name);
+        self.inner.serialize_newtype_struct(name, &Inner(value, self.shape))
+    }
+
+    fn serialize_unit_variant(self, name: &'static str, at: u32, variant: &'static str) -> Result<S::Ok, S::Error> {
+        self.variant(name, variant, Kind::UnitVariant);
+        self.inner.serialize_unit_variant(name, at, variant)
     }
 
     fn serialize_newtype_variant<T: Serialize + ?Sized>(
@@ -109,27 +123,75 @@ impl<S: Serializer> Serializer for Strict<S> {
         variant: &'static str,
         value: &T,
     ) -> Result<S::Ok, S::Error> {
-        self.0.serialize_newtype_variant(name, at, variant, &Inner(value))
+        self.variant(name, variant, Kind::NewtypeVariant);
+        self.inner.serialize_newtype_variant(name, at, variant, &Inner(value, self.shape))
     }
 
-    fn collect_str<T: std::fmt::Display + ?Sized>(self, value: &T) -> Result<S::Ok, S::Error> {
-        self.0.collect_str(value)
+    fn serialize_seq(self, len: Option<usize>) -> Result<Self::SerializeSeq, S::Error> {
+        self.shape.kind(Kind::Seq);
+        Ok(Strict::new(self.inner.serialize_seq(len)?, self.shape))
+    }
+
+    fn serialize_tuple(self, len: usize) -> Result<Self::SerializeTuple, S::Error> {
+        self.shape.kind(Kind::Tuple);
+        self.shape.len(len);
+        Ok(Strict::new(self.inner.serialize_tuple(len)?, self.shape))
+    }
+
+    fn serialize_tuple_struct(self, name: &'static str, len: usize) -> Result<Self::SerializeTupleStruct, S::Error> {
+        self.named(Kind::TupleStruct, name);
+        self.shape.len(len);
+        Ok(Strict::new(self.inner.serialize_tuple_struct(name, len)?, self.shape))
+    }
+
+    fn serialize_tuple_variant(
+        self,
+        name: &'static str,
+        at: u32,
+        variant: &'static str,
+        len: usize,
+    ) -> Result<Self::SerializeTupleVariant, S::Error> {
+        self.variant(name, variant, Kind::TupleVariant);
+        self.shape.len(len);
+        Ok(Strict::new(self.inner.serialize_tuple_variant(name, at, variant, len)?, self.shape))
+    }
+
+    fn serialize_map(self, len: Option<usize>) -> Result<Self::SerializeMap, S::Error> {
+        self.shape.kind(Kind::Map);
+        Ok(Strict::new(self.inner.serialize_map(len)?, self.shape))
+    }
+
+    fn serialize_struct(self, name: &'static str, len: usize) -> Result<Self::SerializeStruct, S::Error> {
+        self.named(Kind::Struct, name);
+        Ok(Strict::new(self.inner.serialize_struct(name, len)?, self.shape))
+    }
+
+    fn serialize_struct_variant(
+        self,
+        name: &'static str,
+        at: u32,
+        variant: &'static str,
+        len: usize,
+    ) -> Result<Self::SerializeStructVariant, S::Error> {
+        self.variant(name, variant, Kind::StructVariant);
+        Ok(Strict::new(self.inner.serialize_struct_variant(name, at, variant, len)?, self.shape))
     }
 }
 
 macro_rules! elements {
     ($($compound:ident $method:ident;)*) => {
         $(
-            impl<S: $compound> $compound for Strict<S> {
+            impl<S: $compound> $compound for Strict<'_, S> {
                 type Ok = S::Ok;
                 type Error = S::Error;
 
                 fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), S::Error> {
-                    self.0.$method(&Inner(value))
+                    self.inner.$method(&Inner(value, self.shape))
                 }
 
                 fn end(self) -> Result<S::Ok, S::Error> {
-                    self.0.end()
+                    self.shape.kind(Kind::End);
+                    self.inner.end()
                 }
             }
         )*
@@ -143,27 +205,28 @@ elements! {
     SerializeTupleVariant serialize_field;
 }
 
-impl<S: SerializeMap> SerializeMap for Strict<S> {
+impl<S: SerializeMap> SerializeMap for Strict<'_, S> {
     type Ok = S::Ok;
     type Error = S::Error;
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), S::Error> {
-        self.0.serialize_key(&Inner(key))
+        self.inner.serialize_key(&Inner(key, self.shape))
     }
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), S::Error> {
-        self.0.serialize_value(&Inner(value))
+        self.inner.serialize_value(&Inner(value, self.shape))
     }
 
     fn end(self) -> Result<S::Ok, S::Error> {
-        self.0.end()
+        self.shape.kind(Kind::End);
+        self.inner.end()
     }
 }
 
 macro_rules! fields {
     ($($compound:ident;)*) => {
         $(
-            impl<S: $compound> $compound for Strict<S> {
+            impl<S: $compound> $compound for Strict<'_, S> {
                 type Ok = S::Ok;
                 type Error = S::Error;
 
@@ -172,15 +235,17 @@ macro_rules! fields {
                     name: &'static str,
                     value: &T,
                 ) -> Result<(), S::Error> {
-                    self.0.serialize_field(name, &Inner(value))
+                    self.shape.name(name);
+                    self.inner.serialize_field(name, &Inner(value, self.shape))
                 }
 
                 fn skip_field(&mut self, name: &'static str) -> Result<(), S::Error> {
-                    Err(S::Error::custom(format_args!("field `{name}` is left out")))
+                    Err(S::Error::custom(format_args!("field `{name}` is skipped")))
                 }
 
                 fn end(self) -> Result<S::Ok, S::Error> {
-                    self.0.end()
+                    self.shape.kind(Kind::End);
+                    self.inner.end()
                 }
             }
         )*

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use super::{CodecError, CodecName, ResultProblem, known};
 
-/// A recorded result that can't be read as what the function returns: what a migration is made from.
+/// A recorded result that can't be read as the function's return type: the input of a migration.
 #[derive(Clone, Copy)]
 pub struct Undecodable<'a> {
     codec: &'a str,
@@ -34,7 +34,7 @@ impl<'a> Undecodable<'a> {
         self.codec
     }
 
-    /// What the codec wrote.
+    /// The bytes that the codec wrote.
     pub const fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
@@ -45,8 +45,8 @@ impl<'a> Undecodable<'a> {
         self.is_error
     }
 
-    /// The result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. What another codec
-    /// wrote, that codec decodes: `MyCodec::decode(recorded.bytes())`.
+    /// The result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. For another codec
+    /// call it yourself: `MyCodec::decode(recorded.bytes())`.
     ///
     /// # Errors
     /// The codec is another one, or the result is not a `T` either.
@@ -59,7 +59,10 @@ impl<'a> Undecodable<'a> {
 impl fmt::Debug for Undecodable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { codec, bytes, is_error } = self;
-        let bytes = format_args!("{} bytes", bytes.len());
-        f.debug_struct("Undecodable").field("codec", codec).field("bytes", &bytes).field("is_error", is_error).finish()
+        f.debug_struct("Undecodable")
+            .field("codec", codec)
+            .field("bytes", &format_args!("{} bytes", bytes.len()))
+            .field("is_error", is_error)
+            .finish()
     }
 }

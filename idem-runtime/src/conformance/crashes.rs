@@ -62,7 +62,7 @@ pub(super) async fn late_finish_under_fail(case: &Case) {
     let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
     case.lapse().await;
     case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "nobody took over");
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the lapsed lease was not taken over");
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "finished after all").await;
 }

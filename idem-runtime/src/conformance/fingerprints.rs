@@ -52,7 +52,7 @@ pub(super) async fn mismatch_on_replay(case: &Case) {
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         for _ in 0..2 {
             mismatches(case, &key, 1, &format!("another payload once the operation has {name}")).await;
-            let finished = Reservation::Finished(Record::after(&lease, finish.state()));
+            let finished = Reservation::finished(Record::after(&lease, finish.state()));
             case.is_told(&marked(case.request(&key), 1), finished, "the same payload").await;
         }
     }
@@ -87,7 +87,7 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     let (_, lease) = first(case, case.request(&key)).await;
     case.waits_for(&case.request(&key), 1, "no fingerprint is presented").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "no fingerprint is presented").await;
 
     // The request has a fingerprint, the record has none: the next attempt writes its own into the record.
@@ -117,5 +117,5 @@ pub(super) async fn fingerprint_survives(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     mismatches(case, &key, 3, "another payload after a finish").await;
     assert_eq!(case.reopen(&key, 3).await, Verdict::Applied);
-    mismatches(case, &key, 3, "another payload after an operator let it run again").await;
+    mismatches(case, &key, 3, "another payload after a `reopen`").await;
 }

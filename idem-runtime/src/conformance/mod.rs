@@ -34,20 +34,23 @@
 //! ```
 //!
 //! Clauses can share a server, with each other and with later runs: every run uses keys of its own, which it derives from
-//! [`Heartbeats::new_owner`](crate::Heartbeats::new_owner). They run on real time, so a store on a
-//! [`ManualClock`](crate::ManualClock) can't take part. No clause depends on the speed of the machine: leases that must
+//! [`Heartbeats::new_owner`](crate::store::Heartbeats::new_owner). They run on real time, so a store on a
+//! [`ManualClock`](crate::clock::ManualClock) can't take part. No clause depends on the speed of the machine: leases that must
 //! hold are long, and the test waits until those that must lapse have lapsed.
 //!
 //! [`CLAUSES`] and [`Clause::check`] serve harnesses other than `cargo test`.
 
 mod crashes;
+mod decisions;
 mod fingerprints;
 mod keys;
+mod listing;
 mod operators;
 mod reserving;
 mod results;
 mod retention;
 mod robustness;
+mod telling;
 mod waiting;
 mod writing;
 
@@ -65,10 +68,12 @@ use bytes::Bytes;
 
 use crate::clock::{Clock, Instant, SystemClock};
 use crate::codec::CodecName;
-use crate::future::race;
+use crate::combine::race;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
+use crate::record::{
+    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Trail, Verdict,
+};
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
@@ -114,108 +119,131 @@ macro_rules! __conformance_clauses {
     ($($callback:tt)*) => { $($callback)* ! {
         // Reserving.
         first_reservation: "The first reservation of a key is attempt 1 and gets the lease that it asked for.",
-        reservation_repeated: "A reservation that is repeated with the same owner token is recognised (S8).",
-        reservation_repeated_after_lapse: "A repeated reservation is recognised even if its lease has lapsed meanwhile.",
-        one_winner_of_many: "Of 64 concurrent reservations of a new key exactly one wins.",
-        one_winner_of_a_released_key: "Of 64 concurrent reservations of a released key exactly one wins.",
-        one_winner_of_a_takeover: "Of 64 concurrent takeovers of a lapsed lease exactly one wins.",
-        one_attempt_at_a_time: "Of many tasks that reserve, work and release, never two are inside; no number repeats.",
-        live_lease_is_pending: "A live lease answers with its attempt and the time until it lapses, above zero.",
-        takeover_is_a_new_attempt: "A takeover gets the next attempt number and says that it is one.",
+        reservation_repeated: "A reservation that is repeated with its owner token gets the same lease and starts no attempt.",
+        reservation_repeated_after_lapse: "A repeated reservation gets the same lease even if that has lapsed meanwhile.",
+        one_winner_of_many: "Exactly one of 64 concurrent reservations of a new key wins.",
+        one_winner_of_a_released_key: "Exactly one of 64 concurrent reservations of a released key wins.",
+        one_winner_of_a_takeover: "Exactly one of 64 concurrent takeovers of a lapsed lease wins.",
+        one_attempt_at_a_time: "Tasks that reserve, work and release never hold the key at the same time, and no attempt number repeats.",
+        live_lease_is_pending: "A reservation that meets a live lease is told its attempt and the time until it lapses, which is above zero.",
+        takeover_is_a_new_attempt: "A takeover gets the next attempt number and is reported as a takeover.",
         released_key_is_free: "A released key is free at once; the next attempt has the next number.",
-        released_owner_never_reserves_again: "A reservation that arrives after its own release is told so and changes nothing (S12).",
-        attempts_never_repeat: "Attempt numbers strictly increase over releases, lapses and operators (S4).",
-        max_attempts_counts_releases: "Attempts that were released count against `max_attempts`.",
-        max_attempts_counts_lapses: "Attempts whose lease lapsed count against `max_attempts`.",
-        not_started_does_not_count: "`NotStarted` gives a start back, but never an attempt number.",
-        exhaustion_is_not_final: "A request that allows more attempts gets one, and a result is replayed whatever the limit.",
+        released_owner_never_reserves_again: "A reservation that arrives after its own release is answered `Released` and changes nothing.",
+        attempts_never_repeat: "Attempt numbers strictly increase while the record is retained: over releases, lapses and `reopen`.",
+        max_attempts_counts_releases: "Released attempts count against `max_attempts`.",
+        max_attempts_counts_lapses: "Lapsed attempts count against `max_attempts`.",
+        not_started_does_not_count: "`release(NotStarted)` takes one attempt off the count, and the next attempt still has the next number.",
+        exhaustion_is_not_final: "A request with a higher `max_attempts` runs after one that was refused; a result is replayed whatever the limit.",
         // Crashes.
-        crashed_under_fail: "A lapsed attempt under `on_crash = fail` is interrupted for every request (S5).",
-        crash_met_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for a request under `fail` only.",
-        marked_interrupted: "`release(Interrupted)` keeps everybody out, whatever their policy.",
+        crashed_under_fail: "A lapsed attempt under `on_crash = fail` is interrupted for every request: no other body starts.",
+        crash_met_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by others.",
+        marked_interrupted: "After `release(Interrupted)` every request is refused, whatever its `on_crash`.",
         live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
         late_finish_under_fail: "An attempt under `on_crash = fail` may complete after its lease has lapsed.",
         // Fingerprints.
         mismatch_while_pending: "Another fingerprint is a mismatch while an attempt runs.",
         mismatch_once_released: "Another fingerprint is a mismatch on a released key.",
-        mismatch_at_takeover: "Another fingerprint is a mismatch at takeover, and takes nothing over.",
+        mismatch_at_takeover: "Another fingerprint is a mismatch at a lapsed lease, and takes nothing over.",
         mismatch_on_replay: "Another fingerprint is a mismatch once the operation is completed or failed.",
         mismatch_once_interrupted: "Another fingerprint is a mismatch on an interrupted key.",
-        mismatch_once_exhausted: "Another fingerprint is a mismatch although the attempts are exhausted.",
-        missing_fingerprint_matches: "Where one side has no fingerprint there is nothing to compare.",
-        fingerprint_survives: "The fingerprint stays in the record over takeover, release, finish and `reopen`.",
+        mismatch_once_exhausted: "Another fingerprint is a mismatch even when the attempts are exhausted.",
+        missing_fingerprint_matches: "A missing fingerprint, in the request or in the record, matches any other.",
+        fingerprint_survives: "The record keeps its fingerprint over takeover, renewal, release, finish and `reopen`.",
         // Writing.
-        renewal_extends: "A renewal starts the lease and the retention anew.",
-        renewal_after_lapse: "A lapsed lease is renewed if nobody took over.",
-        renewal_is_the_owners: "Nobody else can renew a lease, and a refused renewal changes nothing (S2).",
-        renewal_after_takeover: "A lease that was taken over can't be renewed.",
-        renewal_after_the_end: "An attempt that has ended has no lease to renew.",
-        renewals_answer_in_order: "A batch of renewals answers for each lease, in order.",
-        each_renewal_has_one_answer: "Each lease of a batch of renewals is answered once, whatever the others are.",
-        blocked_record_holds_up_no_other: "A lease that can't be answered gets no answer and holds up no other (L6; needs `Subject::block`).",
-        no_renewals: "An empty batch of renewals has an empty answer.",
-        many_renewals: "2 000 leases are renewed in one call.",
-        finish_is_the_owners: "Nobody else can finish an attempt, and a refused finish changes nothing (S2).",
-        finish_repeated: "A repeated finish is recognised (S8).",
-        finish_is_final: "A finished record never changes, not even for its own owner (S3).",
-        landed_finish_is_recognised: "Of an attempt whose finish has landed, a renewal is refused and any finish is done (S8).",
-        finish_after_lapse: "An attempt whose lease lapsed may complete while nobody took over.",
-        finish_after_takeover: "A late completion is refused and leaves the successor's record alone.",
-        finish_after_release: "An attempt that was released can't finish.",
-        finish_names_its_attempt: "A finish or renewal is refused for another attempt of the same owner (S4).",
-        finish_of_nothing: "A finish without a record is refused and makes none.",
-        release_is_the_owners: "Nobody else can release an attempt, and a refused release changes nothing (S2).",
-        release_repeated: "A repeated release is recognised, and gives one start back at most (S8).",
-        release_after_takeover: "A late release is refused and leaves the successor's record alone.",
-        release_after_finish: "A release doesn't undo a finish.",
-        release_of_nothing: "A release without a record is refused and makes none.",
-        release_ignores_the_number: "A release goes by the owner token; the attempt number in its lease may be unknown.",
+        renewal_extends: "A renewal restarts the lease and the retention, and changes nothing else.",
+        renewal_after_lapse: "A lapsed lease can be renewed until another attempt takes over.",
+        renewal_is_the_owners: "A renewal with another owner token is refused and changes nothing.",
+        renewal_after_takeover: "A renewal of a lease that was taken over is refused and changes nothing.",
+        renewal_after_the_end: "A renewal is refused after the attempt has finished or was released.",
+        renewals_answer_in_order: "A batch of renewals is answered lease by lease, in its order.",
+        each_renewal_has_one_answer: "Each lease of a batch of renewals is answered once, whatever happens to the others.",
+        blocked_record_holds_up_no_other: "A renewal of a record that is held back gets no answer, and the others are answered (needs `Subject::block`).",
+        no_renewals: "An empty batch of renewals gets an empty answer.",
+        many_renewals: "One call renews 2 000 leases.",
+        finish_is_the_owners: "A finish with another owner token is refused and changes nothing.",
+        finish_repeated: "A finish that is repeated with its owner token is applied again, with the same record.",
+        finish_is_final: "A finished record does not change within its retention, not even by another finish of its owner.",
+        landed_finish_is_recognised: "Once a finish has taken effect, renewals of that attempt are refused and its finishes are answered `Applied`.",
+        finish_after_lapse: "A finish after the lease has lapsed is applied unless another attempt took over.",
+        finish_after_takeover: "A finish after a takeover is refused and leaves the successor's record alone.",
+        finish_after_release: "A finish after the release of its attempt is refused.",
+        finish_names_its_attempt: "A finish or renewal that names another attempt number of the same owner is refused.",
+        finish_of_nothing: "A finish of a key without a record is refused and creates none.",
+        release_is_the_owners: "A release with another owner token is refused and changes nothing.",
+        release_repeated: "A release that is repeated with its owner token is applied once: it takes at most one attempt off the count.",
+        release_after_takeover: "A release after a takeover is refused and leaves the successor's record alone.",
+        release_after_finish: "A release after a finish is refused and leaves the result alone.",
+        release_of_nothing: "A release of a key without a record is refused and creates none.",
+        release_ignores_the_number: "A release compares the owner token alone: its caller may not know the attempt number.",
         // Results.
-        completed_is_replayed: "Every reservation of a completed key answers with the same record.",
-        failed_is_replayed: "Every reservation of a failed key answers with the same record.",
-        every_payload_survives: "Empty, binary and falsy results, too large and unencodable ones come back as they were.",
-        large_result_survives: "A large result comes back as it was.",
-        codec_name_survives: "The name of the codec comes back as it was, the longest one too.",
+        completed_is_replayed: "Every reservation of a completed key is answered with the same record.",
+        failed_is_replayed: "Every reservation of a failed key is answered with the same record.",
+        every_payload_survives: "Results are read back as written: empty, binary and falsy ones, and the marks for too large and unencodable ones.",
+        large_result_survives: "A large result is read back as written.",
+        codec_name_survives: "The name of the codec is read back as written, up to the longest one.",
         // Keys.
-        similar_keys_are_distinct: "Keys that differ in a single character are different keys.",
-        long_keys_are_distinct: "The longest keys are kept whole.",
+        similar_keys_are_distinct: "Keys that differ in a single character have different records.",
+        long_keys_are_distinct: "The longest keys are compared in full.",
         // Retention.
-        result_is_forgotten: "A finished record past its retention is absent.",
-        released_record_is_forgotten: "A released or interrupted record past its retention is absent.",
-        pending_record_is_forgotten: "A pending record is absent once its lease and then its `ttl` are over; late writes are refused.",
-        pending_record_outlives_ttl: "A live lease is honoured although it is longer than `ttl`.",
-        retention_starts_at_the_end: "A finished or released record is kept for `ttl` from that write.",
-        retention_of_a_pending_record: "A pending record is kept for its lease and then its `ttl`.",
-        longest_times: "The longest lease and retention that a policy allows are kept.",
+        result_is_forgotten: "A finished record is absent after its retention.",
+        released_record_is_forgotten: "A released or interrupted record is absent after its retention.",
+        pending_record_is_forgotten: "A pending record is absent after its lease plus its `ttl`; writes of its attempt are refused then.",
+        pending_record_outlives_ttl: "A live lease that is longer than `ttl` is honoured to its end.",
+        retention_starts_at_the_end: "A finished or released record is retained for `ttl` from that write.",
+        retention_of_a_pending_record: "A pending record is retained for its lease plus its `ttl`.",
+        longest_times: "The longest lease and the longest retention that a policy allows are honoured.",
         // Waiting.
-        finish_wakes: "A waiter is woken by the finish.",
-        release_wakes: "A waiter is woken by the release.",
-        takeover_wakes: "A waiter for an attempt is woken when that attempt is taken over.",
-        reopen_wakes: "A waiter for an attempt is woken when an operator reopens it.",
-        all_waiters_wake: "Many waiters are all woken.",
-        nothing_to_wait_for: "A wait returns at once unless that very attempt is pending.",
-        wait_is_bounded: "A wait returns when its time is up.",
-        abandoned_wait: "A waiter that gives up changes nothing, and takes no other waiter's waking away.",
+        finish_wakes: "A finish wakes its waiters.",
+        release_wakes: "A release wakes its waiters.",
+        takeover_wakes: "A takeover wakes the waiters for the earlier attempt.",
+        reopen_wakes: "A `reopen` wakes the waiters for that attempt.",
+        decisions_wake: "`resolve`, `break_lease` and `forget` wake the waiters for that attempt.",
+        all_waiters_wake: "The end of an attempt wakes all of its 32 waiters.",
+        nothing_to_wait_for: "A wait returns at once unless the attempt that it names is pending.",
+        wait_is_bounded: "A wait returns after the time that it was given.",
+        wait_tells_the_present: "What a wait tells is what `inspect` shows, and never a record that has expired or was removed.",
+        abandoned_wait: "A waiter that gives up changes nothing, and the other waiters are still woken.",
         // Operators.
-        inspection: "`inspect` shows what is recorded, when it lapses and when it is forgotten.",
+        inspection: "`inspect` shows the record, when its lease lapses and when its retention ends.",
         reopen_refused: "`reopen` refuses a live lease, another attempt and an absent record.",
         reopen_interrupted: "`reopen` lets an interrupted key run again.",
-        reopen_finished: "`reopen` gives a recorded result up.",
-        reopen_lapsed: "`reopen` ends a lapsed attempt, which can't write any more.",
-        reopen_released: "`reopen` of a released record lifts its exhaustion.",
-        reopen_keeps_retention: "`reopen` keeps the retention.",
+        reopen_finished: "`reopen` of a finished record discards its result and lets the key run again.",
+        reopen_lapsed: "`reopen` of a lapsed attempt ends it: its later writes are refused.",
+        reopen_released: "`reopen` of a released record sets its count of attempts to zero.",
+        reopen_keeps_retention: "`reopen` leaves the retention as it was.",
+        refusals_say_why: "A decision that is refused says why: no record, another attempt and its number, or a live lease and when it lapses.",
+        resolve_ends_it: "`resolve` gives an interrupted, released or lapsed attempt the end that it names, as often as it is repeated.",
+        resolve_spares_results: "`resolve` replaces no result that was recorded.",
+        resolve_supplies_a_missing_result: "`resolve` supplies the result of an operation that completed without one, once.",
+        resolve_fences: "After a `resolve` no write of the attempt is applied, nor answered `Applied`.",
+        decisions_keep_retention: "`resolve` and `break_lease` leave the retention as it was.",
+        break_lease_frees: "`break_lease` ends a live lease under `on_crash = retry`: its owner's writes are refused, and the next attempt runs.",
+        break_lease_under_fail: "`break_lease` of a lease under `on_crash = fail` leaves the key interrupted.",
+        forget_erases: "`forget` removes the record: the next reservation is attempt 1, and no earlier write is applied.",
+        holder_survives: "A record tells who holds it, whatever becomes of the attempt, up to the longest name.",
+        holder_is_the_latest: "A record tells who made its latest attempt, and nobody if that does not say.",
+        traceparent_survives: "A record tells the trace of its latest attempt, and a replay that of the run that made its result.",
+        times_are_told: "A record tells when its key was first seen and when its latest attempt began, whatever is written meanwhile.",
+        replays_tell_their_age: "A replay tells how old its record is: no less than the time since its attempt ended, and no more than since it began.",
+        decision_is_named: "A record tells who decided about it last, and why, until the next decision.",
+        list_shows_each_once: "`list` shows each record of a scope once, whatever the length of its pages, and none of another scope.",
+        list_filters: "`list` shows the records that stand as asked for and are old enough, and none that has expired.",
+        list_shows_what_inspect_does: "`list` shows what `inspect` shows, without results.",
+        ping_is_answered: "`ping` is answered if the store can be reached; if it can't, `ping` and `list` fail (needs `Subject::unreachable`).",
+        purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns how many it removed.",
         // Robustness.
         handles_share: "A handle shares the records, the heartbeats and the name of its store.",
-        owners_are_unique: "Owner tokens of two handles differ.",
-        dropped_reserve: "A reservation whose future is dropped happened in full or not at all.",
-        dropped_reserve_stays_away: "A reservation whose caller has gone and cleaned up never takes effect again (S12).",
-        dropped_renew: "A renewal whose future is dropped happened in full or not at all.",
-        dropped_finish: "A finish whose future is dropped happened in full or not at all.",
-        dropped_release: "A release whose future is dropped happened in full or not at all.",
-        dropped_reopen: "A `reopen` whose future is dropped happened in full or not at all.",
+        owners_are_unique: "Two handles never make the same owner token.",
+        dropped_reserve: "A reservation whose future is dropped takes effect in full or not at all.",
+        dropped_reserve_stays_away: "A reservation whose caller was dropped and has cleaned up takes no effect afterwards.",
+        dropped_renew: "A renewal whose future is dropped takes effect in full or not at all.",
+        dropped_finish: "A finish whose future is dropped takes effect in full or not at all.",
+        dropped_release: "A release whose future is dropped takes effect in full or not at all.",
+        dropped_reopen: "A `reopen` whose future is dropped takes effect in full or not at all.",
+        dropped_decisions: "A decision whose future is dropped takes effect in full or not at all, and may be repeated.",
         dropped_reads: "A dropped `inspect` or `wait` changes nothing.",
-        unreachable_store: "A store that can't be reached answers with an error, in time (S6; needs `Subject::unreachable`).",
-        foreign_value: "A value somebody else wrote is an error and is left alone (S6; needs `Subject::spoil`).",
+        unreachable_store: "Every call of a store that can't be reached fails in time, and none reports \"no record\" (needs `Subject::unreachable`).",
+        foreign_value: "A value that is not a record of this library is an error, never \"no record\", and is not overwritten (needs `Subject::spoil`).",
     } };
 }
 
@@ -233,14 +261,19 @@ macro_rules! list {
 use crashes::{
     crash_met_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
 };
+use decisions::{
+    break_lease_frees, break_lease_under_fail, decisions_keep_retention, dropped_decisions, forget_erases,
+    refusals_say_why, resolve_ends_it, resolve_fences, resolve_spares_results, resolve_supplies_a_missing_result,
+};
 use fingerprints::{
     fingerprint_survives, mismatch_at_takeover, mismatch_on_replay, mismatch_once_exhausted, mismatch_once_interrupted,
     mismatch_once_released, mismatch_while_pending, missing_fingerprint_matches,
 };
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
+use listing::{list_filters, list_shows_each_once, list_shows_what_inspect_does, ping_is_answered};
 use operators::{
-    inspection, reopen_finished, reopen_interrupted, reopen_keeps_retention, reopen_lapsed, reopen_refused,
-    reopen_released,
+    inspection, purge_spares_the_kept, reopen_finished, reopen_interrupted, reopen_keeps_retention, reopen_lapsed,
+    reopen_refused, reopen_released,
 };
 use reserving::{
     attempts_never_repeat, exhaustion_is_not_final, first_reservation, live_lease_is_pending,
@@ -260,9 +293,13 @@ use robustness::{
     dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
     dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique, unreachable_store,
 };
+use telling::{
+    decision_is_named, holder_is_the_latest, holder_survives, replays_tell_their_age, times_are_told,
+    traceparent_survives,
+};
 use waiting::{
-    abandoned_wait, all_waiters_wake, finish_wakes, nothing_to_wait_for, release_wakes, reopen_wakes, takeover_wakes,
-    wait_is_bounded,
+    abandoned_wait, all_waiters_wake, decisions_wake, finish_wakes, nothing_to_wait_for, release_wakes, reopen_wakes,
+    takeover_wakes, wait_is_bounded, wait_tells_the_present,
 };
 use writing::{
     blocked_record_holds_up_no_other, each_renewal_has_one_answer, finish_after_lapse, finish_after_release,
@@ -351,6 +388,19 @@ impl Subject {
         self
     }
 
+    /// The store and its peer, for tests of your own beside the suite.
+    ///
+    /// ```
+    /// use idem_runtime::MemoryStore;
+    /// use idem_runtime::conformance::Subject;
+    ///
+    /// let [store, peer] = Subject::from(MemoryStore::new()).handles();
+    /// assert_eq!(store.name(), peer.name());
+    /// ```
+    pub fn handles(&self) -> [Arc<dyn Store>; 2] {
+        [Arc::clone(&self.store), Arc::clone(&self.peer)]
+    }
+
     /// The longest result, in bytes, that the store keeps (default: 1 MiB).
     #[must_use]
     pub fn largest_result(mut self, bytes: usize) -> Self {
@@ -430,7 +480,7 @@ pub fn run(name: &str, open: fn() -> Opening) {
     let runtime = builder.worker_threads(4).enable_all().build().expect("a runtime for the test");
     runtime.block_on(async {
         let checked = race(async { clause.check(open().await).await }, SystemClock::default().sleep(LONG / 2)).await;
-        assert!(checked.is_some(), "`{name}` hangs: a call of the store does not end");
+        assert!(checked.is_some(), "`{name}` hangs: a store call does not return");
     });
 }
 
@@ -477,6 +527,7 @@ impl Case {
             fingerprint: None,
             on_crash: OnCrash::Retry,
             max_attempts: None,
+            trail: Trail::default(),
         }
     }
 
@@ -531,21 +582,29 @@ impl Case {
                 assert_eq!(got, asked, "{why}: the lease is not the one that was asked for");
                 (lease, takeover)
             }
-            other => panic!("{why}: should be reserved, is {other:?}"),
+            other => panic!("{why}: should be granted, was answered {other:?}"),
         }
     }
 
     /// The lease that `request` gets without a takeover, for attempt number `attempt`.
     async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
-        assert_eq!((lease.attempt, takeover), (attempt, false), "{why}: wrong attempt number, or a takeover of nobody");
+        assert_eq!(
+            (lease.attempt, takeover),
+            (attempt, false),
+            "{why}: wrong attempt number, or reported as a takeover"
+        );
         lease
     }
 
     /// The lease that `request` gets by a takeover, for attempt number `attempt`.
     async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
-        assert_eq!((lease.attempt, takeover), (attempt, true), "{why}: wrong attempt number, or not called a takeover");
+        assert_eq!(
+            (lease.attempt, takeover),
+            (attempt, true),
+            "{why}: wrong attempt number, or not reported as a takeover"
+        );
         lease
     }
 
@@ -553,21 +612,21 @@ impl Case {
     async fn waits_for(&self, request: &ReserveRequest, attempt: u32, why: &str) {
         match self.reserve(request).await {
             Reservation::InProgress { attempt: running, lapses_in } => {
-                assert_eq!(running, attempt, "{why}: pending, but another attempt");
-                assert!(!lapses_in.is_zero(), "{why}: a lease that lapses in no time has lapsed");
+                assert_eq!(running, attempt, "{why}: another attempt is in progress");
+                assert!(!lapses_in.is_zero(), "{why}: the live lease is said to lapse in 0 s");
             }
-            other => panic!("{why}: should be pending, is {other:?}"),
+            other => panic!("{why}: should be in progress, was answered {other:?}"),
         }
     }
 
     /// Checks that the answer to `request` is `expected`.
     async fn is_told(&self, request: &ReserveRequest, expected: Reservation, why: &str) {
-        assert_eq!(self.reserve(request).await, expected, "{why}");
+        assert_eq!(self.reserve(request).await.aged(None), expected, "{why}");
     }
 
     async fn renew(&self, lease: &Lease) -> Verdict {
         let answers = self.ask(StoreFuture::new(renew_all(self.store(), std::slice::from_ref(lease))), "renew").await;
-        assert_eq!(answers.len(), 1, "one lease has one answer");
+        assert_eq!(answers.len(), 1, "one lease gets one answer");
         answers[0]
     }
 
@@ -579,8 +638,16 @@ impl Case {
         self.ask(self.store().release(lease, release), "release").await
     }
 
+    async fn decide(&self, decision: &Decision) -> Decided {
+        self.ask(self.store().decide(decision), decision.action.name()).await
+    }
+
     async fn reopen(&self, key: &Key, attempt: u32) -> Verdict {
-        self.ask(self.store().reopen(key, attempt), "reopen").await
+        self.decide(&Decision::reopen(key, attempt)).await.into()
+    }
+
+    async fn purge(&self, batch: u32) -> u64 {
+        self.ask(self.store().purge(batch), "purge").await
     }
 
     async fn inspect(&self, key: &Key) -> Option<Inspection> {
@@ -593,22 +660,19 @@ impl Case {
     }
 
     /// Runs `refused`, which must be refused, and checks that it changed neither the record nor its times.
-    async fn changes_nothing(&self, key: &Key, refused: impl Future<Output = Verdict>, why: &str) {
+    async fn changes_nothing<V: Into<Verdict>>(&self, key: &Key, refused: impl Future<Output = V>, why: &str) {
         let earliest = self.now();
         let before = self.recorded(key).await;
         self.sleep(PAUSE).await;
-        assert_eq!(refused.await, Verdict::Refused, "{why}: should be refused");
+        assert_eq!(refused.await.into(), Verdict::Refused, "{why}: should be refused");
         let after = self.recorded(key).await;
-        assert_eq!(after.record, before.record, "{why}: was refused, and yet it changed the record");
+        assert_eq!(after.record, before.record, "{why}: refused, but it changed the record");
         let left = |before: Option<Duration>, after: Option<Duration>, time: &str| {
             let (Some(before), Some(after)) = (before, after) else { return };
             let latest = (before + TOLERANCE).saturating_sub(PAUSE);
-            assert!(after <= latest, "{why}: was refused, and yet it put the {time} off: {before:?}, then {after:?}");
+            assert!(after <= latest, "{why}: refused, but it extended the {time}: {before:?}, then {after:?}");
             let soonest = before.saturating_sub(self.since(earliest) + TOLERANCE);
-            assert!(
-                after >= soonest,
-                "{why}: was refused, and yet it cut the {time} short: {before:?}, then {after:?}"
-            );
+            assert!(after >= soonest, "{why}: refused, but it shortened the {time}: {before:?}, then {after:?}");
         };
         left(Some(before.expires_in), Some(after.expires_in), "retention");
         left(before.lapses_in, after.lapses_in, "lease");
@@ -618,8 +682,8 @@ impl Case {
     fn has_left(&self, left: Duration, length: Duration, earliest: Instant, why: &str) {
         // Independent of the machine's speed: no more time passes between the write and this check than since `earliest`.
         let least = length.saturating_sub(self.since(earliest) + TOLERANCE);
-        assert!(left >= least, "{why}: {left:?} are left of {length:?}, at least {least:?} should be");
-        assert!(left <= length + TOLERANCE, "{why}: {left:?} are left of no more than {length:?}");
+        assert!(left >= least, "{why}: {left:?} of {length:?} are left, at least {least:?} should be");
+        assert!(left <= length + TOLERANCE, "{why}: {left:?} are left, of {length:?} at most");
     }
 
     /// Lets 64 tasks on both handles reserve `key` at once, and returns their answers.

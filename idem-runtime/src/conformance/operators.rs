@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Case, LONG, PAUSE, TOLERANCE, completed, limited, marked, stored};
+use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
@@ -58,8 +58,8 @@ pub(super) async fn reopen_refused(case: &Case) {
     for attempt in [0, 1, 3] {
         case.changes_nothing(&key, case.reopen(&key, attempt), "`reopen` of another attempt than the latest").await;
     }
-    let finished = Reservation::Finished(Record::after(&second, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "a result that was not given up").await;
+    let finished = Reservation::finished(Record::after(&second, completed("1").state()));
+    case.is_told(&case.request(&key), finished, "a result that `reopen` left alone").await;
 }
 
 /// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened and that the next attempt runs.
@@ -76,7 +76,7 @@ async fn runs_again(case: &Case, key: &Key, why: &str) {
     case.changes_nothing(key, case.reopen(key, 1), "`reopen` of an attempt that has a successor").await;
     case.changes_nothing(key, case.reopen(key, 2), "`reopen` of a live lease").await;
     assert_eq!(case.finish(&lease, &completed("2")).await, Verdict::Applied);
-    let finished = Reservation::Finished(Record::after(&lease, completed("2").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("2").state()));
     case.is_told(&case.request(key), finished, "the successor's result").await;
 }
 
@@ -109,8 +109,8 @@ pub(super) async fn reopen_lapsed(case: &Case) {
     let late = case.reserved(&marked(case.short(&key), 1), 1, "a key that was never used").await;
     case.lapse().await;
     assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "a lapsed attempt");
-    case.changes_nothing(&key, case.renew(&late), "a renewal after the operator's decision").await;
-    case.changes_nothing(&key, case.finish(&late, &completed("late")), "a finish after the operator's decision").await;
+    case.changes_nothing(&key, case.renew(&late), "a renewal after the `reopen`").await;
+    case.changes_nothing(&key, case.finish(&late, &completed("late")), "a finish after the `reopen`").await;
     runs_again(case, &key, "a lapsed attempt").await;
 }
 
@@ -137,5 +137,32 @@ pub(super) async fn reopen_keeps_retention(case: &Case) {
     assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "a finished record");
     let after = case.recorded(&key).await.expires_in;
     case.has_left(after, before, earliest, "the retention of a reopened record");
-    assert!(after + PAUSE <= before + TOLERANCE, "the retention began anew: {before:?}, then {after:?}");
+    assert!(after + PAUSE <= before + TOLERANCE, "the retention was extended: {before:?}, then {after:?}");
+}
+
+pub(super) async fn purge_spares_the_kept(case: &Case) {
+    let [held, lapsed, finished, released] = ["held", "lapsed", "finished", "released"].map(|name| case.key(name));
+    case.reserved(&case.request(&held), 1, "a key that was never used").await;
+    case.reserved(&case.short(&lapsed), 1, "a key that was never used").await;
+    let lease = case.reserved(&case.request(&finished), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    let lease = case.reserved(&case.request(&released), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let gone = case.key("gone");
+    let brief = ReserveRequest { ttl: SHORT, ..case.request(&gone) };
+    let lease = case.reserved(&brief, 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.lapse().await;
+    let before = [&held, &lapsed, &finished, &released];
+    let records = [case.recorded(&held).await.record, case.recorded(&lapsed).await.record];
+    // Other clauses purge the same store meanwhile, and others' records expire: how many are left to remove is unknown.
+    assert!(case.purge(3).await <= 3, "more than the batch was removed");
+    while case.purge(1_000).await > 0 {}
+    assert_eq!(case.inspect(&gone).await, None, "past its retention");
+    for key in before {
+        assert!(case.inspect(key).await.is_some(), "{key} was purged before the end of its retention");
+    }
+    let after = [case.recorded(&held).await.record, case.recorded(&lapsed).await.record];
+    assert_eq!(after, records, "purging changes no record");
+    case.takes_over(&case.request(&lapsed), 2, "a lapsed lease").await;
 }

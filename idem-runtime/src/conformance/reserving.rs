@@ -52,17 +52,20 @@ fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover:
         })
         .collect();
     let attempts: Vec<_> = winners.iter().map(|(_, lease, _)| (lease.owner, lease.attempt)).collect();
-    assert_eq!(attempts.len(), 1, "exactly one attempt may run the body, these would: {attempts:?}");
+    assert_eq!(attempts.len(), 1, "exactly one reservation may be granted, these were: {attempts:?}");
     let (request, lease, took_over) = winners[0];
     assert_eq!((lease.owner, lease.attempt, took_over), (request.owner, attempt, takeover), "the winner's lease");
     for (_, answer) in answers {
         match answer {
             Reservation::Granted { .. } => {}
             Reservation::InProgress { attempt: running, lapses_in } => {
-                assert_eq!(*running, attempt, "the losers wait for the winner");
-                assert!(*lapses_in <= LONG + TOLERANCE && !lapses_in.is_zero(), "lapses in {lapses_in:?} of {LONG:?}");
+                assert_eq!(*running, attempt, "the losers are told the winner's attempt");
+                assert!(
+                    *lapses_in <= LONG + TOLERANCE && !lapses_in.is_zero(),
+                    "the winner's lease lapses in {lapses_in:?}, of {LONG:?}"
+                );
             }
-            other => panic!("a loser was told {other:?}"),
+            other => panic!("the winner should be in progress for a loser, which was answered {other:?}"),
         }
     }
     lease.clone()
@@ -72,7 +75,7 @@ pub(super) async fn one_winner_of_many(case: &Case) {
     for round in 0..8 {
         let key = case.key(&round.to_string());
         let lease = one_winner(&case.race(&key).await, 1, false);
-        assert_eq!(case.recorded(&key).await.record.owner, lease.owner, "the record is the winner's");
+        assert_eq!(case.recorded(&key).await.record.owner, lease.owner, "the record has the winner's owner token");
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the winner can finish");
     }
 }
@@ -127,7 +130,7 @@ pub(super) async fn one_attempt_at_a_time(case: &Case) {
     let mut numbers = case.soon(tasks.join_all(), "tasks that reserve and release").await.concat();
     numbers.sort_unstable();
     let expected: Vec<_> = (1..).take(numbers.len()).collect();
-    assert_eq!(numbers, expected, "each attempt has a number of its own");
+    assert_eq!(numbers, expected, "attempt numbers are neither repeated nor left out");
 }
 
 pub(super) async fn live_lease_is_pending(case: &Case) {
@@ -137,10 +140,10 @@ pub(super) async fn live_lease_is_pending(case: &Case) {
     case.sleep(PAUSE).await;
     let answer = case.reserve(&case.request(&key)).await;
     let Reservation::InProgress { attempt: 1, lapses_in } = answer else {
-        panic!("a live lease of attempt 1 should be pending, is {answer:?}");
+        panic!("attempt 1 should be in progress, was answered {answer:?}");
     };
     case.has_left(lapses_in, LONG, earliest, "a live lease");
-    assert!(lapses_in < LONG, "time passes: {lapses_in:?} are left of {LONG:?}");
+    assert!(lapses_in < LONG, "the time left does not shrink: {lapses_in:?} of {LONG:?}");
     // The duplicate's own lease and limit make no difference.
     case.waits_for(&case.short(&key), 1, "a duplicate with a short lease").await;
     case.waits_for(&limited(case.request(&key), 1), 1, "a duplicate at the limit of attempts").await;
@@ -157,7 +160,7 @@ pub(super) async fn takeover_is_a_new_attempt(case: &Case) {
     assert_eq!(third.attempts_used, 3, "every takeover starts a body");
     case.waits_for(&case.request(&key), 3, "a lease that was taken over").await;
     let record = case.recorded(&key).await.record;
-    assert_eq!(record.lease(&request), third, "the record is the successor's");
+    assert_eq!(record.lease(&request), third, "the record is that of the successor");
 }
 
 pub(super) async fn released_key_is_free(case: &Case) {
@@ -185,9 +188,9 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         let after = case.recorded(&key).await;
         assert_eq!(after.record, before.record, "a late reservation changes nothing");
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
-        assert!(!put_off, "a late reservation put the retention off: {before:?}, then {after:?}");
-        assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is recognised all the same");
-        case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
+        assert!(!put_off, "a late reservation extended the retention: {before:?}, then {after:?}");
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is still recognised");
+        case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
     }
     // A key that an operator has reopened doesn't belong to the dead attempt either.
     let key = case.key("reopened");
@@ -198,7 +201,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
     case.is_told(&request, interrupted, "a reservation that arrives after its attempt was marked").await;
     assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
     case.is_told(&request, Reservation::Released { attempt: 1 }, "a reservation that arrives after a `reopen`").await;
-    case.reserved(&case.request(&key), 2, "the key is free for everybody else").await;
+    case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
 }
 
 pub(super) async fn attempts_never_repeat(case: &Case) {
@@ -212,10 +215,10 @@ pub(super) async fn attempts_never_repeat(case: &Case) {
     let fourth = case.takes_over(&case.request(&key), 4, "after a lapse").await;
     assert_eq!(case.release(&fourth, Release::Interrupted).await, Verdict::Applied);
     assert_eq!(case.reopen(&key, 4).await, Verdict::Applied);
-    let fifth = case.reserved(&case.request(&key), 5, "after an operator let it run again").await;
+    let fifth = case.reserved(&case.request(&key), 5, "after a `reopen` of an interrupted attempt").await;
     assert_eq!(case.finish(&fifth, &completed("1")).await, Verdict::Applied);
     assert_eq!(case.reopen(&key, 5).await, Verdict::Applied);
-    case.reserved(&case.request(&key), 6, "after an operator gave its result up").await;
+    case.reserved(&case.request(&key), 6, "after a `reopen` of a finished record").await;
 }
 
 pub(super) async fn max_attempts_counts_releases(case: &Case) {
@@ -228,7 +231,7 @@ pub(super) async fn max_attempts_counts_releases(case: &Case) {
         let exhausted = Reservation::AttemptsExhausted { attempts: 3 };
         case.is_told(&limited(case.request(&key), 3), exhausted, "three of three attempts were released").await;
     }
-    assert_eq!(case.recorded(&key).await.record.attempt, 3, "a refused attempt is none");
+    assert_eq!(case.recorded(&key).await.record.attempt, 3, "a refused attempt gets no number");
 }
 
 pub(super) async fn max_attempts_counts_lapses(case: &Case) {
@@ -241,14 +244,14 @@ pub(super) async fn max_attempts_counts_lapses(case: &Case) {
         let exhausted = Reservation::AttemptsExhausted { attempts: 2 };
         case.is_told(&limited(case.request(&key), 2), exhausted, "two of two attempts lapsed").await;
     }
-    assert_eq!(case.finish(&second, &completed("1")).await, Verdict::Applied, "nobody took the last attempt over");
+    assert_eq!(case.finish(&second, &completed("1")).await, Verdict::Applied, "the last attempt was not taken over");
 }
 
 pub(super) async fn not_started_does_not_count(case: &Case) {
     let key = case.key("");
     for attempt in 1..=4 {
         let lease = case.reserved(&limited(case.request(&key), 1), attempt, "no body has started").await;
-        assert_eq!(lease.attempts_used, 1, "this attempt would be the first that starts a body");
+        assert_eq!(lease.attempts_used, 1, "only this attempt counts");
         assert_eq!(case.release(&lease, Release::NotStarted).await, Verdict::Applied);
         assert_eq!(case.recorded(&key).await.record.attempts_used, 0, "no body has started");
     }
@@ -267,6 +270,6 @@ pub(super) async fn exhaustion_is_not_final(case: &Case) {
     let lease = case.reserved(&limited(case.request(&key), 2), 2, "another attempt is allowed now").await;
     case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, whatever the limit").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
 }

@@ -14,10 +14,10 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
     let record = Record::after(&lease, finish.state());
     for _ in 0..4 {
         // Compared before it is printed: `assert_eq` would show only the sizes of the payloads.
-        let answer = case.reserve(&case.request(&key)).await;
+        let answer = case.reserve(&case.request(&key)).await.aged(None);
         assert!(
-            answer == Reservation::Finished(record.clone()),
-            "{name}: should be {record:?}, is {answer:?}{}",
+            answer == Reservation::finished(record.clone()),
+            "{name}: should be {record:?}, was answered {answer:?}{}",
             bytes(&answer)
         );
         assert_eq!(case.recorded(&key).await.record, record, "{name}: inspected");
@@ -26,7 +26,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
 
 /// The first bytes of a result.
 fn bytes(answer: &Reservation) -> String {
-    let Reservation::Finished(record) = answer else { return String::new() };
+    let Reservation::Finished { record, .. } = answer else { return String::new() };
     match &record.state {
         State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
             format!(" {:?}", bytes.slice(..bytes.len().min(64)))
@@ -45,10 +45,15 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     }
     let lease = case.reserved(&case.request(&key), 3, "a released key").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
     // A repeated reservation of the owner itself also gets the result.
-    case.is_told(&ReserveRequest { owner: lease.owner, ..case.request(&key) }, finished, "met by its own owner").await;
+    case.is_told(
+        &ReserveRequest { owner: lease.owner, ..case.request(&key) },
+        finished,
+        "reserved again by its own owner",
+    )
+    .await;
 }
 
 pub(super) async fn failed_is_replayed(case: &Case) {
@@ -76,7 +81,7 @@ pub(super) async fn every_payload_survives(case: &Case) {
     for (name, payload) in [
         ("too large", StoredResult::TooLarge { size: 1_000_000 }),
         ("far too large", StoredResult::TooLarge { size: u64::MAX }),
-        ("too large by nothing", StoredResult::TooLarge { size: 0 }),
+        ("too large, of size 0", StoredResult::TooLarge { size: 0 }),
         ("unencodable", StoredResult::Unencodable),
     ] {
         survives(case, name, &Finish::Completed(payload.clone())).await;

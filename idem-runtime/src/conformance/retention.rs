@@ -9,11 +9,11 @@ use crate::record::{Finish, Release, ReserveRequest, Verdict};
 
 /// Checks that nothing of the key's record is left.
 async fn is_forgotten(case: &Case, key: &Key, why: &str) {
-    assert_eq!(case.inspect(key).await, None, "{why}: the record is past its retention");
-    assert_eq!(case.reopen(key, 1).await, Verdict::Refused, "{why}: there is nothing to reopen");
+    assert_eq!(case.inspect(key).await, None, "{why}: the record is shown after its retention");
+    assert_eq!(case.reopen(key, 1).await, Verdict::Refused, "{why}: `reopen` without a record");
     let lease = case.reserved(&marked(limited(case.request(key), 1), 7), 1, why).await;
-    assert_eq!(lease.attempts_used, 1, "{why}: earlier attempts are forgotten");
-    assert_eq!(lease.fingerprint, Some(fingerprint(7)), "{why}: the earlier fingerprint is forgotten");
+    assert_eq!(lease.attempts_used, 1, "{why}: earlier attempts still count");
+    assert_eq!(lease.fingerprint, Some(fingerprint(7)), "{why}: the earlier fingerprint is still there");
 }
 
 fn brief(request: ReserveRequest) -> ReserveRequest {
@@ -51,7 +51,7 @@ pub(super) async fn pending_record_is_forgotten(case: &Case) {
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Refused, "a release, but the record is gone");
     is_forgotten(case, &key, "pending").await;
     let finish = completed("1");
-    case.changes_nothing(&key, case.finish(&lease, &finish), "a finish after somebody else began anew").await;
+    case.changes_nothing(&key, case.finish(&lease, &finish), "a finish after another owner reserved the key").await;
 }
 
 pub(super) async fn pending_record_outlives_ttl(case: &Case) {

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
+use crate::record::{Decision, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind};
 
 /// How many times a call is polled before it is dropped.
@@ -35,7 +35,7 @@ pub(super) async fn owners_are_unique(case: &Case) {
     const EACH: usize = 10_000;
     let heartbeats = [case.subject.store.heartbeats(), case.subject.peer.heartbeats()];
     let owners: HashSet<_> = (0..2 * EACH).map(|n| heartbeats[n % 2].new_owner()).collect();
-    assert_eq!(owners.len(), 2 * EACH, "no token is given twice");
+    assert_eq!(owners.len(), 2 * EACH, "an owner token was made twice");
 }
 
 pub(super) async fn dropped_reserve(case: &Case) {
@@ -100,7 +100,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                 })
             })
             .collect();
-        let others = crate::future::all(&mut dropping).await;
+        let others = crate::combine::all(&mut dropping).await;
         case.sleep(PAUSE).await;
         for (lease, what) in others {
             let expected = Record::after(&lease, State::Released);
@@ -161,7 +161,7 @@ pub(super) async fn dropped_reopen(case: &Case) {
         let key = case.key(&polls.to_string());
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-        abandon(case, case.store().reopen(&key, 1), polls).await;
+        abandon(case, case.store().decide(&Decision::reopen(&key, 1)), polls).await;
         assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "dropped after {polls} polls, then repeated");
         case.reserved(&case.request(&key), 2, "a reopened key").await;
     }
@@ -186,17 +186,20 @@ pub(super) async fn unreachable_store(case: &Case) {
     let lease = Record::first(&request).lease(&request);
     for _ in 0..2 {
         let answer = case.soon(store.reserve(&request), "reserve").await;
-        assert!(answer.is_err(), "a store that is not there reserved a key: {answer:?}");
+        assert!(answer.is_err(), "an unreachable store reserved a key: {answer:?}");
         let answer = case.soon(StoreFuture::new(renew_all(store, std::slice::from_ref(&lease))), "renew").await;
-        assert!(answer.is_err(), "a store that is not there answered to a renewal: {answer:?}");
+        assert!(answer.is_err(), "an unreachable store answered a renewal: {answer:?}");
         let answer = case.soon(store.finish(&lease, &completed("1")), "finish").await;
-        assert!(answer.is_err(), "a store that is not there answered to a finish: {answer:?}");
+        assert!(answer.is_err(), "an unreachable store answered a finish: {answer:?}");
         let answer = case.soon(store.release(&lease, Release::Returned), "release").await;
-        assert!(answer.is_err(), "a store that is not there answered to a release: {answer:?}");
+        assert!(answer.is_err(), "an unreachable store answered a release: {answer:?}");
         let answer = case.soon(store.inspect(&key), "inspect").await;
-        assert!(answer.is_err(), "a store that is not there said what is recorded: {answer:?}");
-        let answer = case.soon(store.reopen(&key, 1), "reopen").await;
-        assert!(answer.is_err(), "a store that is not there reopened a key: {answer:?}");
+        assert!(answer.is_err(), "an unreachable store answered an inspection: {answer:?}");
+        for action in super::decisions::actions() {
+            let decision = Decision::new(&key, 1, action);
+            let answer = case.soon(store.decide(&decision), decision.action.name()).await;
+            assert!(answer.is_err(), "an unreachable store answered `{}`: {answer:?}", decision.action.name());
+        }
     }
 }
 
@@ -211,19 +214,35 @@ pub(super) async fn foreign_value(case: &Case) {
         for request in [&request, &fail] {
             let answer = case.soon(case.store().reserve(request), "reserve").await;
             let kind = answer.as_ref().err().map(StoreError::kind);
-            assert_eq!(kind, Some(StoreErrorKind::Corrupt), "a reservation met a foreign value: {answer:?}");
+            assert_eq!(
+                kind,
+                Some(StoreErrorKind::Corrupt),
+                "a reservation of a foreign value should be `Corrupt`, was answered {answer:?}"
+            );
         }
         let answer = case.soon(case.store().inspect(&key), "inspect").await;
         let kind = answer.as_ref().err().map(StoreError::kind);
-        assert_eq!(kind, Some(StoreErrorKind::Corrupt), "an inspection met a foreign value: {answer:?}");
+        assert_eq!(
+            kind,
+            Some(StoreErrorKind::Corrupt),
+            "an inspection of a foreign value should be `Corrupt`, was answered {answer:?}"
+        );
         // Each write may fail or be refused, but must not overwrite the foreign value.
         let answer = case.soon(StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), "renew").await;
-        assert!(answer.as_ref().map_or(true, |answers| *answers == [Verdict::Refused]), "a renewal: {answer:?}");
+        assert!(
+            answer.as_ref().map_or(true, |answers| *answers == [Verdict::Refused]),
+            "a renewal of a foreign value was answered {answer:?}"
+        );
         let answer = case.soon(case.store().finish(&lease, &completed("1")), "finish").await;
         assert!(!matches!(answer, Ok(Verdict::Applied)), "a finish overwrote a foreign value");
         let answer = case.soon(case.store().release(&lease, Release::Returned), "release").await;
         assert!(!matches!(answer, Ok(Verdict::Applied)), "a release overwrote a foreign value");
-        let answer = case.soon(case.store().reopen(&key, 1), "reopen").await;
-        assert!(!matches!(answer, Ok(Verdict::Applied)), "an operator's decision overwrote a foreign value");
+        for action in super::decisions::actions() {
+            let decision = Decision::new(&key, 1, action);
+            let answer = case.soon(case.store().decide(&decision), decision.action.name()).await;
+            let kind = answer.as_ref().err().map(StoreError::kind);
+            let name = decision.action.name();
+            assert_eq!(kind, Some(StoreErrorKind::Corrupt), "`{name}` of a foreign value was answered {answer:?}");
+        }
     }
 }

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Case, LONG, SHORT, abandon, chain, completed};
+use super::{Case, LONG, SHORT, abandon, chain, completed, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Lease, Release, ReserveRequest, State, Verdict};
+use crate::record::{Action, Decided, Decision, Finish, Lease, Release, ReserveRequest, State, Verdict};
 
 /// Long enough for a waiter to have registered with its server.
 const SETTLED: Duration = Duration::from_millis(100);
@@ -22,7 +22,7 @@ async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl F
                 let waited = store.wait(&key, attempt, LONG).await;
                 waited.unwrap_or_else(|error| panic!("wait: {}", chain(&error)));
                 let found = store.inspect(&key).await.unwrap_or_else(|error| panic!("inspect: {}", chain(&error)));
-                let record = found.expect("the record is retained").record;
+                let Some(record) = found.map(|found| found.record) else { return };
                 if record.attempt != attempt || !matches!(record.state, State::Pending { .. }) {
                     return;
                 }
@@ -68,7 +68,22 @@ pub(super) async fn reopen_wakes(case: &Case) {
     first(case, ReserveRequest { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
     case.lapse().await;
     let end = async { assert_eq!(case.reopen(&key, 1).await, Verdict::Applied) };
-    wakes(case, &key, 1, 2, end, "waiters after an operator's decision").await;
+    wakes(case, &key, 1, 2, end, "waiters after a `reopen`").await;
+}
+
+pub(super) async fn decisions_wake(case: &Case) {
+    for action in super::decisions::actions() {
+        let key = case.key(action.name());
+        let is_live = action == Action::BreakLease;
+        first(case, if is_live { case.request(&key) } else { case.short(&key) }).await;
+        if !is_live {
+            case.lapse().await;
+        }
+        let why = format!("waiters after a `{}`", action.name());
+        let decision = Decision::new(&key, 1, action);
+        let end = async { assert_eq!(case.decide(&decision).await, Decided::Applied) };
+        wakes(case, &key, 1, 2, end, &why).await;
+    }
 }
 
 pub(super) async fn all_waiters_wake(case: &Case) {
@@ -114,6 +129,43 @@ pub(super) async fn wait_is_bounded(case: &Case) {
         }
     }
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+}
+
+pub(super) async fn wait_tells_the_present(case: &Case) {
+    // Both handles, so that none tells from its own memory.
+    let tells = async |key: &Key, attempt: u32, why: &str| {
+        for _ in 0..2 {
+            let told = case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;
+            if let Some(told) = told {
+                let shown = case.recorded(key).await;
+                assert_eq!(told.record, shown.record, "{why}: the wait tells another record than there is");
+                assert!(!told.expires_in.is_zero(), "{why}: the wait tells an expired record");
+                assert_eq!(told.standing(), shown.standing(), "{why}: the wait tells otherwise about the lease");
+            }
+        }
+    };
+    for finish in [completed("1"), Finish::Failed(stored("2"))] {
+        let key = case.key(finish.state().name());
+        let lease = first(case, marked(case.request(&key), 1)).await;
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
+        tells(&key, 1, "a finished record").await;
+        assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
+        tells(&key, 1, "a reopened record").await;
+        case.reserved(&marked(case.request(&key), 1), 2, "a reopened key").await;
+        tells(&key, 1, "the attempt after it").await;
+        assert_eq!(case.decide(&Decision::new(&key, 2, Action::BreakLease)).await, Decided::Applied);
+        tells(&key, 2, "a lease that was broken").await;
+        assert_eq!(case.decide(&Decision::new(&key, 2, Action::Forget)).await, Decided::Applied);
+        let told = case.ask(case.store().wait(&key, 2, LONG), "wait").await;
+        assert_eq!(told, None, "the record was removed");
+    }
+    let key = case.key("expired");
+    let lease = first(case, ReserveRequest { ttl: SHORT, ..case.request(&key) }).await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.ask(case.store().wait(&key, 1, LONG), "wait").await;
+    case.lapse().await;
+    let told = case.ask(case.store().wait(&key, 1, LONG), "wait").await;
+    assert_eq!(told, None, "the record has expired");
 }
 
 pub(super) async fn abandoned_wait(case: &Case) {

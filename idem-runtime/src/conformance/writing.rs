@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
 use super::{Case, LONG, PAUSE, SHORT, StoreFuture, TOLERANCE, completed, forged, limited, renew_all, stored};
-use crate::future::all;
+use crate::combine::all;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 use crate::sync::lock;
 
@@ -31,7 +31,7 @@ pub(super) async fn renewal_after_lapse(case: &Case) {
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
     let earliest = case.now();
-    assert_eq!(case.renew(&lease).await, Verdict::Applied, "nobody took the lapsed lease over");
+    assert_eq!(case.renew(&lease).await, Verdict::Applied, "the lapsed lease was not taken over");
     let renewed = case.recorded(&key).await;
     case.has_left(renewed.expires_in, SHORT + LONG, earliest, "the retention after a renewal");
     assert_eq!(renewed.record.lease(&limited(case.short(&key), 1)).attempt, 1, "a renewal is no new attempt");
@@ -42,7 +42,7 @@ pub(super) async fn renewal_is_the_owners(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let other = forged(&lease, &case.request(&key));
-    case.changes_nothing(&key, case.renew(&other), "a renewal by somebody else").await;
+    case.changes_nothing(&key, case.renew(&other), "a renewal by another owner").await;
     assert_eq!(case.renew(&lease).await, Verdict::Applied, "the owner can renew");
 }
 
@@ -112,7 +112,7 @@ pub(super) async fn each_renewal_has_one_answer(case: &Case) {
         }
         let answers: Vec<_> = batch.iter().map(|_| Mutex::new(Vec::new())).collect();
         let answer = |at: usize, write| {
-            let of = answers.get(at).unwrap_or_else(|| panic!("there is no lease {at} of {leases}"));
+            let of = answers.get(at).unwrap_or_else(|| panic!("lease {at} is answered, in a batch of {leases}"));
             lock(of).push(write);
         };
         case.ask(case.store().renew(&batch, &answer), "renew a batch").await;
@@ -163,7 +163,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
             // The call itself ends too.
             None => drop(case.soon(renew, "a renewal of a record that is held back").await),
         }
-        assert_eq!(lock(&answers)[blocked], None, "nothing is known of a record that is held back");
+        assert_eq!(lock(&answers)[blocked], None, "the record that is held back has no answer");
         drop(holding);
         let freed = async {
             while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok()
@@ -178,7 +178,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
 
 pub(super) async fn no_renewals(case: &Case) {
     for _ in 0..2 {
-        let answer = |at, write| panic!("no leases, and lease {at} is answered {write:?}");
+        let answer = |at, write| panic!("an empty batch is answered {write:?} for lease {at}");
         case.ask(case.store().renew(&[], &answer), "renew nothing").await;
     }
 }
@@ -223,11 +223,11 @@ pub(super) async fn finish_is_the_owners(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let other = forged(&lease, &case.request(&key));
-    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a finish by somebody else").await;
+    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a finish by another owner").await;
     let failed = Finish::Failed(stored("2"));
-    case.changes_nothing(&key, case.finish(&other, &failed), "a failure by somebody else").await;
+    case.changes_nothing(&key, case.finish(&other, &failed), "a failure by another owner").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
-    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a second finish by somebody else").await;
+    case.changes_nothing(&key, case.finish(&other, &completed("2")), "a second finish by another owner").await;
 }
 
 pub(super) async fn finish_repeated(case: &Case) {
@@ -260,7 +260,7 @@ pub(super) async fn finish_is_final(case: &Case) {
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
         assert!(!put_off, "a repeated finish put the retention off: {before:?}, then {after:?}");
     }
-    case.is_told(&case.request(&key), Reservation::Finished(record), "the result that was recorded first").await;
+    case.is_told(&case.request(&key), Reservation::finished(record), "the result that was recorded first").await;
 }
 
 pub(super) async fn landed_finish_is_recognised(case: &Case) {
@@ -279,8 +279,8 @@ pub(super) async fn landed_finish_is_recognised(case: &Case) {
         for repeated in [&finish, &others[0], &others[1], &finish] {
             assert_eq!(case.renew(&lease).await, Verdict::Refused, "{name}: an attempt that has ended has no lease");
             let answer = case.finish(&lease, repeated).await;
-            assert_eq!(answer, Verdict::Applied, "{name}: {repeated:?} by the attempt whose finish has landed");
-            assert_eq!(case.recorded(&key).await.record, record, "{name}: what has landed first stays");
+            assert_eq!(answer, Verdict::Applied, "{name}: {repeated:?} by the attempt whose finish has taken effect");
+            assert_eq!(case.recorded(&key).await.record, record, "{name}: the first finish stays recorded");
         }
     }
 }
@@ -289,8 +289,8 @@ pub(super) async fn finish_after_lapse(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
-    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "nobody took the lapsed lease over");
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the lapsed lease was not taken over");
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "completed after the lapse").await;
 }
 
@@ -304,7 +304,7 @@ pub(super) async fn finish_after_takeover(case: &Case) {
     case.changes_nothing(&key, case.finish(&late, &failed), "a late failure").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the successor can finish");
     case.changes_nothing(&key, case.finish(&late, &completed("late")), "a completion after the successor's").await;
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "the successor's result").await;
 }
 
@@ -346,7 +346,7 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     case.waits_for(&case.request(&key), 3, "the owner's latest attempt").await;
     assert_eq!(case.finish(&lease, &completed("3")).await, Verdict::Applied, "the latest attempt can finish");
     case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after that of the latest attempt").await;
-    let finished = Reservation::Finished(Record::after(&lease, completed("3").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("3").state()));
     case.is_told(&case.request(&key), finished, "the result of the latest attempt").await;
 }
 
@@ -362,11 +362,11 @@ pub(super) async fn release_is_the_owners(case: &Case) {
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let other = forged(&lease, &case.request(&key));
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
-        case.changes_nothing(&key, case.release(&other, release), "a release by somebody else").await;
+        case.changes_nothing(&key, case.release(&other, release), "a release by another owner").await;
     }
     case.waits_for(&case.request(&key), 1, "the owner's lease").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
-    case.changes_nothing(&key, case.release(&other, Release::Returned), "a release of somebody else's result").await;
+    case.changes_nothing(&key, case.release(&other, Release::Returned), "a release of another owner's result").await;
 }
 
 pub(super) async fn release_repeated(case: &Case) {
@@ -407,7 +407,7 @@ pub(super) async fn release_after_finish(case: &Case) {
     for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
         case.changes_nothing(&key, case.release(&lease, release), "a release after the finish").await;
     }
-    let finished = Reservation::Finished(Record::after(&lease, completed("1").state()));
+    let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "a result that was not undone").await;
 }
 
@@ -428,7 +428,7 @@ pub(super) async fn release_ignores_the_number(case: &Case) {
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);
-    assert_eq!(case.release(&unanswered, Release::NotStarted).await, Verdict::Applied, "the owner token is right");
+    assert_eq!(case.release(&unanswered, Release::NotStarted).await, Verdict::Applied, "the owner token matches");
     let expected = Record { attempts_used: 1, ..Record::after(&second, State::Released) };
     assert_eq!(case.recorded(&key).await.record, expected, "the record keeps its own attempt number");
     case.reserved(&case.request(&key), 3, "a released key").await;

@@ -9,7 +9,7 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
-use crate::record::{Lease, OwnerToken, Verdict};
+use crate::record::{Lease, OwnerToken, ReservedAt, Trail, Verdict};
 use crate::store::{Store, renew_all};
 
 thread_local! {
@@ -23,7 +23,7 @@ thread_local! {
 /// [`Error::NoAttempt`] outside of the body of an idempotent function, and in one whose message has no key
 /// (`missing_key = run`).
 ///
-/// It follows the body's own `await`s. A task spawned by the body is on its own: hand it a clone of the [`Attempt`].
+/// It follows the body's own `await`s. A spawned task has no current attempt: hand it a clone of the [`Attempt`].
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
@@ -70,6 +70,8 @@ impl Attempt {
             ttl: policy.ttl,
             on_crash: policy.on_crash,
             fingerprint: None,
+            trail: Trail::default(),
+            reserved_at: ReservedAt::default(),
         };
         Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)
     }
@@ -114,12 +116,12 @@ impl Attempt {
         self.store.heartbeats().lease_remaining(self.lease.owner)
     }
 
-    /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is nothing
-    /// to confirm, and nothing is asked.
+    /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is
+    /// nothing to confirm, and the store is not asked.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer, so that nobody
-    /// knows.
+    /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer: then it is
+    /// unknown.
     ///
     /// # Cancel safety
     /// Cancel safe: the lease is renewed, or it is not.

@@ -1,33 +1,36 @@
-//! The beginning of a call: its key is reserved, or the reason is found why its body is not to run.
+//! The beginning of a call: reserves its key, or returns why its body must not run.
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Operation;
+use super::Subject;
 use super::attempt::{self, Attempt};
 use super::end;
 use super::held::HeldAttempt;
-use super::outcome::Refusal;
+use super::outcome::{self, Refusal};
 use crate::clock::{Clock, Instant};
+use crate::combine::race;
 use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
-use crate::policy::{InProgress, MissingKey, Mode, OnStoreError, OnUndecodable};
-use crate::record::{Lease, Record, Reservation, ReserveRequest, Verdict};
+use crate::metrics::StoreOp;
+use crate::policy::{InProgress, MissingKey, Mode, OnStoreError, OnUndecodable, Policy};
+use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, Verdict};
+use crate::store::flight::{Aboard, News, wait_once};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
-/// How long a duplicate waits before it asks again if its store can't wait for it.
-const WAIT_FALLBACK: Duration = Duration::from_millis(100);
-/// How many owner tokens a call draws. It needs a second one where a clean-up was faster than its late request.
+/// How many owner tokens a call may draw. It needs a second one if a clean-up overtook its own late request.
 const TOKENS: u8 = 3;
 
 /// How a call begins.
 pub(super) struct Beginning {
     pub(super) start: Start,
-    /// Whether the call waited for another attempt.
-    pub(super) waited: bool,
+    /// For how long the call waited for another attempt, if it did. A wait for another item of its batch is not timed.
+    pub(super) waited: Option<Duration>,
+    /// Whether the store answered as soon as it was asked.
+    pub(super) at_once: bool,
 }
 
 /// What a call does with its body.
@@ -37,48 +40,91 @@ pub(super) enum Start {
     /// Run the body without a reservation. The attempt is for [`current`](crate::current) only.
     Unprotected {
         attempt: Option<Attempt>,
-        /// What the call would have been refused for.
+        mode: Mode,
+        /// Why the call would have been refused.
         bypassed: Option<Refusal>,
     },
-    /// Return what is recorded.
-    Replay { key: Key, store: &'static str, record: Record, on_undecodable: OnUndecodable },
+    /// Return the recorded result.
+    Replay(Replay),
     /// Return this error; the body does not run.
     Refused(Error),
 }
 
-/// Reserves the key of `operation`, or finds out why its body is not to run.
+/// A record whose result is returned.
+pub(super) struct Replay {
+    pub(super) key: Key,
+    pub(super) store: &'static str,
+    pub(super) record: Record,
+    /// How old the record is, if the store tells.
+    pub(super) age: Option<Duration>,
+    /// For how long the policy of the call keeps a result.
+    pub(super) ttl: Duration,
+    pub(super) on_undecodable: OnUndecodable,
+}
+
+/// Reserves the key of `subject`, or returns why its body must not run.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
-pub(super) fn begin(operation: Operation) -> impl Future<Output = Beginning> {
+pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
     async move {
-        let Operation { store, policy, key, .. } = &operation;
+        let Subject { store, policy, key, .. } = &subject;
+        let mode = policy.current_mode();
         let unprotected = |key: Option<&Key>, bypassed| {
             let attempt = key.map(|key| Attempt::unprotected(Arc::clone(store), key.clone(), policy));
-            Start::Unprotected { attempt, bypassed }
+            Start::Unprotected { attempt, mode, bypassed }
         };
-        let mode = policy.current_mode();
+        let turns = outcome::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
-            return Beginning { start: unprotected(key.as_ref().ok(), None), waited: false };
+            return Beginning { start: unprotected(key.as_ref().ok(), None), waited: None, at_once: false };
         }
-        let Beginning { start, waited } = admit(&operation, mode).await;
+        // Items of one batch with one key run one after the other: the second one replays the first.
+        let queued = match (turns, key) {
+            (Some((turns, item)), Ok(key)) => turns.enter(key, item).await,
+            _ => false,
+        };
+        let mut outage = None;
+        let (start, waited, at_once) = loop {
+            let Beginning { start, waited, at_once } = admit(&subject, mode).await;
+            match &start {
+                Start::Refused(error) if mode == Mode::Enforce => match outlasts(&subject, error, &mut outage) {
+                    Some(pause) => store.heartbeats().clock().sleep(pause).await,
+                    None => break (start, waited.or(queued.then_some(Duration::ZERO)), at_once),
+                },
+                _ => break (start, waited.or(queued.then_some(Duration::ZERO)), at_once),
+            }
+        };
         let start = match start {
             Start::Refused(error) if policy.on_store_error == OnStoreError::Run && is_no_answer(&error) => {
-                tracing::warn!(%error, "the body runs unprotected");
+                tracing::debug!(%error, "the store did not answer; the body runs unprotected");
                 unprotected(error.key(), Some(Refusal::Store))
             }
             Start::Refused(error) if mode == Mode::Shadow => {
                 tracing::info!(%error, "shadow mode: would have been refused");
                 unprotected(error.key(), Refusal::of(&error))
             }
-            Start::Replay { key, store, record, .. } if mode == Mode::Shadow => {
+            Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
                 tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
                 unprotected(Some(&key), Some(Refusal::Replay))
             }
             start => start,
         };
-        Beginning { start, waited }
+        Beginning { start, waited, at_once }
     }
+}
+
+/// How long the call waits before it asks a store again that has not answered: its message has few deliveries left, and would be
+/// set aside for an outage that is not its own. `outage` is when it gives up.
+fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> Option<Duration> {
+    let Error::Store { source, retry_after, .. } = error else { return None };
+    let Policy { timeout, lease, on_store_error, .. } = subject.policy;
+    if !source.is_transient() || on_store_error == OnStoreError::Run || !outcome::budget().is_scarce() {
+        return None;
+    }
+    let now = subject.store.heartbeats().clock().now();
+    let left = outage.get_or_insert(now.saturating_add(timeout).saturating_add(lease)).saturating_since(now);
+    // The store may be back long before its outage has lasted twice as long.
+    (!left.is_zero()).then(|| left.min(lease).min(*retry_after))
 }
 
 /// Whether the store did not answer. A record that can't be read is an answer: its operation may have finished.
@@ -86,30 +132,35 @@ fn is_no_answer(error: &Error) -> bool {
     matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
 }
 
-/// Asks for the key until it is decided what to do, and waits in between if the policy says so.
-async fn admit(operation: &Operation, mode: Mode) -> Beginning {
-    let mut waited = false;
-    let mut request = match Request::new(operation, mode) {
+/// Asks for the key until an answer decides the call. Waits for a running attempt in between if the policy says so.
+async fn admit(subject: &Subject, mode: Mode) -> Beginning {
+    let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
-        Err(start) => return Beginning { start: *start, waited },
+        Err(start) => return Beginning { start: *start, waited: None, at_once: false },
     };
-    let mut give_up_at = None;
+    let (mut met_at, mut waited) = (None, false);
     loop {
         let running = match request.ask().await {
-            Step::Decided(start) => return Beginning { start, waited },
+            Step::Decided(start) => {
+                let waited = request.since(met_at.filter(|_| waited));
+                return Beginning { start, waited, at_once: request.at_once };
+            }
             Step::AskAgain => continue,
             Step::Running(running) => running,
         };
-        let left = request.may_wait(&mut give_up_at);
-        if left.is_zero() {
-            return Beginning { start: Start::Refused(request.in_progress(running)), waited };
+        if request.may_wait(&mut met_at).is_zero() {
+            let waited = request.since(met_at.filter(|_| waited));
+            return Beginning { start: Start::Refused(request.in_progress(running)), waited, at_once: false };
         }
         waited = true;
-        request.wait(running, left).await;
+        // Boxed: most calls don't wait, but would carry its size inline.
+        if let Some(start) = Box::pin(request.wait(running, &mut met_at)).await {
+            return Beginning { start: *start, waited: request.since(met_at), at_once: request.at_once };
+        }
     }
 }
 
-/// What follows from the answer to a request.
+/// The next step after the answer to a request.
 #[expect(clippy::large_enum_variant, reason = "it lives for a moment; a box would cost each call an allocation")]
 enum Step {
     Decided(Start),
@@ -125,34 +176,36 @@ struct Running {
     lapses_in: Duration,
 }
 
-/// What a reservation that took a while is worth.
+/// Whether the answer to a reservation came in time.
 enum Timeliness {
-    /// It counts. (An error counts too.)
+    /// The answer counts. An error does, too.
     InTime(Result<Reservation, StoreError>),
-    /// It grants a lease that is over already: somebody else may have run meanwhile.
+    /// The answer grants a lease that has lapsed already: another attempt may have run meanwhile.
     TooLate { lease: Lease, takeover: bool },
 }
 
-/// The request of a call for its key, and what became of it so far.
+/// The request of a call for its key, and its state so far.
 struct Request<'a> {
-    operation: &'a Operation,
+    subject: &'a Subject,
     mode: Mode,
     reserve: ReserveRequest,
     /// When the earliest request of this owner was sent that got no answer. It may have taken effect, or may still.
     unanswered_since: Option<Instant>,
+    /// Whether the last request was answered as soon as it was made.
+    at_once: bool,
     /// How many owner tokens the call has drawn.
     tokens: u8,
 }
 
 impl<'a> Request<'a> {
     /// Checks key, policy and fingerprint. The `Err` is boxed: it is large and rare.
-    fn new(operation: &'a Operation, mode: Mode) -> Result<Self, Box<Start>> {
+    fn new(subject: &'a Subject, mode: Mode) -> Result<Self, Box<Start>> {
         let refuse = |error| Err(Box::new(Start::Refused(error)));
-        let Operation { store, key, policy, fingerprint } = operation;
+        let Subject { store, key, policy, fingerprint } = subject;
         let key = match key {
             Ok(key) => key.clone(),
             Err(error) if error.problem == KeyProblem::Missing && policy.missing_key == MissingKey::Run => {
-                return Err(Box::new(Start::Unprotected { attempt: None, bypassed: None }));
+                return Err(Box::new(Start::Unprotected { attempt: None, mode, bypassed: None }));
             }
             Err(error) => return refuse(KeyError::clone(error).into()),
         };
@@ -179,27 +232,41 @@ impl<'a> Request<'a> {
             fingerprint,
             on_crash: policy.on_crash,
             max_attempts: policy.max_attempts,
+            trail: store.heartbeats().trail(),
         };
-        Ok(Self { operation, mode, reserve, unanswered_since: None, tokens: 1 })
+        let reserve = match outcome::traceparent() {
+            Some(traceparent) => reserve.traceparent(traceparent),
+            None => reserve,
+        };
+        Ok(Self { subject, mode, reserve, unanswered_since: None, at_once: false, tokens: 1 })
     }
 
     fn store(&self) -> &'a Arc<dyn Store> {
-        &self.operation.store
+        &self.subject.store
     }
 
     fn clock(&self) -> &'a dyn Clock {
         self.store().heartbeats().clock()
     }
 
+    /// How long ago `then` was.
+    fn since(&self, then: Option<Instant>) -> Option<Duration> {
+        then.map(|then| self.clock().now().saturating_since(then))
+    }
+
     /// Asks the store for the key.
     async fn ask(&mut self) -> Step {
         let now = self.clock().now();
-        // The lease of a repeated reservation began at the earliest when its first request was sent.
+        // A repeated reservation may have taken effect by its first request: count the lease from there.
         let mut asked_at = self.unanswered_since.unwrap_or(now);
-        let mut asking = self.store().reserve(&self.reserve);
+        let mut asking = self.store().reserve(&self.reserve).watched(self.store(), StoreOp::Reserve);
         let (answer, since) = match asking.at_once() {
-            Some(answer) => (Ok(answer), self.unanswered_since),
+            Some(answer) => {
+                self.at_once = true;
+                (Ok(answer), self.unanswered_since)
+            }
             None => {
+                self.at_once = false;
                 let reply = send(self.store(), &self.reserve, &mut asking, self.unanswered_since.is_some()).await;
                 if reply.unanswered {
                     self.unanswered_since = Some(asked_at);
@@ -237,18 +304,23 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// What follows from a reservation.
+    /// The next step after a reservation.
     fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
-        let Operation { store, policy, .. } = self.operation;
+        let Subject { store, policy, .. } = self.subject;
         let (key, name) = (&self.reserve.key, store.name());
         store.heartbeats().store_answered();
         Step::Decided(match reservation {
-            Reservation::Finished(record) => {
-                Start::Replay { key: key.clone(), store: name, record, on_undecodable: policy.on_undecodable }
+            Reservation::Finished { record, age } => {
+                let Policy { on_undecodable, ttl, .. } = *policy;
+                Start::Replay(Replay { key: key.clone(), store: name, record, age, ttl, on_undecodable })
             }
             Reservation::Granted { lease, takeover } => {
                 if takeover {
-                    tracing::info!(%key, store = name, attempt = lease.attempt, "took over from a lapsed attempt");
+                    tracing::warn!(
+                        %key, store = name, attempt = lease.attempt,
+                        "took over: the lease of the attempt before had lapsed; its process died, stood still or did not \
+                         reach the store"
+                    );
                 }
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
                 Start::Reserved(HeldAttempt::new(attempt, takeover, self.mode == Mode::Enforce, policy))
@@ -266,12 +338,12 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// What follows where the store has no answer.
+    /// The next step if the store did not answer.
     fn no_answer(&self, source: StoreError) -> Start {
-        let Operation { store, policy, .. } = self.operation;
+        let Subject { store, policy, .. } = self.subject;
         let seed = self.reserve.owner.seed();
         let retry_after = match source.kind() {
-            // Whoever mends it takes minutes.
+            // A repair takes minutes.
             StoreErrorKind::Corrupt => policy.backoff.after(8, seed),
             _ => policy.backoff.during(store.heartbeats().store_failed(), seed),
         };
@@ -279,13 +351,20 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store: store.name(), started: false, retry_after, source })
     }
 
-    /// How much longer the call may wait for another attempt, since it first met one.
-    fn may_wait(&self, give_up_at: &mut Option<Instant>) -> Duration {
-        let now = self.clock().now();
-        match self.operation.policy.in_progress {
-            // A handler that waited for itself would wait in vain, and a shadow must not slow anybody down.
-            InProgress::Wait(limit) if self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key) => {
-                give_up_at.get_or_insert(now.saturating_add(limit)).saturating_since(now)
+    /// How much longer the call may wait for another attempt. The time counts from the first one that it met, at `met_at`.
+    fn may_wait(&self, met_at: &mut Option<Instant>) -> Duration {
+        let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
+        // Another answer might be the last that the broker takes for this message: the attempt may run for so long.
+        let scarce = outcome::budget().is_scarce().then(|| timeout.saturating_add(lease));
+        let limit = match in_progress {
+            InProgress::Wait(limit) => Some(limit).max(scarce),
+            InProgress::Reject => scarce,
+        };
+        match limit {
+            // A handler that waited for itself would wait in vain, and shadow mode must not delay a call.
+            Some(limit) if self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key) => {
+                let now = self.clock().now();
+                met_at.get_or_insert(now).saturating_add(limit).saturating_since(now)
             }
             _ => Duration::ZERO,
         }
@@ -294,46 +373,104 @@ impl<'a> Request<'a> {
     fn in_progress(&self, running: Running) -> Error {
         let Running { attempt, lapses_in } = running;
         let key = self.reserve.key.clone();
-        Error::InProgress { key, store: self.store().name(), attempt, retry_after: lapses_in }
+        let Policy { backoff, lease, .. } = self.subject.policy;
+        let retry_after = match outcome::budget().number() {
+            Some(number) => backoff.beyond(lapses_in, lease, number, self.reserve.owner.seed()),
+            None => lapses_in,
+        };
+        Error::InProgress { key, store: self.store().name(), attempt, retry_after }
     }
 
-    /// Waits until the running attempt may have ended, for `left` at most.
-    async fn wait(&self, running: Running, left: Duration) {
+    /// Waits until the running attempt may have ended. Returns how the call goes on if that is known then; otherwise it asks.
+    ///
+    /// What few waiting duplicates do is boxed: there may be thousands of them.
+    async fn wait(&mut self, mut running: Running, met_at: &mut Option<Instant>) -> Option<Box<Start>> {
+        let mut aboard = None;
+        let told = loop {
+            let left = self.may_wait(met_at);
+            // Whoever may yet find a request of its own in the record is told nothing by others. And inside of a transaction there
+            // is nobody to share with.
+            if self.unanswered_since.is_some() || !self.store().heartbeats().renews() {
+                break Box::pin(self.wait_alone(running, left)).await;
+            }
+            let (sleep, Running { attempt, lapses_in }) = (self.clock().sleep(left), running);
+            let aboard =
+                aboard.get_or_insert_with(|| Aboard::join(self.store(), &self.reserve.key, attempt, lapses_in));
+            match race(&mut *aboard, sleep).await {
+                Some(News::Told(found)) => break Some(found),
+                Some(News::Turn) => match Box::pin(self.ask_for_all(aboard)).await {
+                    Step::Running(now) if !self.may_wait(met_at).is_zero() => running = now,
+                    Step::Running(now) => return Some(Box::new(Start::Refused(self.in_progress(now)))),
+                    Step::Decided(start) => return Some(Box::new(start)),
+                    Step::AskAgain => return None,
+                },
+                Some(News::Ask) | None => return None,
+            }
+        };
+        self.at_once = false;
+        let found = told.filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
+        match found.record.admit(&self.reserve, Duration::ZERO) {
+            Admission::Answer(Reservation::Released { .. }) | Admission::Replace { .. } => None,
+            Admission::Answer(Reservation::FingerprintMismatch { attempt }) => {
+                Some(Box::new(Start::Refused(mismatch(self.store(), &self.reserve, attempt).await)))
+            }
+            Admission::Answer(answer) => match self.decide(answer.aged(found.began), self.clock().now()) {
+                Step::Decided(start) => Some(Box::new(start)),
+                Step::AskAgain | Step::Running(_) => None,
+            },
+        }
+    }
+
+    /// Asks as the one duplicate that has the turn, and tells the others what holds the key then.
+    async fn ask_for_all(&mut self, aboard: &mut Aboard) -> Step {
+        let step = self.ask().await;
+        aboard.settle(match &step {
+            Step::Running(Running { attempt, lapses_in }) => Some((*attempt, *lapses_in)),
+            Step::Decided(Start::Reserved(held)) => {
+                let Lease { attempt, duration, .. } = held.attempt().lease;
+                Some((attempt, duration))
+            }
+            Step::Decided(Start::Replay(replay)) => Some((replay.record.attempt, self.reserve.lease)),
+            Step::AskAgain | Step::Decided(_) => None,
+        });
+        step
+    }
+
+    /// Waits by itself. Returns what the store has told.
+    async fn wait_alone(&mut self, running: Running, left: Duration) -> Option<Arc<Inspection>> {
         let (store, key) = (self.store(), &self.reserve.key);
         // A request of ours that got no answer may land while we wait.
         let may_have_landed = self.unanswered_since.is_some();
         let mut unanswered = Unanswered { store, request: &self.reserve, may_have_landed };
-        if let Err(error) = store.wait(key, running.attempt, left.min(running.lapses_in)).await {
-            tracing::warn!(%key, store = store.name(), %error, "can't wait for a running attempt; asking again");
-            self.clock().sleep(left.min(WAIT_FALLBACK)).await;
-        }
+        let told = wait_once(store, key, running.attempt, left.min(running.lapses_in), left).await;
         unanswered.may_have_landed = false;
+        told.map(Arc::new)
     }
 }
 
 fn tokens_repeat() -> StoreError {
-    let message = "says of new owner tokens that they were released before: the randomness of this system repeats";
+    let message = "reports new owner tokens as released before: the random numbers of this system repeat";
     StoreError::new(StoreErrorKind::Corrupt, message)
 }
 
 /// The error for a key that was used with another payload. The record is asked for once more, for the error's sake.
 async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32) -> Error {
-    let inspection = store.inspect(&request.key).await.ok().flatten();
+    let inspection = store.inspect(&request.key).watched(store, StoreOp::Inspect).await.ok().flatten();
     let recorded = inspection.as_ref().and_then(|found| found.record.fingerprint);
     let age = inspection.map(|found| found.record.retention(request.ttl).saturating_sub(found.expires_in));
     let payloads = Box::new(Mismatch { presented: request.fingerprint, recorded, age });
     Error::FingerprintMismatch { key: request.key.clone(), store: store.name(), attempt, payloads }
 }
 
-/// What became of a request.
+/// The answer to a request.
 struct Reply {
     answer: Result<Reservation, StoreError>,
     /// Whether one of its tries may have landed, although it got no answer.
     unanswered: bool,
 }
 
-/// Awaits `asking`, and repeats the request with the same owner token if the store fails: a try that landed is recognised.
-/// `may_have_landed` says so of the tries before.
+/// Awaits `asking`, and repeats the request with the same owner token if the store fails: a try that took effect is
+/// recognised. `may_have_landed`: an earlier try may have taken effect.
 async fn send<'a>(
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,
@@ -361,11 +498,11 @@ async fn send<'a>(
                 }
             }
         }
-        *asking = store.reserve(request);
+        *asking = store.reserve(request).watched(store, StoreOp::Reserve);
     }
 }
 
-/// Whether an answer still counts that was first asked for `since` (`None`: just now).
+/// Whether an answer still counts whose first request was sent at `since` (`None`: just now).
 fn timeliness(answer: Result<Reservation, StoreError>, clock: &dyn Clock, since: Option<Instant>) -> Timeliness {
     match answer {
         Ok(Reservation::Granted { lease, takeover })
@@ -377,9 +514,9 @@ fn timeliness(answer: Result<Reservation, StoreError>, clock: &dyn Clock, since:
     }
 }
 
-/// What became of a lease that was over before its body could start.
+/// The result of renewing a lease that lapsed before its body could start.
 enum Confirmation {
-    /// It is held again since then.
+    /// The lease is held again, from `since` on.
     Held {
         reservation: Reservation,
         since: Instant,
@@ -400,7 +537,10 @@ async fn confirm(
         let since = clock.now();
         let answers = renew_all(store, std::slice::from_ref(&lease)).await?;
         let Some(answer) = answers.first().copied() else {
-            return Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store answered for no lease"));
+            return Err(StoreError::new(
+                StoreErrorKind::Unconfirmed,
+                "the store did not answer the renewal of the lease",
+            ));
         };
         if answer == Verdict::Refused {
             unused.may_have_landed = false;
@@ -413,7 +553,7 @@ async fn confirm(
     }
 }
 
-/// Frees the key if a reservation may have landed, or may still land, although nobody waits for its answer any more.
+/// Frees the key if a call is dropped whose reservation may have taken effect, or still may.
 struct Unanswered<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,

@@ -6,53 +6,57 @@
 //!              └─ Replay, Refused ─────────────────────────┘
 //! ```
 //!
+//! What is seen of it from outside is its [`Telemetry`].
+//!
 //! `Body` goes straight to `Over` if its lease is lost or its time is out. A call that is dropped in `Body` or `End` leaves
 //! the rest to the drop of its [`HeldAttempt`].
 //!
-//! Written by hand: an `async fn` that owns the body would keep room for it twice, at every level of nested calls.
+//! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
+//! calls.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
+use tracing::Span;
 
-use super::Operation;
+use super::Subject;
 use super::attempt::Attempt;
-use super::begin::{Beginning, Start, begin};
+use super::begin::{Beginning, Replay, Start, begin};
 use super::end::{Ending, RecordContent, end};
 use super::held::{HeldAttempt, poll_as, tell};
 use super::outcome::{Outcome, Refusal, Seat, Stage, report};
 use super::recorder::Recorder;
+use super::telemetry::{Facts, Telemetry};
 use crate::codec::ResultProblem;
 use crate::error::{Disposition, Error};
-use crate::key::Key;
 use crate::policy::{OnUndecodable, Policy, Uncertain};
-use crate::record::{Finish, Record, State, StoredResult};
+use crate::record::{Finish, State, StoredResult};
 
 /// The future of a call.
-pub(super) fn run<T, E, R, B>(operation: Operation, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
+pub(super) fn run<T, E, R, B>(subject: Subject, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
 where
     R: Recorder<T, E>,
     E: From<Error>,
     B: Future<Output = Result<T, E>>,
 {
     let slot = ResultSlot { recorder, result: None };
-    Run { protocol: protocol(operation), handler: Handler { body: Some(body), slot } }
+    Run { protocol: protocol(subject), handler: Handler { body: Some(body), slot } }
 }
 
 /// A body and its result, type-erased so that the call loop is compiled once.
 pub(super) trait Work {
-    /// Polls the body, keeps what it returned, and says whether that is `Ok`.
+    /// Polls the body, keeps its result, and returns whether that is `Ok`.
     fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
 
-    /// How the attempt ends whose body has returned: with its result encoded, or without one.
+    /// The ending of an attempt whose body has returned: with its result encoded, or without one.
     fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending;
 
     /// Drops the body.
     fn drop_body(self: Pin<&mut Self>);
 
-    /// Keeps the result in a finished record, and says whether it is `Ok`.
+    /// Keeps the result of a finished record, and returns whether it is `Ok`.
     fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem>;
 
     /// Keeps `error` as the result.
@@ -97,7 +101,7 @@ where
     }
 }
 
-/// The result of a call, as soon as there is one. Handlers with the same types share its code.
+/// The result of a call, once there is one. Handlers with the same types share this code.
 struct ResultSlot<R, T, E> {
     recorder: R,
     result: Option<Result<T, E>>,
@@ -152,18 +156,27 @@ where
     }
 }
 
-/// What a call does with its [`Work`], until that has its result.
+/// Drives a [`Work`] until it has its result.
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 }
 
 #[inline]
-fn protocol(operation: Operation) -> impl Protocol {
-    let Policy { max_result_bytes, on_uncertain, .. } = operation.policy;
-    let pending_commit = !operation.store.heartbeats().renews();
+fn protocol(subject: Subject) -> impl Protocol {
+    let Policy { max_result_bytes, on_uncertain, .. } = subject.policy;
+    let pending_commit = !subject.store.heartbeats().renews();
     let outcome = Outcome { pending_commit, ..Outcome::UNKNOWN };
-    // Made in its place: a call is large.
-    Call { outcome, seat: None, max_result_bytes, on_uncertain, end, phase: Phase::Begin { begin: begin(operation) } }
+    let telemetry = Telemetry::new(&subject);
+    // Built in place: a call is large.
+    Call {
+        phase: Phase::Begin { begin: begin(subject) },
+        outcome,
+        seat: None,
+        max_result_bytes,
+        on_uncertain,
+        end,
+        telemetry,
+    }
 }
 
 pin_project! {
@@ -175,6 +188,8 @@ pin_project! {
         max_result_bytes: usize,
         on_uncertain: Option<fn(Uncertain<'_>)>,
         end: fn(HeldAttempt) -> C,
+        // Dropped last: it tells how the call ended.
+        telemetry: Telemetry,
     }
 }
 
@@ -208,62 +223,52 @@ where
     A: Future<Output = Beginning>,
     C: Future<Output = Result<RecordContent, Error>>,
 {
-    fn poll(mut self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll(self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut this = self.project();
+        let Telemetry { span, facts } = this.telemetry;
+        let span = span.as_deref();
+        let _entered = span.map(Span::enter);
         loop {
-            let mut this = self.as_mut().project();
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
                     if this.outcome.stage == Stage::None {
                         this.outcome.stage = Stage::Reserving;
+                        facts.begins();
                         report(this.seat, || this.outcome.clone());
                     }
-                    let Beginning { start, waited } = ready!(begin.poll(cx));
-                    this.outcome.waited = waited;
-                    let phase = match start {
-                        Start::Reserved(held) => {
-                            this.outcome.key = Some(held.attempt().key().clone());
-                            this.outcome.attempt = Some(held.attempt().number());
-                            this.outcome.takeover = held.takeover;
-                            this.outcome.disposition = Disposition::Retry { after: held.pause() };
-                            Phase::Body { held: Some(held) }
-                        }
-                        Start::Unprotected { attempt, bypassed } => {
-                            this.outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
-                            this.outcome.bypassed = bypassed;
-                            Phase::Unprotected { attempt }
-                        }
-                        Start::Replay { key, store, record, on_undecodable } => {
-                            match work.as_mut().replay(&record.state, on_undecodable) {
-                                Ok(is_ok) => replayed(this.outcome, key, &record, is_ok),
-                                Err(reason) => {
-                                    let error = Error::ResultUnavailable { key, store, problem: reason };
-                                    refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
-                                }
-                            }
-                            break;
-                        }
-                        Start::Refused(error) => {
-                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
-                            break;
-                        }
-                    };
+                    let Beginning { start, waited, at_once } = ready!(begin.poll(cx));
+                    this.outcome.waited = waited.is_some();
+                    if let Some(waited) = waited {
+                        facts.waited(span, waited);
+                    }
+                    let entered = enter(start, this.outcome, facts, span, work.as_mut(), *this.on_uncertain);
+                    let Some(phase) = entered else { break };
                     this.outcome.stage = Stage::Running;
                     this.outcome.executed = true;
                     report(this.seat, || this.outcome.clone());
+                    let asked_at = match &phase {
+                        Phase::Body { held: Some(held) } if at_once => Some(held.attempt().reserved_at),
+                        _ => None,
+                    };
+                    facts.body_begins(asked_at);
                     this.phase.set(phase);
                 }
                 PhaseProjection::Unprotected { attempt } => {
-                    let is_ok = ready!(poll_as(attempt, work.as_mut(), cx));
+                    let is_ok = ready!(polling(facts, || poll_as(attempt, work.as_mut(), cx)));
+                    facts.body_ended(None);
                     this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
                     break;
                 }
                 PhaseProjection::Body { held } => {
-                    let ended = ready!(held.as_mut().expect("taken at the end only").poll_body(work.as_mut(), cx));
+                    let running = held.as_mut().expect("taken at the end only");
+                    let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
+                    facts.body_ended(Some(running.attempt().lease.duration));
                     let mut held = held.take().expect("polled just now");
                     let is_ok = match held.end_of(ended) {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
                             work.as_mut().drop_body();
+                            facts.refused(span, &error);
                             refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
                             break;
                         }
@@ -272,11 +277,11 @@ where
                     report(this.seat, || this.outcome.clone());
                     this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
                     if is_ok {
-                        // What happens if the encoding panics: the body has succeeded, so nobody else may run.
+                        // In case the encoding panics: the body has succeeded, so no other may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
                     held.on_drop = Some(work.as_mut().record(*this.max_result_bytes));
-                    // The body's own variables may be large, and may hold what others wait for.
+                    // The variables of the body may be large, and may hold locks or permits for which others wait.
                     work.as_mut().drop_body();
                     let enforced = held.enforced;
                     this.phase.set(Phase::End { end: (this.end)(held), is_ok, enforced });
@@ -285,12 +290,14 @@ where
                     match ready!(end.poll(cx)) {
                         Ok(content) => {
                             this.outcome.recorded = content != RecordContent::Nothing;
-                            this.outcome.result_stored = content == RecordContent::Result;
+                            this.outcome.result_stored = matches!(content, RecordContent::Result { .. });
                             if !*is_ok && this.outcome.recorded {
                                 this.outcome.disposition = Disposition::DeadLetter;
                             }
+                            facts.recorded(*is_ok, this.outcome.attempt, content);
                         }
                         Err(error) if *enforced => {
+                            facts.refused(span, &error);
                             refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
                         }
                         Err(error) => tracing::info!(%error, "shadow mode: the result is not recorded"),
@@ -300,22 +307,70 @@ where
                 PhaseProjection::Over => unreachable!("polled after it was ready"),
             }
         }
-        let mut this = self.project();
         this.phase.set(Phase::Over);
         work.drop_body();
         this.outcome.stage = Stage::Over;
+        facts.over(span, this.outcome);
         report(this.seat, || std::mem::replace(this.outcome, Outcome::UNKNOWN));
         Poll::Ready(())
     }
 }
 
-fn replayed(outcome: &mut Outcome, key: Key, record: &Record, is_ok: bool) {
+/// The phase in which the body runs, or `None` if it does not.
+fn enter<A, C>(
+    start: Start,
+    outcome: &mut Outcome,
+    facts: &mut Facts,
+    span: Option<&Span>,
+    mut work: Pin<&mut dyn Work>,
+    on_uncertain: Option<fn(Uncertain<'_>)>,
+) -> Option<Phase<A, C>> {
+    let error = match start {
+        Start::Reserved(held) => {
+            let number = held.attempt().number();
+            outcome.key = Some(held.attempt().key().clone());
+            outcome.attempt = Some(number);
+            outcome.takeover = held.takeover;
+            outcome.disposition = Disposition::Retry { after: held.pause() };
+            facts.reserved(span, number, held.takeover);
+            return Some(Phase::Body { held: Some(held) });
+        }
+        Start::Unprotected { attempt, mode, bypassed } => {
+            outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
+            outcome.bypassed = bypassed;
+            facts.unprotected(mode, bypassed);
+            return Some(Phase::Unprotected { attempt });
+        }
+        Start::Replay(replay) => match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
+            Ok(is_ok) => {
+                facts.replayed(span, &replay, outcome.waited);
+                replayed(outcome, replay, is_ok);
+                return None;
+            }
+            Err(problem) => Error::ResultUnavailable { key: replay.key, store: replay.store, problem },
+        },
+        Start::Refused(error) => error,
+    };
+    facts.refused(span, &error);
+    refuse(outcome, work, error, on_uncertain);
+    None
+}
+
+/// Notes that the body is being polled meanwhile; a panic leaves it so.
+fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
+    facts.polling = true;
+    let polled = poll();
+    facts.polling = false;
+    polled
+}
+
+fn replayed(outcome: &mut Outcome, replay: Replay, is_ok: bool) {
     outcome.replayed = true;
     outcome.recorded = true;
     outcome.result_stored = true;
-    outcome.attempt = Some(record.attempt);
+    outcome.attempt = Some(replay.record.attempt);
     outcome.disposition = if is_ok { Disposition::Ack } else { Disposition::DeadLetter };
-    outcome.key = Some(key);
+    outcome.key = Some(replay.key);
 }
 
 /// What to do with the message of a body whose result was not recorded, or not yet; `retry` if it returned an error.

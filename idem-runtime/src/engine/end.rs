@@ -9,6 +9,7 @@ use super::held::HeldAttempt;
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
+use crate::metrics::{Dropped, StoreOp};
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture};
 
@@ -19,9 +20,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How an attempt ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ending {
-    /// With a result, or with the knowledge that there was one.
+    /// With a result, or only with the completion.
     Finish(Finish),
-    /// Without one.
+    /// Without a result.
     Release(Release),
 }
 
@@ -32,32 +33,32 @@ impl Ending {
             Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
                 Some(Self::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })))
             }
-            // An error that can't be replayed is not worth ending the operation for.
+            // An error that can't be replayed must not end the operation.
             Self::Finish(Finish::Failed(StoredResult::Encoded { .. })) => Some(Self::Release(Release::Returned)),
             _ => None,
         }
     }
 }
 
-/// What a record knows of the run that ended.
+/// What the record holds of the attempt that ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RecordContent {
-    /// The result: duplicates replay it.
-    Result,
-    /// That the operation is completed, but not its result.
-    Completion,
-    /// Nothing: the key is free, or the attempt left it to another.
+    /// The result, of so many bytes: duplicates replay it.
+    Result { bytes: usize },
+    /// The completion, without the result.
+    Completion(Dropped),
+    /// Nothing: the key is free, or another attempt has it.
     Nothing,
 }
 
-/// Writes how the body ended, and says what the record knows of it. The heartbeat goes on meanwhile; an error says that
-/// nothing is recorded.
+/// Writes the end of the attempt. Returns what the record holds of it; an error means that nothing is recorded. The
+/// heartbeat goes on meanwhile.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
 pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
     async move {
-        // From here on an error of the caller's own makes nothing uncertain.
+        // The body has returned: if its own error is released, the caller knows of it, and nothing is in doubt.
         held.on_uncertain = None;
         let written = match held.write() {
             Some(mut writing) => match writing.at_once() {
@@ -78,7 +79,7 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
             (Ok(Verdict::Applied), Some(ending)) => content(held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
-        // An error of a release is the one case where something is left to do: `HeldAttempt` does it late.
+        // Only a release that failed leaves something to do: the drop of `HeldAttempt` repeats it late.
         if ended.is_ok() || matches!(held.on_drop, Some(Ending::Finish(_))) {
             held.on_drop = None;
         }
@@ -88,13 +89,16 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
             Ok(Verdict::Refused) => {
                 tracing::warn!(
                     key = %lease.key, store = store.name(), attempt = lease.attempt,
-                    "the body ran to its end, and another attempt has the key; the result is not recorded"
+                    "the body ran to its end, but another attempt had taken over; its result is not recorded"
                 );
                 Err(held.lost())
             }
             Err(error) if held.on_drop.is_some() => {
                 // The caller gets the body's own error, and does not wait for its key to be freed.
-                tracing::debug!(key = %lease.key, %error, "the key could not be freed yet; trying again late");
+                tracing::debug!(
+                    key = %lease.key, %error,
+                    "the key could not be released yet; trying again in the background"
+                );
                 Ok(RecordContent::Nothing)
             }
             Err(source) => Err(Error::Unrecorded {
@@ -108,10 +112,10 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
     }
 }
 
-/// A release that failed is not for the caller to wait for; everything else is written while the lease can be held.
+/// Repeats a failed write while the lease can be held. The caller does not wait for a release: the drop repeats it.
 async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<Verdict, StoreError> {
     match held {
-        // A shadow slows nobody down.
+        // Shadow mode must not delay a call.
         HeldAttempt {
             attempt: Some(Attempt { store, lease, reserved_at, .. }),
             on_drop: Some(ending),
@@ -127,30 +131,36 @@ async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<V
 /// What `ending` leaves in the record.
 fn content(key: &Key, ending: &Ending) -> RecordContent {
     let Ending::Finish(finish) = ending else { return RecordContent::Nothing };
-    let payload = finish.result();
-    if matches!(payload, StoredResult::Encoded { .. }) {
-        return RecordContent::Result;
-    }
-    tracing::warn!(%key, ?payload, "the completion is recorded without its result; duplicates can't replay it");
-    RecordContent::Completion
+    let result = finish.result();
+    let why = match result {
+        StoredResult::Encoded { bytes, .. } => return RecordContent::Result { bytes: bytes.len() },
+        StoredResult::TooLarge { .. } => Dropped::TooLarge,
+        StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {
+            Dropped::Unencodable
+        }
+    };
+    tracing::warn!(%key, ?result, "the completion is recorded without its result; duplicates can't replay it");
+    RecordContent::Completion(why)
 }
 
 /// Writes `ending` once.
 pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Ending) -> StoreFuture<'a, Verdict> {
     match ending {
-        Ending::Finish(finish) => store.finish(lease, finish),
-        Ending::Release(release) => store.release(lease, *release),
+        Ending::Finish(finish) => store.finish(lease, finish).watched(store, StoreOp::Finish),
+        Ending::Release(release) => store.release(lease, *release).watched(store, StoreOp::Release),
     }
 }
 
-/// Whether the same write may succeed later: whatever ails the store may pass, but not what ails the record.
+/// Whether the same write may succeed later: a failure of the store may pass, a problem of the record does not.
 fn may_pass(error: &StoreError) -> bool {
     match error.kind() {
         StoreErrorKind::Unavailable
         | StoreErrorKind::Unconfirmed
         | StoreErrorKind::Full
         | StoreErrorKind::Misconfigured => true,
-        StoreErrorKind::Corrupt | StoreErrorKind::TooLarge | StoreErrorKind::Aborted => false,
+        StoreErrorKind::Corrupt | StoreErrorKind::TooLarge | StoreErrorKind::Unsupported | StoreErrorKind::Aborted => {
+            false
+        }
     }
 }
 
@@ -193,9 +203,9 @@ impl<'a> Tries<'a> {
     }
 }
 
-/// Writes `ending` again, of which `written` came when it was written first, and again for one lease, while that can be held:
-/// every write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease and has not
-/// taken it for half a lease, `ending` becomes one without it.
+/// Repeats `ending`, whose first write returned `written`, for one lease at most and while that can be held. Every
+/// write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease but has not
+/// taken the result for half a lease, `ending` becomes one without it.
 pub(crate) async fn write_again(
     store: &dyn Store,
     lease: &Lease,
@@ -204,19 +214,19 @@ pub(crate) async fn write_again(
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
     let mut tries = Tries::new(store, lease, confirmed_at);
-    // Whether the store had taken a renewal of this lease, in this time, before it was asked for the last write.
+    // Whether the store had confirmed a renewal of this lease, since the first try, when the last write was sent.
     let mut renews = false;
     loop {
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
-        // A store that takes no writes at all may take the result when it comes back.
+        // Only if it renews: a store that takes no writes at all may take the result when it comes back.
         let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
             && let Some(without_result) = ending.without_result()
         {
             let shortened = write(store, lease, &without_result).await;
-            // A release that is refused may have met the result itself, whose answer got lost: that is asked for again.
+            // A refused release may have found the result itself, whose answer was lost: repeat the finish.
             let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, Ending::Finish(_));
             if too_large || (shortened.is_ok() && settled) {
                 *ending = without_result;
@@ -232,18 +242,40 @@ pub(crate) async fn write_again(
     }
 }
 
-/// What a late write is about, for the log.
-fn what(ending: &Ending) -> &'static str {
-    match ending {
-        Ending::Finish(_) => "a result that was being recorded when its call was dropped",
-        Ending::Release(Release::Interrupted) => "that a body was interrupted",
-        Ending::Release(_) => "the end of a call whose body was dropped",
+/// What happened to a call whose end is written late, for the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Late {
+    /// It was dropped before its body started.
+    NotStarted,
+    /// It was dropped while its body ran.
+    Cancelled,
+    /// Its body panicked.
+    Panicked,
+    /// Its body was cancelled for its time limit, and the caller knows.
+    TimedOut,
+    /// Its body returned an error, which the caller has, and the key could not be freed then.
+    Returned,
+    /// Its body returned, and the call was dropped while that was being recorded.
+    Recording,
+}
+
+impl Late {
+    fn what_happened(self) -> &'static str {
+        match self {
+            Self::NotStarted => "the call was dropped before its body ran",
+            Self::Cancelled => "the call was dropped while its body ran",
+            Self::Panicked => "the body panicked",
+            Self::TimedOut => "the body ran for longer than its `timeout` and was cancelled",
+            Self::Returned => "the body returned an error, and its caller has it",
+            Self::Recording => "the body returned, and the call was dropped while that was being recorded",
+        }
     }
 }
 
-/// Writes `ending` although nobody waits for it: at once if the store can, otherwise by [`Clock::spawn`](crate::Clock::spawn).
-pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Instant, mut ending: Ending) {
-    // An open transaction decides by itself what is left of its records.
+/// Writes `ending` after its caller is gone: at once if the store can, otherwise by
+/// [`Clock::spawn`](crate::clock::Clock::spawn).
+pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Instant, mut ending: Ending, late: Late) {
+    // In an open transaction nothing is written late: its commit or rollback decides.
     if !store.heartbeats().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
         return;
     }
@@ -252,36 +284,66 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
     clock.heartbeats().clock().spawn(Box::pin(async move {
         let _under_way = under_way;
         let store = store.upkeep();
-        let (key, name, attempt) = (&lease.key, store.name(), lease.attempt);
         let written = write(&*store, &lease, &ending).await;
         let written = write_again(&*store, &lease, confirmed_at, &mut ending, written).await;
-        let what = what(&ending);
-        match written {
-            Ok(Verdict::Applied) => tracing::debug!(%key, store = name, attempt, what, "written late"),
-            Ok(Verdict::Refused) => {
-                tracing::warn!(%key, store = name, attempt, what, "too late: the key is another attempt's by now");
-            }
-            Err(error) => tracing::error!(
-                %key, store = name, attempt, what, %error,
-                "could not be written; the key is held until its lease lapses"
-            ),
-        }
+        tell_late(store.name(), &lease, &ending, late.what_happened(), &written);
     }));
 }
 
-/// Frees a key that a request may have reserved, or may still reserve, although nobody waits for its answer any more.
+/// The span of the call is gone: the event stands alone, and names the key.
+fn tell_late(
+    store: &'static str,
+    lease: &Lease,
+    ending: &Ending,
+    call: &'static str,
+    written: &Result<Verdict, StoreError>,
+) {
+    let Lease { key, attempt, .. } = lease;
+    match (written, ending) {
+        (Ok(Verdict::Applied), Ending::Finish(_)) => {
+            tracing::debug!(parent: None, %key, store, attempt, call, "the result is recorded, late");
+        }
+        (Ok(Verdict::Applied), Ending::Release(Release::Interrupted)) => tracing::debug!(
+            parent: None, %key, store, attempt, call, "the operation is marked as interrupted, late"
+        ),
+        (Ok(Verdict::Applied), Ending::Release(_)) => {
+            tracing::debug!(parent: None, %key, store, attempt, call, "the key is free, late");
+        }
+        (Ok(Verdict::Refused), Ending::Finish(_)) => tracing::error!(
+            parent: None, %key, store, attempt, call,
+            "the result is not recorded: another attempt has taken over, and the operation may happen twice"
+        ),
+        (Ok(Verdict::Refused), Ending::Release(_)) => tracing::warn!(
+            parent: None, %key, store, attempt, call, "another attempt has taken over; nothing is written"
+        ),
+        (Err(error), Ending::Finish(_)) => tracing::error!(
+            parent: None, %key, store, attempt, call, %error,
+            "the result could not be recorded; once the lease has lapsed, another attempt may run"
+        ),
+        (Err(error), Ending::Release(Release::Interrupted)) => tracing::error!(
+            parent: None, %key, store, attempt, call, %error,
+            "the operation could not be marked as interrupted; once the lease has lapsed, it counts as that"
+        ),
+        // No harm but a delay, and an outage may leave many.
+        (Err(error), Ending::Release(_)) => tracing::debug!(
+            parent: None, %key, store, attempt, call, %error, "the key could not be freed; it is held until its lease lapses"
+        ),
+    }
+}
+
+/// Frees a key that the request of a dropped call may have reserved, or may still reserve.
 ///
-/// A release alone could overtake the reservation, which would then hold the key with nobody to run under it. So the key is
-/// reserved once more with the same owner token, and then released. What is there afterwards is a record that the late request
-/// has not met: it can neither insert its own nor replace this one.
+/// A release alone could arrive before the reservation, which would then hold the key without a body. So the key is
+/// reserved once more with the same owner token, and then released. That leaves a record which the late request has not
+/// seen: it can neither insert its own nor replace this one.
 pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest) {
     if !store.heartbeats().writes_late() {
         return;
     }
-    if let Some(reservation) = store.reserve(request).at_once() {
+    if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
         if let Reservation::Granted { lease, .. } = reservation {
             let ending = Ending::Release(Release::NotStarted);
-            write_late(Arc::clone(store), lease, store.heartbeats().clock().now(), ending);
+            write_late(Arc::clone(store), lease, store.heartbeats().clock().now(), ending, Late::NotStarted);
         }
         return;
     }
@@ -293,14 +355,21 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest) {
         let store = upkeep.upkeep();
         let (key, name) = (&request.key, store.name());
         match clean_up(&*store, &request).await {
-            Ok(()) => tracing::debug!(%key, store = name, "nothing is left of a call that was dropped before its body"),
-            Err(error) => tracing::warn!(
-                %key, store = name, %error,
-                "a call was dropped while its key was being reserved, and the store can't be asked what became of that; \
-                 no body ran; if it is reserved, its lease lapses by itself"
+            Ok(()) => tracing::debug!(
+                parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"
+            ),
+            // No harm but a delay, and an outage may leave many.
+            Err(error) => tracing::debug!(
+                parent: None, %key, store = name, %error,
+                "a call was dropped while reserving its key, and the store does not say whether the key is reserved; \
+                 the body did not run; if the key is reserved, its lease lapses"
             ),
         }
     }));
+}
+
+fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+    store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
 }
 
 async fn clean_up(store: &dyn Store, request: &ReserveRequest) -> Result<(), StoreError> {
@@ -308,19 +377,20 @@ async fn clean_up(store: &dyn Store, request: &ReserveRequest) -> Result<(), Sto
     let unanswered = request.unanswered();
     let mut tries = Tries::new(store, &unanswered, asked_at);
     loop {
-        let freed = match store.reserve(request).await {
-            Ok(Reservation::Granted { lease, .. }) => match store.release(&lease, Release::NotStarted).await {
+        let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {
+            Ok(Reservation::Granted { lease, .. }) => match free(store, &lease).await {
                 Ok(Verdict::Applied) => Ok(()),
-                // Taken over in between.
+                // Another attempt took over in between.
                 Ok(Verdict::Refused) => {
                     Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
                 }
                 Err(error) => Err(error),
             },
-            // Ours is released already, or the record is somebody else's, which a request that has not met it leaves alone.
+            // Ours is released already, or the record is another attempt's: the late request has not seen it and can't
+            // replace it.
             Ok(_) => Ok(()),
-            // It may have landed all the same; then it is ours to release.
-            Err(error) if error.may_have_landed() => match store.release(&unanswered, Release::NotStarted).await {
+            // The reservation may have taken effect all the same: release it.
+            Err(error) if error.may_have_landed() => match free(store, &unanswered).await {
                 Ok(Verdict::Applied) => Ok(()),
                 _ => Err(error),
             },

@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use super::attempt::{Attempt, Entered};
 use super::call::Work;
-use super::end::{self, Ending};
+use super::end::{self, Ending, Late};
 use super::outcome::Observation;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
-use crate::record::{Release, Verdict};
-use crate::store::{Standing, StoreFuture};
+use crate::record::{Lease, Release, Verdict};
+use crate::store::{LeaseStanding, StoreFuture};
 
-/// A reservation and what has to happen to it if the call ends here: dropped while the body runs, it releases the key
-/// (or marks it interrupted); dropped while the result is being recorded, it records the result late.
+/// A reservation, and the write that its drop makes: while the body runs, the drop releases the key (or marks it
+/// interrupted); while the result is being recorded, it records the result late.
 pub(super) struct HeldAttempt {
     /// Empty only while the attempt is the current one of this thread.
     pub(super) attempt: Option<Attempt>,
@@ -25,6 +25,8 @@ pub(super) struct HeldAttempt {
     timeout: Duration,
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(super) on_drop: Option<Ending>,
+    /// How the body ended, once it has.
+    ended: Option<BodyEnd>,
 }
 
 /// Where a body stands between two polls.
@@ -41,11 +43,11 @@ enum BodyStage {
 /// How a body ended.
 #[derive(Clone, Copy)]
 pub(super) enum BodyEnd {
-    /// It returned, and says whether that is `Ok`.
+    /// It returned; true for `Ok`.
     Returned(bool),
     /// Its lease was lost.
     LeaseLost,
-    /// It ran for longer than it may.
+    /// It ran for longer than its `timeout`.
     TimedOut,
 }
 
@@ -57,29 +59,38 @@ impl HeldAttempt {
         };
         let on_drop = Some(Ending::Release(release));
         let Policy { timeout, on_uncertain, .. } = *policy;
-        Self { attempt: Some(attempt), body: BodyStage::New, takeover, enforced, timeout, on_uncertain, on_drop }
+        Self {
+            attempt: Some(attempt),
+            body: BodyStage::New,
+            takeover,
+            enforced,
+            timeout,
+            on_uncertain,
+            on_drop,
+            ended: None,
+        }
     }
 
     pub(super) fn attempt(&self) -> &Attempt {
         self.attempt.as_ref().expect("swapped out only while the body is being polled")
     }
 
-    /// Polls the body as this attempt, if its lease is held. It is registered for heartbeats before it is first polled, as it
-    /// may block in there.
+    /// Polls the body as this attempt, if its lease is held. The lease is registered for heartbeats before the first
+    /// poll, which may block.
     pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
         if self.body != BodyStage::New {
             match self.standing(cx) {
-                Standing::Lapsed => return Poll::Pending,
-                Standing::Lost => return Poll::Ready(BodyEnd::LeaseLost),
-                Standing::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
-                Standing::Held => return self.poll_as_attempt(work, cx),
+                LeaseStanding::Lapsed => return Poll::Pending,
+                LeaseStanding::Lost => return Poll::Ready(BodyEnd::LeaseLost),
+                LeaseStanding::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
+                LeaseStanding::Held => return self.poll_as_attempt(work, cx),
             }
         }
         let Attempt { store, lease, reserved_at, .. } = self.attempt();
         store.heartbeats().register(store, lease, *reserved_at, self.timeout);
         let polled = self.poll_as_attempt(work, cx);
-        if polled.is_pending() && self.standing(cx) != Standing::Held {
-            // There was nobody to wake yet.
+        if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
+            // The lease ended during the first poll, when no waker was registered yet.
             cx.waker().wake_by_ref();
         }
         polled
@@ -92,34 +103,49 @@ impl HeldAttempt {
         polled.map(BodyEnd::Returned)
     }
 
-    /// Whether the body may be polled. A shadow changes nothing.
-    fn standing(&self, cx: &Context<'_>) -> Standing {
+    /// Whether the body may be polled: always in shadow mode.
+    fn standing(&self, cx: &Context<'_>) -> LeaseStanding {
         let Attempt { store, lease, .. } = self.attempt();
         match self.enforced {
             true => store.heartbeats().standing(lease.owner, cx.waker()),
-            false => Standing::Held,
+            false => LeaseStanding::Held,
         }
     }
 
-    /// Writes how the body ended, once.
+    /// Writes the end of the attempt, once.
     pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.attempt();
         self.on_drop.as_ref().map(|ending| end::write(&**store, lease, ending))
     }
 
-    /// What follows from the end of the body: whether its result is `Ok`, or why it has none.
+    /// Whether the result of the body is `Ok`, or the error of a body that has none.
     pub(super) fn end_of(&mut self, ended: BodyEnd) -> Result<bool, Error> {
-        let key = self.attempt().key();
+        self.ended = Some(ended);
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (&lease.key, store.name(), lease.attempt);
         match ended {
             BodyEnd::Returned(is_ok) => Ok(is_ok),
             BodyEnd::LeaseLost => {
-                tracing::warn!(%key, "the lease was lost; the body was cancelled");
+                tracing::warn!(
+                    %key, store, attempt,
+                    "the lease was lost: another attempt has taken over; the body was cancelled"
+                );
                 self.on_drop = None;
                 Err(self.lost())
             }
             BodyEnd::TimedOut => {
-                tracing::warn!(%key, "the body ran for longer than its `timeout` and was cancelled");
-                // The error tells what the drop would tell again. The drop frees the key.
+                let timeout = self.timeout;
+                match self.on_drop {
+                    Some(Ending::Release(Release::Interrupted)) => tracing::error!(
+                        %key, store, attempt, ?timeout,
+                        "the body ran for longer than its `timeout` and was cancelled; no other may run: somebody has to \
+                         decide"
+                    ),
+                    _ => tracing::warn!(
+                        %key, store, attempt, ?timeout, "the body ran for longer than its `timeout` and was cancelled"
+                    ),
+                }
+                // The error reports the doubt, so the drop must not report it again. The drop still frees the key.
                 self.on_uncertain = None;
                 Err(self.timed_out())
             }
@@ -145,7 +171,7 @@ impl HeldAttempt {
     }
 }
 
-/// Tells the user's hook of an operation in doubt.
+/// Calls the user's hook for an operation in doubt.
 pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
     let Some(hook) = hook else { return };
     if std::panic::catch_unwind(|| hook(uncertain)).is_err() {
@@ -153,7 +179,27 @@ pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
     }
 }
 
-/// Polls a body as `attempt`; the calls it makes are nobody else's to observe.
+/// The event of a call that is dropped while its body runs. The span of the call is not the current one: the event names the
+/// key.
+fn tell_dropped(late: Late, store: &'static str, lease: &Lease) {
+    let Lease { key, attempt, on_crash, .. } = lease;
+    match (late, on_crash) {
+        (Late::Panicked | Late::Cancelled, OnCrash::Fail) => tracing::error!(
+            %key, store, attempt, panicked = late == Late::Panicked,
+            "the body started and did not return, and no other may run: somebody has to decide"
+        ),
+        (Late::Panicked, OnCrash::Retry) => tracing::warn!(
+            %key, store, attempt, "the body panicked, and its effects may have happened in part; the next delivery runs it"
+        ),
+        (Late::Cancelled, OnCrash::Retry) => tracing::info!(
+            %key, store, attempt,
+            "the call was dropped while its body ran, and its effects may have happened in part; the next delivery runs it"
+        ),
+        _ => {}
+    }
+}
+
+/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes.
 pub(super) fn poll_as(attempt: &mut Option<Attempt>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<bool> {
     let mut nobody = None;
     let _observation = Observation::enter(&mut nobody);
@@ -165,17 +211,26 @@ impl Drop for HeldAttempt {
     fn drop(&mut self) {
         let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
         let begun = self.body != BodyStage::New;
+        let late = match (self.ended, &self.on_drop) {
+            (None, _) if !begun => Late::NotStarted,
+            (None, _) if self.body == BodyStage::Polling => Late::Panicked,
+            (None, _) => Late::Cancelled,
+            (Some(BodyEnd::TimedOut), _) => Late::TimedOut,
+            (_, Some(Ending::Release(_))) => Late::Returned,
+            _ => Late::Recording,
+        };
         if begun && matches!(self.on_drop, Some(Ending::Release(_))) {
             let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
             let (key, attempt) = (&lease.key, lease.attempt);
             tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
+            tell_dropped(late, store.name(), &lease);
         }
         let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
         if let Some(ending) = self.on_drop.take() {
-            end::write_late(store, lease, confirmed_at, ending);
+            end::write_late(store, lease, confirmed_at, ending, late);
         }
     }
 }

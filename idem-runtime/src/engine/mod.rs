@@ -1,16 +1,21 @@
 //! The protocol: reserve, run with heartbeats, record, replay. The only folder with this control flow.
 //!
-//! A call has three phases. [`begin`] reserves the key or finds out why the body is not to run. The body then runs inside
-//! the caller's own future, as a [`held`] attempt. [`end`] records what it returned. [`call`] strings the three together.
+//! A call has three phases. [`begin`] reserves the key or returns why the body must not run. The body then runs inside
+//! the caller's own future, as a [`held`] attempt. [`end`] records what it returned. [`call`] strings the three
+//! together.
 
 mod attempt;
+mod batch;
+mod beat;
 mod begin;
 mod call;
 mod end;
 mod held;
 mod outcome;
-mod recorder;
+pub(crate) mod recorder;
+mod telemetry;
 
+use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
 
@@ -19,80 +24,151 @@ use serde::Serialize;
 #[cfg(feature = "testing")]
 pub(crate) use self::attempt::Entered;
 pub use self::attempt::{Attempt, current};
-pub use self::end::Ending;
+pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, ObserveAll, observe_all};
+pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
+#[cfg(feature = "http")]
+pub(crate) use self::end::Ending;
 #[cfg(feature = "testing")]
 pub(crate) use self::outcome::Observation;
 pub use self::outcome::{CatchPanics, Observe, Outcome, Refusal, observe};
-pub use self::recorder::{
-    ErrorRule, RecordResults, RecordValues, Recorder, record_results, record_results_if, record_values,
-};
+#[cfg(feature = "conformance")]
+pub use self::recorder::replay;
+pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
+use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};
-use crate::policy::{Mode, Policy};
+use crate::policy::{Mode, OnError, Policy};
 use crate::store::Store;
 
-/// One call of an idempotent function: where, under which key, and how it is protected.
-#[derive(Debug)]
-pub struct Operation {
-    store: Arc<dyn Store>,
-    /// In a box, as every call would move its room about.
-    key: Result<Key, Box<KeyError>>,
-    policy: Policy,
-    fingerprint: Option<Result<Fingerprint, FingerprintError>>,
-}
-
-impl Operation {
-    /// An operation named by `key` in `store`. A key that could not be built is reported when the operation is run.
-    pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
-        Self { store: store.handle(), key: key.map_err(Box::new), policy, fingerprint: None }
-    }
-
-    /// The operation with the fingerprint of its payload.
-    #[must_use]
-    pub fn fingerprint<F: Serialize + ?Sized>(mut self, payload: &F) -> Self {
-        if self.policy.current_mode() != Mode::Off {
-            self.fingerprint = Some(Fingerprint::of(payload));
-        }
-        self
-    }
-}
-
-/// Runs `body` once for the key of `operation`, and replays its recorded result to every duplicate.
+/// One call of an idempotent function: where, under which key, how it is protected, and how its result is recorded.
 ///
-/// This is what `#[idempotent]` calls. `recorder` says how results are kept: [`record_values`](crate::record_values),
-/// [`record_results`](crate::record_results) or [`record_results_if`](crate::record_results_if).
+/// `#[idempotent]` makes one of each call. Values are recorded as [`Json`] and an error frees the key, unless said otherwise
+/// by [`codec`](Self::codec), [`record_errors`](Self::record_errors) or [`record_errors_if`](Self::record_errors_if).
+/// `Within::operation` makes one inside of a transaction of yours.
 ///
-/// # Errors
-/// What `body` returned, or the [`Error`] that says why it has no result.
-///
-/// # Panics
-/// If `body` does; the key is then freed at once, or counts as interrupted under [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of
-/// [`OnUndecodable`](crate::OnUndecodable) does; nothing changes then.
-///
-/// # Cancel safety
-/// Dropping the future cancels the body and frees the key, or counts as an interruption under [`OnCrash::Fail`](crate::OnCrash::Fail). Once
-/// the body has returned, its result is recorded even if the future is dropped.
-///
+/// # Examples
 /// ```
 /// # use std::time::Duration;
-/// use idem_runtime::{Error, Json, Key, MemoryStore, Operation, Policy, record_values, run};
+/// use idem_runtime::{Error, Key, MemoryStore, Operation, Policy};
 ///
 /// const POLICY: Policy = Policy::new(Duration::from_secs(7 * 86_400));
 ///
 /// async fn ship(store: &MemoryStore, order: u32) -> Result<String, Error> {
 ///     let operation = Operation::new(store, Key::new("shop::ship", order), POLICY);
-///     run(operation, record_values::<Json>(), async move { Ok(format!("parcel {order}")) }).await
+///     operation.run(async move { Ok(format!("parcel {order}")) }).await
 /// }
 /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
 /// # let store = MemoryStore::new();
 /// # assert_eq!(ship(&store, 42).await.unwrap(), ship(&store, 42).await.unwrap());
 /// # });
 /// ```
-pub fn run<T, E, R, B>(operation: Operation, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
-where
-    R: Recorder<T, E>,
-    E: From<Error>,
-    B: Future<Output = Result<T, E>>,
-{
-    call::run(operation, recorder, body)
+#[must_use = "an operation does nothing until it is run"]
+pub struct Operation<R = RecordValues<Json>, P = ()> {
+    subject: Subject,
+    recorder: R,
+    /// What a run in this place needs; nothing for a store.
+    place: P,
+}
+
+/// Where an operation is recorded, under which key, and how it is protected.
+#[derive(Debug)]
+struct Subject {
+    store: Arc<dyn Store>,
+    /// Boxed: the error is large, and every call would carry its size inline.
+    key: Result<Key, Box<KeyError>>,
+    policy: Policy,
+    fingerprint: Option<Result<Fingerprint, FingerprintError>>,
+}
+
+impl<R, P> fmt::Debug for Operation<R, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Subject { store, key, policy, .. } = &self.subject;
+        f.debug_struct("Operation")
+            .field("store", store)
+            .field("key", key)
+            .field("policy", policy)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Operation {
+    /// An operation named by `key` in `store`. A key that could not be built is reported when the operation is run.
+    pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
+        let key = key.map(|key| key.shown(policy.key_display)).map_err(Box::new);
+        let subject = Subject { store: store.handle(), key, policy, fingerprint: None };
+        Self { subject, recorder: RecordValues::new(), place: () }
+    }
+}
+
+impl<R, P> Operation<R, P> {
+    /// The operation with the fingerprint of its payload: another payload under the same key is refused.
+    pub fn fingerprint<F: Serialize + ?Sized>(mut self, payload: &F) -> Self {
+        if self.subject.policy.current_mode() != Mode::Off {
+            self.subject.fingerprint = Some(Fingerprint::of(payload));
+        }
+        self
+    }
+
+    /// The same with a fingerprint that is made already.
+    #[cfg(feature = "http")]
+    pub(crate) fn fingerprinted(mut self, fingerprint: Result<Fingerprint, FingerprintError>) -> Self {
+        if self.subject.policy.current_mode() != Mode::Off {
+            self.subject.fingerprint = Some(fingerprint);
+        }
+        self
+    }
+
+    /// The operation in another place.
+    #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+    pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
+        let Self { subject, recorder, place: left } = self;
+        (Operation { subject, recorder, place }, left)
+    }
+
+    pub(crate) fn recorded_by<Q>(self, recorder: Q) -> Operation<Q, P> {
+        let Self { subject, place, .. } = self;
+        Operation { subject, recorder, place }
+    }
+}
+
+impl<C: Codec, P> Operation<RecordValues<C>, P> {
+    /// Records the result by another codec (default: [`Json`]).
+    pub fn codec<D: Codec>(self) -> Operation<RecordValues<D>, P> {
+        self.recorded_by(RecordValues::new())
+    }
+
+    /// Records errors, too, and replays them to duplicates (default: an error frees the key).
+    pub fn record_errors(self) -> Operation<RecordResults<C, ()>, P> {
+        self.recorded_by(RecordResults::new(()))
+    }
+
+    /// Records errors if `decide` says so.
+    pub fn record_errors_if<E, F: Fn(&E) -> OnError>(self, decide: F) -> Operation<RecordResults<C, F>, P> {
+        self.recorded_by(RecordResults::new(decide))
+    }
+}
+
+impl<R> Operation<R> {
+    /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate.
+    ///
+    /// # Errors
+    /// What `body` returned, or the [`Error`] that says why it has no result.
+    ///
+    /// # Panics
+    /// If `body` does; the key is then freed at once, or counts as interrupted under
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of [`OnUndecodable`](crate::OnUndecodable) does; nothing changes
+    /// then.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cancels the body and frees the key, or counts as an interruption under
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the future is
+    /// dropped.
+    pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>,
+    {
+        call::run(self.subject, self.recorder, body)
+    }
 }

@@ -5,13 +5,20 @@ use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
+use tracing::Span;
 
+use super::batch::Turns;
+use super::beat::{Beats, Budget, NoBeat};
 use crate::error::{Disposition, Error};
 use crate::key::Key;
+use crate::policy::Backoff;
+use crate::record::Traceparent;
+use crate::store::{Store, Timer};
 
 /// Why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -56,6 +63,7 @@ impl Refusal {
             | Error::Unrecorded { .. }
             | Error::TimedOut { .. }
             | Error::Panicked { .. }
+            | Error::MessageLost { .. }
             | Error::Store { started: true, .. } => None,
             Error::MissingKey { .. } => Some(Self::MissingKey),
             Error::InvalidKey { .. } => Some(Self::InvalidKey),
@@ -101,13 +109,14 @@ pub struct Outcome {
     pub(crate) disposition: Disposition,
 }
 
-/// When a message is delivered again whose call was dropped before its body started, or that reached no call at all.
+/// The pause before a message is delivered again if its call was dropped before the body started, or if it reached no
+/// call.
 const NOTHING_HAPPENED: Duration = Duration::from_secs(1);
-/// When a message is delivered again whose transaction was not committed.
+/// The pause before a message is delivered again if its transaction was not committed.
 const NOT_COMMITTED: Duration = Duration::from_millis(100);
 
 impl Outcome {
-    /// The outcome of a call that hasn't come further than this.
+    /// The outcome of a delivery that has reached no call yet.
     pub(crate) const UNKNOWN: Self = Self {
         key: None,
         stage: Stage::None,
@@ -123,7 +132,7 @@ impl Outcome {
         attempt: None,
         refusal: None,
         bypassed: None,
-        // What did not reach an idempotent function must not be acknowledged on its behalf.
+        // A message that reached no idempotent function must not be acknowledged.
         disposition: Disposition::Retry { after: NOTHING_HAPPENED },
     };
 
@@ -132,7 +141,7 @@ impl Outcome {
         self.key.as_ref()
     }
 
-    /// Whether an idempotent function was called at all. A call that is made in a task of its own is observed there.
+    /// Whether an idempotent function was called at all. A call in a spawned task is not observed here.
     pub fn observed(&self) -> bool {
         self.stage != Stage::None
     }
@@ -174,8 +183,8 @@ impl Outcome {
         self.result_stored
     }
 
-    /// Whether the effect may have happened although the record does not know: the lease was lost, the result is not
-    /// recorded, the body was cancelled, or an earlier attempt was interrupted. What an alert should tell.
+    /// Whether the effect may have happened although the record does not say so: the lease was lost, the result is not
+    /// recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
     pub fn uncertain(&self) -> bool {
         self.uncertain
     }
@@ -220,15 +229,23 @@ impl Outcome {
         }
     }
 
-    /// Whether nothing is left to do for this call, as far as it knows.
+    /// Whether this call leaves nothing to do: it may be acknowledged, or its error is recorded.
     fn is_settled(&self) -> bool {
         self.disposition == Disposition::Ack || (self.recorded && !self.cancelled())
     }
 
-    /// The outcome of a delivery in which `calls` were made, and which failed or did not.
-    fn of_delivery(mut calls: Vec<Self>, failed: bool) -> Self {
+    /// When the message of `call` is delivered again, which came no further.
+    pub(super) fn pause_of(call: Option<&Self>) -> Duration {
+        match call.map(|call| call.disposition) {
+            Some(Disposition::Retry { after }) => after,
+            _ => NOTHING_HAPPENED,
+        }
+    }
+
+    /// The outcome of a delivery that made `calls`; `failed` if it returned an error.
+    fn of_delivery(mut calls: Vec<Self>, failed: bool, budget: Budget) -> Self {
         for call in calls.iter_mut().filter(|call| call.cancelled()) {
-            // The stages before have reported what is known by then.
+            // Its last report came from before the drop: a body that had started is in doubt.
             call.uncertain = call.executed;
         }
         let retry = |calls: &[Self]| {
@@ -244,10 +261,10 @@ impl Outcome {
         let any_uncertain = calls.iter().any(|call| call.uncertain);
         let Some(mut last) = calls.pop() else {
             tracing::warn!(
-                "no idempotent function was called in what was observed, or it was called in a task of its own; the \
-                 message is not acknowledged"
+                "the observed future called no idempotent function, or called it in a spawned task; the message is \
+                 not acknowledged"
             );
-            return Self::UNKNOWN;
+            return Self { disposition: budget.slowed(Self::UNKNOWN.disposition, 0), ..Self::UNKNOWN };
         };
         last.disposition = match (failed, last.disposition) {
             (true, Disposition::Ack) => Disposition::Retry { after: NOTHING_HAPPENED },
@@ -255,63 +272,171 @@ impl Outcome {
             (false, _) if all_settled => Disposition::Ack,
             (false, last) => retry.map_or(last, |after| Disposition::Retry { after }),
         };
+        last.disposition = budget.slowed(last.disposition, last.key.as_ref().map_or(0, Key::seed));
         last.pending_commit = any_pending;
         last.uncertain = any_uncertain;
         last
     }
 }
 
-/// Where an observed call reports: its place among the calls of its delivery.
-pub(crate) type Seat = Option<usize>;
-
-thread_local! {
-    /// Where the engine reports, while the future of an [`observe`] is being polled.
-    static OBSERVER: RefCell<Option<Vec<Outcome>>> = const { RefCell::new(None) };
+impl Budget {
+    /// `disposition`, later with each delivery where it knows no better than that nothing has happened.
+    fn slowed(self, disposition: Disposition, seed: u64) -> Disposition {
+        match (disposition, self.number()) {
+            (Disposition::Retry { after }, Some(number)) if after == NOTHING_HAPPENED => {
+                Disposition::Retry { after: Backoff::DEFAULT.after(number, seed).max(after) }
+            }
+            _ => disposition,
+        }
+    }
 }
 
-/// Puts a place for outcomes of calls made on this thread, until it is dropped.
+/// The place of an observed call among the calls of its delivery.
+pub(crate) type Seat = Option<usize>;
+
+/// What is known of a delivery, and what its calls may know of it.
+#[derive(Default)]
+pub(crate) struct Observer {
+    pub(super) calls: Vec<Outcome>,
+    pub(super) budget: Budget,
+    timer: TimerSlot,
+    /// The batch that the delivery is one of, and its place there.
+    pub(super) turns: Option<(Turns, usize)>,
+    /// What the message is called, for spans.
+    message: Option<Arc<Message>>,
+}
+
+/// What OpenTelemetry wants to know of a message.
+#[derive(Clone, Default)]
+struct Message {
+    /// Its system, its destination and its id.
+    called: Option<(&'static str, String, String)>,
+    /// The trace that it is a part of.
+    traceparent: Option<Traceparent>,
+}
+
+/// The timer of the first call, where a delivery has a use for it.
+#[derive(Clone, Debug, Default)]
+pub enum TimerSlot {
+    #[default]
+    Unwanted,
+    Wanted,
+    Known(Timer, Option<Key>),
+}
+
+impl Observer {
+    /// Takes over what an observation around this one says of the message. Returns whether that one waits for a timer.
+    fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
+        let wanted_outside = OBSERVER.with_borrow(|outer| {
+            let Some(outer) = outer else { return false };
+            self.budget = self.budget.or(outer.budget);
+            if self.turns.is_none() {
+                self.turns.clone_from(&outer.turns);
+            }
+            if self.message.is_none() {
+                self.message.clone_from(&outer.message);
+            }
+            matches!(outer.timer, TimerSlot::Wanted)
+        });
+        if matches!(self.timer, TimerSlot::Unwanted) && (wants_timer || wanted_outside) {
+            self.timer = TimerSlot::Wanted;
+        }
+        wanted_outside
+    }
+}
+
+thread_local! {
+    /// The reports of the engine, while the future of an [`observe`] is being polled.
+    static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
+}
+
+/// Collects the outcomes of calls on this thread until it is dropped.
 pub(crate) struct Observation<'a> {
-    calls: &'a mut Option<Vec<Outcome>>,
+    observer: &'a mut Option<Observer>,
 }
 
 impl<'a> Observation<'a> {
-    /// `None` means that nobody observes.
-    pub(crate) fn enter(calls: &'a mut Option<Vec<Outcome>>) -> Self {
-        swap(calls);
-        Self { calls }
+    /// `None`: the calls are not observed.
+    pub(crate) fn enter(observer: &'a mut Option<Observer>) -> Self {
+        swap(observer);
+        Self { observer }
     }
 }
 
 impl Drop for Observation<'_> {
     fn drop(&mut self) {
-        swap(self.calls);
+        swap(self.observer);
     }
 }
 
-fn swap(calls: &mut Option<Vec<Outcome>>) {
+fn swap(other: &mut Option<Observer>) {
     OBSERVER.with_borrow_mut(|observer| {
-        // Most calls are observed by nobody.
-        if observer.is_some() || calls.is_some() {
-            std::mem::swap(observer, calls);
+        // Most calls are not observed.
+        if observer.is_some() || other.is_some() {
+            std::mem::swap(observer, other);
         }
     });
 }
 
-/// Reports how far a call has come, or how it ended, to whoever observes it.
+/// Reports how far a call has come, or how it ended, to the `observe` around it.
 pub(crate) fn report(seat: &mut Seat, outcome: impl FnOnce() -> Outcome) {
     OBSERVER.with_borrow_mut(|observer| {
-        let Some(calls) = observer else { return };
+        let Some(Observer { calls, turns, .. }) = observer else { return };
+        let outcome = outcome();
+        if let Some((turns, item)) = turns
+            && outcome.stage == Stage::Over
+            && let Some(key) = &outcome.key
+        {
+            turns.leave(key, *item);
+        }
         match seat.and_then(|seat| calls.get_mut(seat)) {
-            Some(call) => *call = outcome(),
+            Some(call) => *call = outcome,
             None => {
                 *seat = Some(calls.len());
-                calls.push(outcome());
+                // Most deliveries make one call; a vector that grows by itself takes room for four.
+                if calls.is_empty() {
+                    calls.reserve_exact(1);
+                }
+                calls.push(outcome);
             }
         }
     });
 }
 
-/// Runs `future`, the handling of one delivery, and tells how it ended.
+/// A call on `store` begins. Returns how its message is delivered, and its batch if it is one of many.
+pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
+    OBSERVER.with_borrow_mut(|observer| {
+        let observer = observer.as_mut()?;
+        if matches!(observer.timer, TimerSlot::Wanted) {
+            observer.timer = TimerSlot::Known(store.heartbeats().timer(), key.cloned());
+        }
+        observer.turns.clone()
+    })
+}
+
+/// How often the message of the present call has been delivered, and may be.
+pub(super) fn budget() -> Budget {
+    OBSERVER.with_borrow(|observer| observer.as_ref().map(|observer| observer.budget).unwrap_or_default())
+}
+
+/// Writes into the span of a call which message it handles, where that is known.
+pub(super) fn describe_message(span: &Span) {
+    OBSERVER.with_borrow(|observer| {
+        let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
+        let Some((system, destination, id)) = message.and_then(|message| message.called.as_ref()) else { return };
+        span.record("messaging.operation.type", "process");
+        span.record("messaging.system", *system);
+        span.record("messaging.destination.name", &**destination);
+        span.record("messaging.message.id", &**id);
+    });
+}
+
+/// The trace that the message of the present call is a part of, where that is known.
+pub(super) fn traceparent() -> Option<Traceparent> {
+    OBSERVER.with_borrow(|observer| observer.as_ref()?.message.as_ref()?.traceparent)
+}
+
+/// Runs `future`, which handles one delivery, and returns how it ended.
 ///
 /// The [`Outcome`] describes the last idempotent call in it; its [disposition](Outcome::disposition) is about all of it:
 ///
@@ -323,7 +448,7 @@ pub(crate) fn report(seat: &mut Seat, outcome: impl FnOnce() -> Outcome) {
 /// - If no idempotent function was reached, the message is delivered again, and a warning says so. A call in a spawned task is
 ///   observed there: `tokio::spawn(observe(…))`.
 ///
-/// Calls made inside the body of an idempotent function are that function's own affair.
+/// Calls inside the body of an idempotent function are not reported: the function itself is.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -356,51 +481,139 @@ where
 pin_project! {
     /// The future of [`observe`].
     #[must_use = "futures do nothing unless polled"]
-    pub struct Observe<F: Future> {
+    pub struct Observe<F: Future, B = NoBeat> {
         #[pin]
         future: Option<F>,
-        calls: Option<Vec<Outcome>>,
+        observer: Option<Observer>,
         failed: fn(&F::Output) -> bool,
+        beat: B,
     }
 }
 
-impl<F: Future> fmt::Debug for Observe<F> {
+impl<F: Future, B: fmt::Debug> fmt::Debug for Observe<F, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Observe").field("calls", &self.calls).finish_non_exhaustive()
+        let calls = self.observer.as_ref().map(|observer| &observer.calls);
+        f.debug_struct("Observe").field("calls", &calls).field("beat", &self.beat).finish_non_exhaustive()
     }
 }
 
 impl<F: Future> Observe<F> {
     pub(crate) fn new(future: F, failed: fn(&F::Output) -> bool) -> Self {
-        Self { future: Some(future), calls: Some(Vec::new()), failed }
+        Self { future: Some(future), observer: Some(Observer::default()), failed, beat: NoBeat }
     }
 
+    pub(super) fn with_beat<B>(self, beat: B) -> Observe<F, B> {
+        let Self { future, observer, failed, beat: NoBeat } = self;
+        Observe { future, observer, failed, beat }
+    }
+}
+
+impl<F: Future, B> Observe<F, B> {
+    /// What the message is called, for the spans of its calls: the broker as OpenTelemetry calls it (`kafka`, `rabbitmq`,
+    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. They are the attributes `messaging.system`,
+    /// `messaging.destination.name` and `messaging.message.id`.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, message_id: &str) {
+    /// let (result, outcome) = observe(ship(store, id)).message("aws_sqs", "orders", message_id).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn message(self, system: &'static str, destination: impl Into<String>, id: impl Into<String>) -> Self {
+        let called = (system, destination.into(), id.into());
+        self.map_message(|message| message.called = Some(called))
+    }
+
+    /// The trace that the message is a part of, as its header `traceparent` has it. The record keeps it, so that the span of a
+    /// replay names the trace of the run that made the result (`idem.original_trace`). The HTTP layer does this by itself.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, header: &str) {
+    /// let (result, outcome) = observe(ship(store, id)).traceparent(header.parse().ok()).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
+        match traceparent.into() {
+            Some(traceparent) => self.map_message(|message| message.traceparent = Some(traceparent)),
+            None => self,
+        }
+    }
+
+    fn map_message(self, change: impl FnOnce(&mut Message)) -> Self {
+        self.map_observer(|observer| change(Arc::make_mut(observer.message.get_or_insert_default())))
+    }
+
+    pub(super) fn map_beat(self, change: impl FnOnce(B) -> B) -> Self {
+        Self { beat: change(self.beat), ..self }
+    }
+
+    pub(super) fn map_observer(mut self, change: impl FnOnce(&mut Observer)) -> Self {
+        change(self.observer.get_or_insert_default());
+        self
+    }
+}
+
+impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
     fn poll_observed(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
-        let this = self.project();
-        let _observation = Observation::enter(this.calls);
-        this.future.as_pin_mut().expect("polled after it was ready").poll(cx)
+        let mut this = self.project();
+        let calls = this.observer.as_ref().map(|observer| &*observer.calls).unwrap_or_default();
+        if let Some(output) = this.beat.lost(calls, cx) {
+            this.future.set(None);
+            return Poll::Ready(output);
+        }
+        let wanted_outside =
+            this.observer.as_mut().is_some_and(|observer| observer.is_inside_of_another(B::WANTS_TIMER));
+        let polled = {
+            let _observation = Observation::enter(this.observer);
+            this.future.as_mut().as_pin_mut().expect("polled after it was ready").poll(cx)
+        };
+        if polled.is_pending()
+            && let Some(Observer { timer: timer @ TimerSlot::Known(..), .. }) = this.observer
+        {
+            this.beat.start(timer, cx);
+            if wanted_outside {
+                OBSERVER.with_borrow_mut(|outer| {
+                    if let Some(outer) = outer {
+                        outer.timer = timer.clone();
+                    }
+                });
+            }
+        }
+        polled
     }
 
-    /// How the delivery ended that gave `output`.
+    /// How the delivery with this `output` ended.
     fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome) {
         let this = self.project();
-        let calls = this.calls.take().unwrap_or_default();
-        // An observation around this one is about these calls, too.
+        this.beat.stop();
+        let Observer { calls, budget, .. } = this.observer.take().unwrap_or_default();
+        // An outer `observe` covers these calls, too.
         for call in &calls {
             report(&mut None, || call.clone());
         }
-        let outcome = Outcome::of_delivery(calls, (this.failed)(&output));
+        let outcome = Outcome::of_delivery(calls, (this.failed)(&output), budget);
         (output, outcome)
     }
 }
 
-impl<F, T, E> Observe<F>
+impl<F, T, E, B> Observe<F, B>
 where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
 {
-    /// Turns a panic of the delivery into [`Error::Panicked`], so that it ends this delivery and not the consumer. What was
-    /// held is dropped before: keys are freed, or count as interrupted under `on_crash = fail`.
+    /// Turns a panic of the delivery into [`Error::Panicked`], so that it ends this delivery and not the consumer. The
+    /// delivery is dropped first: its keys are freed, or count as interrupted under `on_crash = fail`.
     ///
     /// ```
     /// # use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
@@ -417,7 +630,7 @@ where
     /// assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     /// # });
     /// ```
-    pub fn catch_panics(self) -> CatchPanics<F> {
+    pub fn catch_panics(self) -> CatchPanics<F, B> {
         CatchPanics { observe: self }
     }
 }
@@ -426,35 +639,33 @@ pin_project! {
     /// The future of [`Observe::catch_panics`].
     #[must_use = "futures do nothing unless polled"]
     #[derive(Debug)]
-    pub struct CatchPanics<F: Future> {
+    pub struct CatchPanics<F: Future, B = NoBeat> {
         #[pin]
-        observe: Observe<F>,
+        observe: Observe<F, B>,
     }
 }
 
-impl<F, T, E> Future for CatchPanics<F>
+impl<F, T, E, B> Future for CatchPanics<F, B>
 where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
+    B: Beats<Result<T, E>>,
 {
     type Output = (Result<T, E>, Outcome);
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut observe = self.project().observe;
-        // What a panic leaves behind is dropped below, and never polled again.
+        // After a panic the future is dropped below, and never polled again.
         let result = match std::panic::catch_unwind(AssertUnwindSafe(|| observe.as_mut().poll_observed(cx))) {
             Ok(polled) => ready!(polled),
             Err(_) => {
                 let mut this = observe.as_mut().project();
                 this.future.set(None);
-                let last = this.calls.as_ref().and_then(|calls| calls.last());
+                let last = this.observer.as_ref().and_then(|observer| observer.calls.last());
                 Err(E::from(Error::Panicked {
                     key: last.and_then(|call| call.key.clone()),
                     attempt: last.and_then(|call| call.attempt),
-                    retry_after: match last.map(|call| call.disposition) {
-                        Some(Disposition::Retry { after }) => after,
-                        _ => NOTHING_HAPPENED,
-                    },
+                    retry_after: Outcome::pause_of(last),
                 }))
             }
         };
@@ -462,7 +673,7 @@ where
     }
 }
 
-impl<F: Future> Future for Observe<F> {
+impl<F: Future, B: Beats<F::Output>> Future for Observe<F, B> {
     type Output = (F::Output, Outcome);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {

@@ -1,4 +1,4 @@
-//! Which results are kept, and as what.
+//! Which results are recorded, and in what form.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,17 +9,16 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::end::Ending;
-use crate::codec::{Codec, CodecError, CodecName, ResultProblem, Undecodable, known};
+use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, Undecodable};
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Release, State, StoredResult};
 
-/// How the results of a handler are kept and replayed; made by [`record_values`], [`record_results`] and
-/// [`record_results_if`].
+/// How the results of a handler are kept and replayed.
 pub trait Recorder<T, E> {
     /// How an attempt that returned `result` ends.
     fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
 
-    /// The result in a finished record. `on_undecodable` says what to do about one that can't be read.
+    /// The result in a finished record. `on_undecodable` decides about one that can't be decoded.
     ///
     /// # Errors
     /// [`ResultProblem`] says why there is none.
@@ -30,27 +29,24 @@ pub trait Recorder<T, E> {
 }
 
 /// Values are recorded; an error frees the key (`on_error = release`).
-pub const fn record_values<C: Codec>() -> RecordValues<C> {
-    RecordValues(PhantomData)
-}
-
-/// Values and errors are recorded and replayed (`on_error = record`).
-pub const fn record_results<C: Codec>() -> RecordResults<C, ()> {
-    RecordResults { on_error: (), codec: PhantomData }
-}
-
-/// Values are recorded, and errors if `decide` says so.
-pub const fn record_results_if<C: Codec, F>(decide: F) -> RecordResults<C, F> {
-    RecordResults { on_error: decide, codec: PhantomData }
-}
-
-/// See [`record_values`].
 pub struct RecordValues<C>(PhantomData<fn() -> C>);
 
-/// See [`record_results`] and [`record_results_if`].
+/// Values are recorded, and errors as the [`ErrorRule`] `F` says (`on_error = record`).
 pub struct RecordResults<C, F> {
     on_error: F,
     codec: PhantomData<fn() -> C>,
+}
+
+impl<C: Codec> RecordValues<C> {
+    pub(crate) const fn new() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<C: Codec, F> RecordResults<C, F> {
+    pub(crate) const fn new(on_error: F) -> Self {
+        Self { on_error, codec: PhantomData }
+    }
 }
 
 impl<C> fmt::Debug for RecordValues<C> {
@@ -65,7 +61,7 @@ impl<C, F> fmt::Debug for RecordResults<C, F> {
     }
 }
 
-/// Decides what becomes of an error.
+/// Decides whether an error is recorded.
 pub trait ErrorRule<E> {
     /// The decision for `error`.
     fn decide(&self, error: &E) -> OnError;
@@ -116,7 +112,7 @@ where
             Err(error) => match self.on_error.decide(error) {
                 OnError::Release => Ending::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
-                    // An error that can't be replayed is not worth ending the operation for.
+                    // An error that can't be replayed must not end the operation.
                     stored @ StoredResult::Encoded { .. } => Ending::Finish(Finish::Failed(stored)),
                     _ => Ending::Release(Release::Returned),
                 },
@@ -135,9 +131,9 @@ where
 }
 
 fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> StoredResult {
-    match C::encode(value) {
-        Ok(bytes) if bytes.len() > max_result_bytes => StoredResult::TooLarge { size: bytes.len() as u64 },
-        Ok(bytes) => StoredResult::Encoded { codec: CodecName::of::<C>(), bytes: Bytes::from(bytes) },
+    match codec::write::<C, V>(value) {
+        Ok((_, bytes)) if bytes.len() > max_result_bytes => StoredResult::TooLarge { size: bytes.len() as u64 },
+        Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes: Bytes::from(bytes) },
         Err(error) => {
             tracing::debug!(codec = C::NAME, %error, "a result could not be encoded");
             StoredResult::Unencodable
@@ -150,38 +146,47 @@ fn read<C: Codec, V: DeserializeOwned>(
     is_error: bool,
     on_undecodable: OnUndecodable,
 ) -> Result<V, ResultProblem> {
-    let (codec, bytes) = stored(payload)?;
-    let decoded = if codec == CodecName::of::<C>() {
-        Some(C::decode(bytes))
-    } else if C::READS_OTHERS {
-        known::decode(codec, bytes)
-    } else {
-        None
-    };
-    match decoded {
+    let (name, bytes) = encoded(payload)?;
+    match codec::read::<C, V>(name, bytes) {
         Some(Ok(value)) => Ok(value),
         decoded => {
             let problem = decoded.and_then(Result::err);
-            let migrated = migrate(codec, bytes, is_error, on_undecodable, problem)?;
+            let migrated = migrate(name, bytes, is_error, on_undecodable, problem)?;
             C::decode(&migrated).map_err(|source| ResultProblem::MigratedUndecodable { source })
         }
     }
 }
 
-// What follows knows nothing of types, so that it is there once and not once for each handler.
+/// The result in a finished record of a handler whose errors are recorded.
+///
+/// # Errors
+/// [`ResultProblem`] says why there is none.
+#[cfg(feature = "conformance")]
+pub fn replay<T, E>(state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>
+where
+    T: Serialize + DeserializeOwned,
+    E: Serialize + DeserializeOwned,
+{
+    RecordResults::<crate::codec::Json, ()>::new(()).replay(state, on_undecodable)
+}
 
-fn stored(payload: &StoredResult) -> Result<(CodecName, &[u8]), ResultProblem> {
+// The rest is independent of the handler's types, so it is compiled once.
+
+/// The bytes of a stored result, if there are any.
+pub(crate) fn encoded(payload: &StoredResult) -> Result<(CodecName, &Bytes), ResultProblem> {
     match payload {
         StoredResult::Encoded { codec, bytes } => Ok((*codec, bytes)),
         StoredResult::TooLarge { size } => Err(ResultProblem::TooLarge { size: *size }),
         StoredResult::Unencodable => Err(ResultProblem::Unencodable),
         StoredResult::Unreadable { reason } => Err(ResultProblem::Unreadable { reason: Arc::clone(reason) }),
+        // No reservation is answered with the record of a list.
+        StoredResult::LeftOut { .. } => Err(ResultProblem::Unreadable { reason: "it was left out".into() }),
     }
 }
 
-/// Other bytes for those that can't be read: `problem` is what the codec said, if there was one to ask.
+/// Migrates bytes that can't be decoded; `problem` is the codec's error, if the codec is available.
 #[cold]
-fn migrate(
+pub(crate) fn migrate(
     codec: CodecName,
     bytes: &[u8],
     is_error: bool,

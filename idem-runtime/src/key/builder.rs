@@ -1,4 +1,4 @@
-//! Keys from literal text and values, without two ways to read them.
+//! Builds keys from literal text and values, so that each key can be read in one way only.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -7,6 +7,7 @@ use std::hash::BuildHasher;
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
 
+use super::display::Hashed;
 use super::{Key, KeyError, KeyProblem, Scope, VERSION};
 use crate::clock::Secret;
 
@@ -19,12 +20,13 @@ thread_local! {
 ///
 /// In each value, `%`, control characters and the character that follows the value in the template are written as
 /// `%XX`. A value therefore ends at the first unescaped occurrence of the character that follows it, and the whole can
-/// be read back in only one way. An absent value makes the whole key missing, and so does an empty or blank one: `order:` with
-/// nothing behind it would be shared by unrelated messages. Blank is what holds nothing but white space (Unicode's, a no-break
-/// space included), control characters and characters of no width (U+200B to U+200D, U+2060, U+FEFF).
+/// be read back in only one way. An absent value makes the whole key missing, and so does an empty or blank one:
+/// unrelated messages would share `order:` with nothing after it. A value is blank if it holds nothing but white space
+/// (Unicode's, no-break spaces included), control characters and characters of no width (U+200B to U+200D, U+2060,
+/// U+FEFF).
 ///
 /// ```
-/// use idem_runtime::{KeyBuilder, Scope};
+/// use idem_runtime::key::{KeyBuilder, Scope};
 /// static SCOPE: Scope = Scope::named("shop::refund");
 /// let key = |tenant: &str, id: &str| {
 ///     let mut builder = KeyBuilder::new(&SCOPE);
@@ -50,12 +52,12 @@ impl<'a> KeyBuilder<'a> {
         Self::of_results(scope, "")
     }
 
-    /// The same for a handler that records a `result`.
+    /// An empty key under `scope`, for a handler that records values of the type `result`.
     pub(crate) fn of_results(scope: &'a Scope, result: &'static str) -> Self {
         Self::under(scope.name, scope.check(result))
     }
 
-    pub(super) fn under(scope: &'a str, checked: Result<(), KeyProblem>) -> Self {
+    pub(crate) fn under(scope: &'a str, checked: Result<(), KeyProblem>) -> Self {
         let mut text = BUFFER.take();
         text.clear();
         text.push_str(VERSION);
@@ -119,7 +121,7 @@ impl<'a> KeyBuilder<'a> {
         };
         let result = match problem {
             Some(problem) => Err(KeyError { scope: scope.to_owned(), problem }),
-            None => Ok(Key { hash: hash(&text), text: Arc::from(text.as_str()) }),
+            None => Ok(Key { hash: Hashed::new(hash(&text)), text: Arc::from(text.as_str()) }),
         };
         if text.capacity() <= 2 * Key::MAX_BYTES {
             BUFFER.set(text);
@@ -128,7 +130,7 @@ impl<'a> KeyBuilder<'a> {
     }
 }
 
-/// Whether `text` names nothing; true of the empty one, too. Mostly the first character tells.
+/// Whether `text` is empty or blank. The first character mostly decides.
 fn is_blank(text: &str) -> bool {
     text.chars()
         .all(|c| c.is_whitespace() || c.is_control() || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}'))
@@ -146,7 +148,7 @@ fn hash(text: &str) -> u64 {
 struct Escape<'a> {
     out: &'a mut String,
     next: Option<char>,
-    /// Whether all that was written is blank.
+    /// Whether all text written so far is blank.
     blank: bool,
 }
 

@@ -9,8 +9,11 @@
 //! | `true`, `false` | `t`, `f` |
 //! | a text | `s`, its length, its UTF-8 bytes |
 //! | a number | `n`, a length, the number in the one way that has no zero at its ends: `15e-1` for 1.5, `-12e2` for -1200, `0e0` |
-//! | an array | `[`, its elements, `]` |
+//! | an array of whole numbers from 0 to 255, at least one | `b`, how many there are, each as a byte |
+//! | any other array | `[`, its elements, `]` |
 //! | an object | `{`, how many entries there are, and for each SHA-256 of its name and SHA-256 of its value, sorted |
+//!
+//! A digest of the caller's, which JSON does not know, is `d`, its length and its bytes.
 //!
 //! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last one counts.
 
@@ -22,6 +25,7 @@ use serde::ser;
 use sha2::{Digest, Sha256};
 
 use super::Key;
+use crate::codec::bytes;
 
 /// A hash of a payload: the same key with a different fingerprint is a misuse.
 ///
@@ -29,6 +33,9 @@ use super::Key;
 /// text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`.
 /// NaN and the infinities are `null`, as an absent value is. The order of struct fields and of map entries doesn't matter.
 /// Nothing depends on the build, the machine or the order of a `HashMap`.
+///
+/// Bytes are an array of numbers in JSON, and here, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` in twice the time. Those of a large upload need not be hashed
+/// again if a digest of them is there: see [`PayloadDigest`].
 ///
 /// The first byte is the [version](Fingerprint::version) of these rules. Fingerprints of different versions can't be
 /// compared.
@@ -48,17 +55,29 @@ impl Fingerprint {
     /// counts as "no fingerprint".
     ///
     /// ```
-    /// use idem_runtime::Fingerprint;
+    /// use idem_runtime::key::Fingerprint;
     /// assert_eq!(Fingerprint::of(&("a", 1_u8)).unwrap(), Fingerprint::of(&("a", 1.0_f32)).unwrap());
     /// assert_ne!(Fingerprint::of(&["ab", "c"]).unwrap(), Fingerprint::of(&["a", "bc"]).unwrap());
     /// ```
     pub fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, FingerprintError> {
-        let mut hash = Sha256::new_with_prefix(b"idem fingerprint 1\n");
-        value.serialize(Hasher(&mut hash))?;
+        let mut hash = Sha256::new_with_prefix(PREFIX);
+        value.serialize(Hasher::new(&mut hash))?;
+        Ok(Self::from_hash(hash))
+    }
+
+    /// The fingerprint of an object with these entries, whose names differ.
+    #[cfg(feature = "http")]
+    pub(crate) fn of_object<const N: usize>(entries: [[Summed; 2]; N]) -> Self {
+        let mut hash = Sha256::new_with_prefix(PREFIX);
+        object(&mut hash, entries);
+        Self::from_hash(hash)
+    }
+
+    fn from_hash(hash: Sha256) -> Self {
         let digest: [u8; 32] = hash.finalize().into();
         let mut bytes = [Self::VERSION; Self::BYTES];
         bytes[1..].copy_from_slice(&digest[..Self::BYTES - 1]);
-        Ok(Self(bytes))
+        Self(bytes)
     }
 
     /// The fingerprint with these bytes.
@@ -79,6 +98,11 @@ impl Fingerprint {
     /// Whether both have the same version. If not, it is unknown whether they are of one payload.
     pub const fn is_comparable(&self, other: &Self) -> bool {
         self.version() == other.version()
+    }
+
+    /// Tells payloads apart, with the odds of 64 bits.
+    pub(crate) fn seed(&self) -> u64 {
+        self.0.last_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
     }
 
     /// The beginning of the hash, for messages: eight hexadecimal digits.
@@ -122,8 +146,8 @@ impl ser::Error for FingerprintError {
 /// A key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the parent key
 /// and the name. It is short and plain enough for every API with idempotency keys.
 ///
-/// It depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent key that is
-/// used again after its retention makes the same keys as before, for which the other side may still have yesterday's
+/// It depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent key
+/// that is used again after its retention makes the same keys as before, for which the other side may still hold an old
 /// answer.
 pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     let mut hash = Sha256::new_with_prefix(b"idem child key 1\n");
@@ -146,7 +170,93 @@ pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     text
 }
 
+const PREFIX: &[u8] = b"idem fingerprint 1\n";
+
+/// A digest that is made already, in place of the payload that it is of: `fingerprint = PayloadDigest::new(&upload.sha256)`.
+///
+/// It is a payload like any other, or a part of one, and costs what a few bytes cost, however large the upload is. It is never
+/// taken for its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another fingerprint. Nor is it taken
+/// for what it is a digest of: all producers and consumers of a handler use the digest, or none does, or a duplicate is
+/// a mismatch.
+///
+/// The fingerprint tells payloads apart as well as the digest does, so it should be a cryptographic one, made from what
+/// *arrived*: a digest that the sender merely claims tells nothing about the payload. One of less than
+/// [`MIN_BYTES`](Self::MIN_BYTES), such as a CRC or an absent header, is refused
+/// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The text of a digest, in
+/// hexadecimal or in Base64, is another one than its bytes.
+///
+/// Serializers of any other kind get its bytes.
+///
+/// ```
+/// use idem_runtime::key::{Fingerprint, PayloadDigest};
+///
+/// let (sha256, other) = ([7; 32], [8; 32]);
+/// let of = |sha256| Fingerprint::of(&("invoice.pdf", PayloadDigest::new(sha256)));
+/// assert_eq!(of(sha256)?, of(sha256)?);
+/// assert_ne!(of(sha256)?, of(other)?);
+/// assert_ne!(of(sha256)?, Fingerprint::of(&("invoice.pdf", sha256))?);
+/// assert!(Fingerprint::of(&PayloadDigest::new(b"")).is_err());
+/// # Ok::<(), idem_runtime::key::FingerprintError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PayloadDigest<D>(D);
+
+impl PayloadDigest<()> {
+    /// The shortest digest that is accepted.
+    pub const MIN_BYTES: usize = 16;
+}
+
+impl<D: AsRef<[u8]>> PayloadDigest<D> {
+    /// The digest with these bytes: an array, a slice, or the output of a hash function.
+    pub const fn new(digest: D) -> Self {
+        Self(digest)
+    }
+}
+
+impl<D: AsRef<[u8]>> Serialize for PayloadDigest<D> {
+    fn serialize<S: ser::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        struct Bytes<'a>(&'a [u8]);
+        impl Serialize for Bytes<'_> {
+            fn serialize<S: ser::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_bytes(self.0)
+            }
+        }
+        serializer.serialize_newtype_struct(DIGEST, &Bytes(self.0.as_ref()))
+    }
+}
+
+/// The name by which [`Hasher`] knows a [`PayloadDigest`].
+const DIGEST: &str = "$idem_runtime::private::PayloadDigest";
+
 type Sum = [u8; 32];
+
+/// What stands for a name or a value in an object: made once for those that are in many objects.
+#[cfg(feature = "http")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Summed(Sum);
+
+#[cfg(feature = "http")]
+impl Summed {
+    pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, FingerprintError> {
+        sum(value).map(Self)
+    }
+
+    /// Stands for an object with these entries, whose names differ.
+    pub(crate) fn of_object<const N: usize>(entries: [[Self; 2]; N]) -> Self {
+        let mut hash = Sha256::new();
+        object(&mut hash, entries);
+        Self(hash.finalize().into())
+    }
+}
+
+/// Hashes an object with these entries, whose names differ.
+#[cfg(feature = "http")]
+fn object<const N: usize>(hash: &mut Sha256, mut entries: [[Summed; 2]; N]) {
+    entries.sort_unstable_by_key(|[Summed(name), _]| *name);
+    hash.update(b"{");
+    hash.update((N as u64).to_be_bytes());
+    entries.as_flattened().iter().for_each(|Summed(sum)| hash.update(sum));
+}
 
 fn text(hash: &mut Sha256, tag: u8, bytes: &[u8]) {
     hash.update([tag]);
@@ -154,19 +264,98 @@ fn text(hash: &mut Sha256, tag: u8, bytes: &[u8]) {
     hash.update(bytes);
 }
 
+fn digest(hash: &mut Sha256, digest: &[u8]) -> Result<(), FingerprintError> {
+    if digest.len() < PayloadDigest::MIN_BYTES {
+        let (is, least) = (digest.len(), PayloadDigest::MIN_BYTES);
+        return Err(ser::Error::custom(format_args!("a digest of {is} bytes, and not of at least {least}")));
+    }
+    text(hash, b'd', digest);
+    Ok(())
+}
+
 /// The hash that stands for a name or a value in an object.
 fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
     let mut hash = Sha256::new();
-    value.serialize(Hasher(&mut hash))?;
+    value.serialize(Hasher::new(&mut hash))?;
     Ok(hash.finalize().into())
 }
 
 /// A serializer that hashes the canonical form.
-struct Hasher<'a>(&'a mut Sha256);
+struct Hasher<'a> {
+    hash: &'a mut Sha256,
+    /// The array that the value is an element of.
+    array: Option<&'a mut Array>,
+}
 
-impl Hasher<'_> {
+/// What has been read of an array: only its end tells how it is hashed.
+#[derive(Default)]
+struct Array {
+    /// Its elements, as long as all of them are bytes.
+    bytes: Vec<u8>,
+    /// Whether one was met that is none. The elements are hashed one by one from then on.
+    mixed: bool,
+}
+
+impl Array {
+    /// Before an element that is no byte.
+    fn mix(&mut self, hash: &mut Sha256) {
+        if !self.mixed {
+            self.mixed = true;
+            hash.update(b"[");
+            let mut number = itoa::Buffer::new();
+            for byte in std::mem::take(&mut self.bytes) {
+                Hasher::new(hash).number(number.format(byte));
+            }
+        }
+    }
+
+    fn finish(mut self, hash: &mut Sha256) {
+        match self.mixed || self.bytes.is_empty() {
+            true => {
+                self.mix(hash);
+                hash.update(b"]");
+            }
+            false => text(hash, b'b', &self.bytes),
+        }
+    }
+}
+
+/// The whole number from 0 to 255 that these digits are, if they are one.
+fn byte(sign: &str, whole: &str, exponent: i128) -> Option<u8> {
+    let zeros = u32::try_from(exponent).ok().filter(|zeros| *zeros <= 2)?;
+    match (sign, whole.len()) {
+        ("", 1..=3) => u8::try_from(whole.parse::<u32>().ok()? * 10_u32.pow(zeros)).ok(),
+        _ => None,
+    }
+}
+
+impl<'a> Hasher<'a> {
+    fn new(hash: &'a mut Sha256) -> Self {
+        Self { hash, array: None }
+    }
+
+    fn reborrow(&mut self) -> Hasher<'_> {
+        Hasher { hash: self.hash, array: self.array.as_deref_mut() }
+    }
+
+    /// The hash, for anything but a byte in an array.
+    fn out(self) -> &'a mut Sha256 {
+        if let Some(array) = self.array {
+            array.mix(self.hash);
+        }
+        self.hash
+    }
+
     fn tag(self, tag: u8) {
-        self.0.update([tag]);
+        self.out().update([tag]);
+    }
+
+    /// A number from 0 to 255.
+    fn byte(self, byte: u8) {
+        match self.array {
+            Some(array) if !array.mixed => array.bytes.push(byte),
+            _ => Hasher::new(self.hash).number(itoa::Buffer::new().format(byte)),
+        }
     }
 
     /// A number as it is written in JSON.
@@ -175,8 +364,8 @@ impl Hasher<'_> {
         let (digits, exponent) = rest.split_once(['e', 'E']).unwrap_or((rest, "0"));
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let Ok(exponent) = exponent.parse::<i64>() else {
-            // Only a text can be such a number (serde_json's `arbitrary_precision`), and nobody computes with it.
-            return text(self.0, b'N', written.as_bytes());
+            // An exponent of that size exists as text only (serde_json's `arbitrary_precision`): hash the text.
+            return text(self.out(), b'N', written.as_bytes());
         };
         // The zeros at both ends are dropped; `exponent` belongs to the last digit that stays.
         let (mut whole, mut significant) = (whole, fraction.trim_end_matches('0'));
@@ -191,21 +380,29 @@ impl Hasher<'_> {
             significant = significant.trim_start_matches('0');
         }
         let mut number = itoa::Buffer::new();
-        let parts = match whole.is_empty() && significant.is_empty() {
+        let is_zero = whole.is_empty() && significant.is_empty();
+        if self.array.as_ref().is_some_and(|array| !array.mixed) && significant.is_empty() {
+            let value = if is_zero { Some(0) } else { byte(sign, whole, exponent) };
+            if let Some(value) = value {
+                return self.byte(value);
+            }
+        }
+        let parts = match is_zero {
             true => ["0e0", "", "", "", ""],
             false => [sign, whole, significant, "e", number.format(exponent)],
         };
         let len: usize = parts.iter().map(|part| part.len()).sum();
-        self.0.update([b'n']);
-        self.0.update((len as u64).to_be_bytes());
+        let hash = self.out();
+        hash.update([b'n']);
+        hash.update((len as u64).to_be_bytes());
         for part in parts {
-            self.0.update(part);
+            hash.update(part);
         }
     }
 }
 
-/// A float as `serde_json` writes it. The shortest text is not unique: halfway between two of them (7202.28125 as an `f32`)
-/// other writers choose the other one.
+/// A float as `serde_json` writes it. The shortest text is not unique: halfway between two candidates (7202.28125 as an
+/// `f32`) other writers choose the other one.
 #[derive(Default)]
 struct Written {
     text: [u8; 32],
@@ -238,8 +435,17 @@ impl io::Write for Written {
     }
 }
 
-/// The elements of an array, up to an end tag.
-struct Elements<'a>(&'a mut Sha256);
+/// The elements of an array.
+struct Elements<'a> {
+    hash: &'a mut Sha256,
+    array: Array,
+}
+
+impl Elements<'_> {
+    fn element<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
+        value.serialize(Hasher { hash: self.hash, array: Some(&mut self.array) })
+    }
+}
 
 /// The entries of an object, hashed one by one and then sorted.
 #[derive(Default)]
@@ -280,13 +486,13 @@ impl<'a> Object<'a> {
     }
 }
 
-/// A struct, or one of those in which `serde_json` passes on values that no other type of serde can hold.
+/// A struct, or one of the private structs in which `serde_json` passes values that serde has no type for.
 enum Struct<'a> {
     Fields(Object<'a>),
     /// The text of a number (feature `arbitrary_precision`, which another crate may have enabled).
-    Number(&'a mut Sha256),
+    Number(Hasher<'a>),
     /// The text of any JSON (feature `raw_value`).
-    Raw(&'a mut Sha256),
+    Raw(Hasher<'a>),
 }
 
 const NUMBER: &str = "$serde_json::private::Number";
@@ -313,14 +519,19 @@ impl<'a> ser::Serializer for Hasher<'a> {
     type SerializeSeq = Elements<'a>;
     type SerializeTuple = Elements<'a>;
     type SerializeTupleStruct = Elements<'a>;
-    type SerializeTupleVariant = Variant<'a>;
+    type SerializeTupleVariant = TupleVariant<'a>;
     type SerializeMap = Object<'a>;
     type SerializeStruct = Struct<'a>;
-    type SerializeStructVariant = Variant<'a>;
+    type SerializeStructVariant = StructVariant<'a>;
 
     integers! {
         serialize_i8(i8) serialize_i16(i16) serialize_i32(i32) serialize_i64(i64) serialize_i128(i128)
-        serialize_u8(u8) serialize_u16(u16) serialize_u32(u32) serialize_u64(u64) serialize_u128(u128)
+        serialize_u16(u16) serialize_u32(u32) serialize_u64(u64) serialize_u128(u128)
+    }
+
+    fn serialize_u8(self, value: u8) -> Result<(), FingerprintError> {
+        self.byte(value);
+        Ok(())
     }
 
     fn serialize_bool(self, value: bool) -> Result<(), FingerprintError> {
@@ -349,12 +560,16 @@ impl<'a> ser::Serializer for Hasher<'a> {
     }
 
     fn serialize_str(self, value: &str) -> Result<(), FingerprintError> {
-        text(self.0, b's', value.as_bytes());
+        text(self.out(), b's', value.as_bytes());
         Ok(())
     }
 
     fn serialize_bytes(self, value: &[u8]) -> Result<(), FingerprintError> {
-        self.collect_seq(value)
+        match value {
+            [] => Array::default().finish(self.out()),
+            _ => text(self.out(), b'b', value),
+        }
+        Ok(())
     }
 
     fn serialize_none(self) -> Result<(), FingerprintError> {
@@ -385,10 +600,13 @@ impl<'a> ser::Serializer for Hasher<'a> {
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(
         self,
-        _name: &'static str,
+        name: &'static str,
         value: &T,
     ) -> Result<(), FingerprintError> {
-        value.serialize(self)
+        match name {
+            DIGEST => digest(self.out(), bytes::of(value).unwrap_or_default().as_slice()),
+            _ => value.serialize(self),
+        }
     }
 
     fn serialize_newtype_variant<T: Serialize + ?Sized>(
@@ -400,13 +618,23 @@ impl<'a> ser::Serializer for Hasher<'a> {
     ) -> Result<(), FingerprintError> {
         let mut entries = Entries::default();
         entries.field(variant, value)?;
-        entries.finish(self.0);
+        entries.finish(self.out());
         Ok(())
     }
 
     fn serialize_seq(self, _len: Option<usize>) -> Result<Elements<'a>, FingerprintError> {
-        self.0.update(b"[");
-        Ok(Elements(self.0))
+        Ok(Elements { hash: self.out(), array: Array::default() })
+    }
+
+    fn collect_seq<I>(self, elements: I) -> Result<(), FingerprintError>
+    where
+        I: IntoIterator<Item: Serialize>,
+    {
+        let (bytes, mut rest) = bytes::leading(elements);
+        let mut elements = Elements { hash: self.out(), array: Array { bytes, mixed: false } };
+        rest.try_for_each(|element| elements.element(&element))?;
+        elements.array.finish(elements.hash);
+        Ok(())
     }
 
     fn serialize_tuple(self, len: usize) -> Result<Elements<'a>, FingerprintError> {
@@ -423,19 +651,19 @@ impl<'a> ser::Serializer for Hasher<'a> {
         _index: u32,
         variant: &'static str,
         _len: usize,
-    ) -> Result<Variant<'a>, FingerprintError> {
-        Ok(Variant::new(self.0, variant, true))
+    ) -> Result<TupleVariant<'a>, FingerprintError> {
+        Ok(TupleVariant { outer: self.out(), name: variant, payload: Sha256::new(), array: Array::default() })
     }
 
     fn serialize_map(self, _len: Option<usize>) -> Result<Object<'a>, FingerprintError> {
-        Ok(Object::new(self.0))
+        Ok(Object::new(self.out()))
     }
 
     fn serialize_struct(self, name: &'static str, _len: usize) -> Result<Struct<'a>, FingerprintError> {
         Ok(match name {
-            NUMBER => Struct::Number(self.0),
-            RAW => Struct::Raw(self.0),
-            _ => Struct::Fields(Object::new(self.0)),
+            NUMBER => Struct::Number(self),
+            RAW => Struct::Raw(self),
+            _ => Struct::Fields(Object::new(self.out())),
         })
     }
 
@@ -445,8 +673,8 @@ impl<'a> ser::Serializer for Hasher<'a> {
         _index: u32,
         variant: &'static str,
         _len: usize,
-    ) -> Result<Variant<'a>, FingerprintError> {
-        Ok(Variant::new(self.0, variant, false))
+    ) -> Result<StructVariant<'a>, FingerprintError> {
+        Ok(StructVariant { outer: self.out(), name: variant, fields: Entries::default() })
     }
 
     fn collect_str<T: Display + ?Sized>(self, value: &T) -> Result<(), FingerprintError> {
@@ -461,11 +689,11 @@ macro_rules! elements {
             type Error = FingerprintError;
 
             fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
-                value.serialize(Hasher(self.0))
+                self.element(value)
             }
 
             fn end(self) -> Result<(), FingerprintError> {
-                self.0.update(b"]");
+                self.array.finish(self.hash);
                 Ok(())
             }
         }
@@ -480,7 +708,7 @@ impl ser::SerializeMap for Object<'_> {
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), FingerprintError> {
         let mut hash = Sha256::new();
-        key.serialize(Name(Hasher(&mut hash)))?;
+        key.serialize(Name(Hasher::new(&mut hash)))?;
         self.entries.name = hash.finalize().into();
         Ok(())
     }
@@ -507,13 +735,13 @@ impl ser::SerializeStruct for Struct<'_> {
     ) -> Result<(), FingerprintError> {
         match self {
             Self::Fields(object) => object.entries.field(name, value),
-            Self::Number(hash) => {
-                Hasher(hash).number(&private_text(value)?);
+            Self::Number(hasher) => {
+                hasher.reborrow().number(&private_text(value)?);
                 Ok(())
             }
-            Self::Raw(hash) => {
+            Self::Raw(hasher) => {
                 let json = serde_json::from_str::<serde_json::Value>(&private_text(value)?);
-                json.map_err(ser::Error::custom)?.serialize(Hasher(hash))
+                json.map_err(ser::Error::custom)?.serialize(hasher.reborrow())
             }
         }
     }
@@ -526,49 +754,41 @@ impl ser::SerializeStruct for Struct<'_> {
     }
 }
 
-/// The payload of an enum variant: an object with one entry, as JSON has it.
-struct Variant<'a> {
+/// Hashes a variant of an enum: an object with one entry, as JSON has it.
+fn variant(outer: &mut Sha256, name: &str, payload: Sha256) -> Result<(), FingerprintError> {
+    let entries = vec![[sum(name)?, payload.finalize().into()]];
+    Entries { entries, ..Entries::default() }.finish(outer);
+    Ok(())
+}
+
+struct TupleVariant<'a> {
     outer: &'a mut Sha256,
     name: &'static str,
-    inner: Sha256,
-    /// The fields of a struct variant; a tuple variant is hashed as it comes.
-    fields: Option<Entries>,
+    payload: Sha256,
+    array: Array,
 }
 
-impl<'a> Variant<'a> {
-    fn new(outer: &'a mut Sha256, name: &'static str, tuple: bool) -> Self {
-        let mut inner = Sha256::new();
-        if tuple {
-            inner.update(b"[");
-        }
-        Self { outer, name, inner, fields: (!tuple).then(Entries::default) }
-    }
-
-    fn finish(mut self) -> Result<(), FingerprintError> {
-        match self.fields {
-            Some(fields) => fields.finish(&mut self.inner),
-            None => self.inner.update(b"]"),
-        }
-        let entries = vec![[sum(self.name)?, self.inner.finalize().into()]];
-        Entries { entries, ..Entries::default() }.finish(self.outer);
-        Ok(())
-    }
-}
-
-impl ser::SerializeTupleVariant for Variant<'_> {
+impl ser::SerializeTupleVariant for TupleVariant<'_> {
     type Ok = ();
     type Error = FingerprintError;
 
     fn serialize_field<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
-        value.serialize(Hasher(&mut self.inner))
+        value.serialize(Hasher { hash: &mut self.payload, array: Some(&mut self.array) })
     }
 
-    fn end(self) -> Result<(), FingerprintError> {
-        self.finish()
+    fn end(mut self) -> Result<(), FingerprintError> {
+        self.array.finish(&mut self.payload);
+        variant(self.outer, self.name, self.payload)
     }
 }
 
-impl ser::SerializeStructVariant for Variant<'_> {
+struct StructVariant<'a> {
+    outer: &'a mut Sha256,
+    name: &'static str,
+    fields: Entries,
+}
+
+impl ser::SerializeStructVariant for StructVariant<'_> {
     type Ok = ();
     type Error = FingerprintError;
 
@@ -577,11 +797,13 @@ impl ser::SerializeStructVariant for Variant<'_> {
         name: &'static str,
         value: &T,
     ) -> Result<(), FingerprintError> {
-        self.fields.get_or_insert_default().field(name, value)
+        self.fields.field(name, value)
     }
 
     fn end(self) -> Result<(), FingerprintError> {
-        self.finish()
+        let mut payload = Sha256::new();
+        self.fields.finish(&mut payload);
+        variant(self.outer, self.name, payload)
     }
 }
 
@@ -614,10 +836,10 @@ impl<'a> ser::Serializer for Name<'a> {
     type SerializeSeq = Elements<'a>;
     type SerializeTuple = Elements<'a>;
     type SerializeTupleStruct = Elements<'a>;
-    type SerializeTupleVariant = Variant<'a>;
+    type SerializeTupleVariant = TupleVariant<'a>;
     type SerializeMap = Object<'a>;
     type SerializeStruct = Struct<'a>;
-    type SerializeStructVariant = Variant<'a>;
+    type SerializeStructVariant = StructVariant<'a>;
 
     whole_names! {
         serialize_i8(i8) serialize_i16(i16) serialize_i32(i32) serialize_i64(i64) serialize_i128(i128)
@@ -669,10 +891,13 @@ impl<'a> ser::Serializer for Name<'a> {
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(
         self,
-        _name: &'static str,
+        name: &'static str,
         value: &T,
     ) -> Result<(), FingerprintError> {
-        value.serialize(self)
+        match name {
+            DIGEST => self.0.serialize_newtype_struct(name, value),
+            _ => value.serialize(self),
+        }
     }
 
     fn serialize_newtype_variant<T: Serialize + ?Sized>(
@@ -703,7 +928,7 @@ impl<'a> ser::Serializer for Name<'a> {
         index: u32,
         variant: &'static str,
         len: usize,
-    ) -> Result<Variant<'a>, FingerprintError> {
+    ) -> Result<TupleVariant<'a>, FingerprintError> {
         self.0.serialize_tuple_variant(name, index, variant, len)
     }
 
@@ -721,7 +946,7 @@ impl<'a> ser::Serializer for Name<'a> {
         index: u32,
         variant: &'static str,
         len: usize,
-    ) -> Result<Variant<'a>, FingerprintError> {
+    ) -> Result<StructVariant<'a>, FingerprintError> {
         self.0.serialize_struct_variant(name, index, variant, len)
     }
 
@@ -943,16 +1168,23 @@ mod tests {
         let sum = |form: &[u8]| <[u8; 32]>::from(Sha256::digest(form));
         let text = |tag: &[u8], text: &str| [tag, &(text.len() as u64).to_be_bytes(), text.as_bytes()].concat();
         let list = [&b"["[..], &text(b"n", "15e-1"), b"0t", &text(b"n", "0e0"), b"]"].concat();
+        let above = [&b"["[..], &text(b"n", "1e0"), &text(b"n", "256e0"), b"[]", b"]"].concat();
         let mut entries = [
             [sum(&text(b"s", "amounts")), sum(&list)].concat(),
+            [sum(&text(b"s", "bytes")), sum(&text(b"b", "\0\u{7f}x"))].concat(),
+            [sum(&text(b"s", "above")), sum(&above)].concat(),
             [sum(&text(b"s", "é")), sum(&text(b"n", "-12e2"))].concat(),
         ];
         entries.sort();
-        let object = [b"{", &2_u64.to_be_bytes()[..], &entries.concat()].concat();
+        let object = [b"{", &4_u64.to_be_bytes()[..], &entries.concat()].concat();
         let digest = sum(&[b"idem fingerprint 1\n", &object[..]].concat());
         let expected: Vec<u8> = [1].into_iter().chain(digest).take(32).collect();
-        let fingerprint = json(r#"{"é": -1200, "amounts": [1.5, null, true, 0]}"#);
+        let fingerprint =
+            json(r#"{"é": -1200, "amounts": [1.5, null, true, 0], "bytes": [0, 127.0, 12e1], "above": [1, 256, []]}"#);
         assert_eq!(fingerprint.as_bytes()[..], expected);
+        let digest = sum(&[b"idem fingerprint 1\n", &text(b"d", "0123456789abcdef")[..]].concat());
+        let expected: Vec<u8> = [1].into_iter().chain(digest).take(32).collect();
+        assert_eq!(of(PayloadDigest::new("0123456789abcdef")).as_bytes()[..], expected);
     }
 
     #[test]

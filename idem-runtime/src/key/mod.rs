@@ -1,17 +1,24 @@
 //! Idempotency keys: scope, escaping, limits, and the versioned form in which they are stored.
 
 mod builder;
+mod display;
 mod fingerprint;
 mod scope;
 
+use std::cmp::Ordering;
 use std::fmt::{self, Display};
 use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 use std::sync::Arc;
 
 pub use self::builder::{KeyBuilder, KeyPart};
+use self::display::Hashed;
+pub use self::display::KeyDisplay;
+pub(crate) use self::display::Shown;
+#[cfg(feature = "http")]
+pub(crate) use self::fingerprint::Summed;
 pub(crate) use self::fingerprint::child_key;
-pub use self::fingerprint::{Fingerprint, FingerprintError};
+pub use self::fingerprint::{Fingerprint, FingerprintError, PayloadDigest};
 use self::scope::check_scope;
 pub(crate) use self::scope::is_scope;
 pub use self::scope::{Scope, Site};
@@ -23,7 +30,8 @@ const VERSION: &str = "1/";
 /// The text that names one operation, under the scope of its handler.
 ///
 /// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which holds no `/`), the key text.
-/// `Display` and [`Key::as_str`] differ by the version prefix only. Cloning shares the text.
+/// `Display` and [`Key::as_str`] differ by the version prefix only, unless a policy shows less of its keys ([`KeyDisplay`]).
+/// Cloning shares the text.
 ///
 /// ```
 /// let key = idem_runtime::Key::new("shop::ship_order", "order:42").unwrap();
@@ -32,14 +40,18 @@ const VERSION: &str = "1/";
 /// assert_eq!(key.to_string(), "shop::ship_order/order:42");
 /// assert_eq!(key.as_str(), "1/shop::ship_order/order:42");
 /// ```
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone)]
 pub struct Key {
     text: Arc<str>,
-    /// Made once, with a secret of this process: a key is looked up several times in a call, and maps of keys grow.
-    hash: u64,
+    /// Computed once, with a secret of this process: a call looks its key up several times, and a map of keys rehashes
+    /// as it grows. In byte 6, which no map looks at, how much of the key is shown: each call holds several keys, and its
+    /// future would be larger by a word for each.
+    hash: Hashed,
 }
 
 impl Key {
+    /// The start of every stored key.
+    pub(crate) const STORED: &str = VERSION;
     /// The longest stored form, in bytes.
     pub const MAX_BYTES: usize = 1024;
     /// The longest scope, in bytes.
@@ -55,26 +67,50 @@ impl Key {
         builder.build()
     }
 
+    /// The key, shown as `display` says.
+    ///
+    /// ```
+    /// use idem_runtime::{Key, KeyDisplay};
+    ///
+    /// let key = Key::new("shop::pay", "card:4111")?;
+    /// assert_eq!(key.shown_as(KeyDisplay::Prefix(5)).to_string(), "shop::pay/card:%…");
+    /// # Ok::<(), idem_runtime::key::KeyError>(())
+    /// ```
+    #[must_use]
+    pub fn shown_as(self, display: KeyDisplay) -> Self {
+        self.shown(Shown::new(display))
+    }
+
+    pub(crate) fn shown(mut self, shown: Shown) -> Self {
+        self.hash = self.hash.shown(shown);
+        self
+    }
+
     /// The stored form, with the version of the form in front.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// Which of `shards` (at most 256) holds what belongs to the key, by bits of its hash that a map of keys uses neither for
-    /// the place nor for the tag of an entry.
+    /// The shard, of at most 256, that holds the key: byte 5 of its hash. Maps use other bits for the bucket and for
+    /// the tag.
     #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn shard(&self, shards: usize) -> usize {
-        usize::from(self.hash.to_le_bytes()[5]) % shards
+        usize::from(self.hash.get().to_le_bytes()[5]) % shards
+    }
+
+    /// Spreads what happens to different keys.
+    pub(crate) fn seed(&self) -> u64 {
+        self.hash.get()
     }
 
     /// The first bits of its hash.
     #[cfg(feature = "memory")]
     pub(crate) fn short_hash(&self) -> u32 {
-        let [a, b, c, d, ..] = self.hash.to_le_bytes();
+        let [a, b, c, d, ..] = self.hash.get().to_le_bytes();
         u32::from_le_bytes([a, b, c, d])
     }
 
-    /// The stored form, for whoever keeps it.
+    /// The stored form, shared.
     #[cfg(feature = "memory")]
     pub(crate) fn shared(&self) -> Arc<str> {
         Arc::clone(&self.text)
@@ -95,37 +131,75 @@ impl Key {
     }
 }
 
-/// Reads a key as it is displayed, in errors and logs for example: `<scope>/<text>`, with its escapes.
+/// Reads a key as it is displayed, in errors and logs for example: `<scope>/<text>`, with its escapes; or as it is stored,
+/// `1/<scope>/<text>`. One that begins with the namespace of a store is refused:
+/// [`Operator::key`](crate::operator::Operator::key) knows the namespace. A scope called `1`, or one that ends with `:1`, needs
+/// the stored form.
 ///
 /// ```
 /// use idem_runtime::Key;
 /// let shown = "shop::ship/a%3Ab:c"; // Not the same as `Key::new("shop::ship", "a%3Ab:c")`, which escapes the `%`.
 /// assert_eq!(shown.parse::<Key>().unwrap().to_string(), shown);
+///
+/// let stored = "1/shop::ship/a%3Ab:c"; // As a row has it.
+/// assert_eq!(stored.parse::<Key>().unwrap().to_string(), shown);
+/// assert!("shop:1/shop::ship/a%3Ab:c".parse::<Key>().unwrap_err().to_string().contains("leave out the namespace"));
 /// ```
 impl FromStr for Key {
     type Err = KeyError;
 
     fn from_str(shown: &str) -> Result<Self, KeyError> {
-        let (scope, text) = shown.split_once('/').unwrap_or_default();
+        let stored = shown.strip_prefix(Self::STORED).filter(|rest| rest.contains('/'));
+        let (scope, text) = stored.unwrap_or(shown).split_once('/').unwrap_or_default();
+        if stored.is_none() && scope.ends_with(":1") && text.contains('/') {
+            return Err(KeyError { scope: scope.to_owned(), problem: KeyProblem::Namespaced });
+        }
+        if display::is_hidden(text) {
+            return Err(KeyError { scope: scope.to_owned(), problem: KeyProblem::Hidden });
+        }
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
         builder.text.push_str(text);
         builder.build()
     }
 }
 
+/// As the [`KeyDisplay`] of its policy says: `<scope>/<text>`, unless that shows less.
 impl Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text[VERSION.len()..])
+        match self.hash.display() {
+            KeyDisplay::Whole => f.write_str(&self.text[VERSION.len()..]),
+            display => display.hide(self, f),
+        }
+    }
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Self) -> bool {
+        self.hash.get() == other.hash.get() && self.text == other.text
+    }
+}
+
+impl Eq for Key {}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Key {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.text.cmp(&other.text)
     }
 }
 
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.hash);
+        state.write_u64(self.hash.get());
     }
 }
 
-/// Takes the hash that a key has as it is, for maps of keys.
+/// The hasher of maps of keys: passes the computed hash of a key on.
 #[cfg(any(feature = "memory", feature = "cached"))]
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);
@@ -175,15 +249,21 @@ pub enum KeyProblem {
     /// The key, or a part of it, is `None`, empty or blank.
     Missing,
     /// The stored form is longer than [`Key::MAX_BYTES`].
+    #[non_exhaustive]
     TooLong {
         /// Its length in bytes.
         bytes: usize,
     },
     /// A part given as bytes is not UTF-8.
     NotUtf8,
+    /// What was to be read as a key begins with the namespace of a store.
+    Namespaced,
+    /// What was to be read as a key is what a policy shows of one; see [`KeyDisplay`].
+    Hidden,
     /// The scope is empty, longer than [`Key::MAX_SCOPE_BYTES`], or holds a `/` or a control character.
     InvalidScope,
     /// Two handlers have the same scope and don't both say that they share it: one would replay the other's results.
+    #[non_exhaustive]
     SharedScope {
         /// Where the handler that has the scope already is defined.
         other: Site,
@@ -192,6 +272,7 @@ pub enum KeyProblem {
     },
     /// A generic handler is called with another result type than before, under a scope that it doesn't call shared: one call
     /// would replay the result of the other.
+    #[non_exhaustive]
     SharedByResults {
         /// Where the handler is defined.
         site: Site,
@@ -203,7 +284,7 @@ pub enum KeyProblem {
 }
 
 impl KeyProblem {
-    /// Whether the program is to blame and not the message: nothing that is delivered to this handler would have a key.
+    /// Whether the program is wrong and not the message: no message to this handler can have a key.
     pub const fn is_misconfiguration(&self) -> bool {
         matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
     }
@@ -219,6 +300,13 @@ impl Display for KeyProblem {
                 Key::MAX_BYTES
             ),
             Self::NotUtf8 => f.write_str("the key is not UTF-8; write the bytes as hexadecimal or base64 text"),
+            Self::Namespaced => f.write_str(
+                "this is how a store with a namespace keeps a key; leave out the namespace: begin with `1/<scope>/`",
+            ),
+            Self::Hidden => f.write_str(
+                "this is what logs and errors show of a key whose policy hides the rest (`key_display`); take the whole key \
+                 from the message or the request",
+            ),
             Self::InvalidScope => {
                 write!(f, "the scope must have 1 to {} bytes, without `/` and control characters", Key::MAX_SCOPE_BYTES)
             }

@@ -21,21 +21,22 @@ impl Display for Site {
 /// The name of a handler inside the key space; the attribute keeps one in a `static` for each handler.
 ///
 /// In one process a scope belongs to one handler: the first one that uses it. Another one is refused with
-/// [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). What [`Key::new`] makes is not looked at: there the
-/// scope is only a part of the name.
+/// [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by [`Key::new`] are not checked:
+/// their scope is only a part of the name.
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
     site: Site,
     shared: bool,
-    /// Whether the attribute made it, in a `static` of its own: the sites of what one `macro_rules!` wrote are all in one place.
+    /// Whether the attribute made it, in a `static` of its own, whose address then identifies the handler. The site
+    /// does not: all handlers that one `macro_rules!` expands to have the same one.
     attribute: bool,
-    /// The result type of the handler that uses it; empty if nobody says.
+    /// The result type of the handler that uses it; empty if it is unknown.
     claimed: OnceLock<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
-    /// A scope for one handler, which is made where this is called.
+    /// A scope for one handler. The place of this call is its site.
     #[track_caller]
     pub const fn named(name: &'static str) -> Self {
         Self::new(name, false, false)
@@ -61,7 +62,7 @@ impl Scope {
     /// Whether a handler that records a `result` may use the scope. Asked at each call: one load and one comparison.
     pub(super) fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
         match self.claimed.get_or_init(|| self.claim(result)) {
-            // The text is in one place, or in one for each crate.
+            // Equal names of types are mostly one text in memory; two crates may have a copy each.
             Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
             Ok(other) => Err(KeyProblem::SharedByResults { site: self.site, other, this: result }),
             Err(problem) => Err(problem.clone()),
@@ -83,7 +84,7 @@ impl Scope {
     }
 }
 
-/// Who uses a scope.
+/// The handler that uses a scope.
 #[derive(Clone, Copy, PartialEq)]
 struct Claim {
     site: Site,
@@ -92,7 +93,7 @@ struct Claim {
     shared: bool,
 }
 
-/// Whether `scope` can be one.
+/// Whether `scope` is a valid scope.
 pub(crate) const fn is_scope(scope: &str) -> bool {
     let bytes = scope.as_bytes();
     let mut at = 0;

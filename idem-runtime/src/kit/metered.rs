@@ -11,7 +11,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::clock::Instant;
 
-/// What a stream reports to.
+/// For every so many bytes sent without an answer, an exchange may hear nothing for one more time limit: the system takes
+/// them at once, and how many of them are still under way can't be seen.
+pub(crate) const SENT_IN_TIME: usize = 256 * 1024;
+
+/// The meter to which a stream reports.
 pub(crate) trait Meter {
     /// Bytes arrived.
     fn heard(&self);
@@ -30,7 +34,7 @@ impl<M: Meter> Meter for Arc<M> {
     }
 }
 
-/// A moment that many may set; the clock's origin until then.
+/// A point in time that many tasks may set; the clock's origin at first.
 #[derive(Debug, Default)]
 pub(crate) struct Moment {
     nanos: AtomicU64,
@@ -47,7 +51,7 @@ impl Moment {
     }
 }
 
-/// A stream that reports to its meter what moves on it.
+/// A stream that reports to its meter when bytes move on it.
 pub(crate) struct Metered<S, M> {
     pub(crate) stream: S,
     pub(crate) meter: M,

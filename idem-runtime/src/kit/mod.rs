@@ -1,7 +1,11 @@
-//! What stores share, beside the contract. A store imports this, `store`, `record`, `key`, `policy`, `clock`, `future`
+//! What stores share, beside the contract. A store imports this, `store`, `record`, `key`, `policy`, `clock`, `combine`
 //! and `sync`, and nothing else of the crate.
 
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod metered;
+#[cfg(any(feature = "redis", feature = "postgres"))]
+pub(crate) mod per_runtime;
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+pub(crate) mod replays;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
 pub(crate) mod waiting;

@@ -1,17 +1,17 @@
-//! How long a message waits until it is delivered again.
+//! The pause before a message is delivered again.
 
 use std::time::Duration;
 
 use crate::clock::SplitMix;
 
-/// How long a message waits before it is delivered again, where nothing better is known.
+/// The pause before a message is delivered again, unless a better time is known (the end of a lease, for example).
 ///
 /// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages that failed
 /// together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
 ///
 /// ```
 /// use std::time::Duration;
-/// use idem_runtime::Backoff;
+/// use idem_runtime::policy::Backoff;
 ///
 /// let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// let after = backoff.after(3, 0x5eed);
@@ -56,9 +56,22 @@ impl Backoff {
         self.spread(u64::from(self.first) << attempt.saturating_sub(1).min(31), seed)
     }
 
-    /// The pause while a store has not answered for `outage`: about as long again.
+    /// The pause after a store has been silent for `outage`: about the same time again.
     pub(crate) fn during(self, outage: Duration, seed: u64) -> Duration {
         self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
+    }
+
+    /// The pause of the duplicate of an attempt whose lease lapses in `lapses_in`, at delivery `number` (from 1). The first
+    /// delivery may find a worker that died, and comes back when the lease has lapsed. Each later one has met a lease that was
+    /// renewed, and stays away for a multiple of it.
+    pub(crate) fn beyond(self, lapses_in: Duration, lease: Duration, number: u32, seed: u64) -> Duration {
+        match number.checked_sub(2) {
+            None => lapses_in,
+            Some(doublings) => {
+                let more = u64::from(Self::millis(lease)) << doublings.min(31);
+                lapses_in.max(self.spread(more.saturating_add(lapses_in.as_millis().try_into().unwrap_or(0)), seed))
+            }
+        }
     }
 
     fn spread(self, millis: u64, seed: u64) -> Duration {

@@ -14,6 +14,7 @@ use self::mode::ModeSource;
 pub use self::mode::{Mode, ModeSwitch};
 pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnStoreError, OnUndecodable};
 pub use self::uncertain::{Doubt, Uncertain};
+use crate::key::{KeyDisplay, Shown};
 
 /// How operations are protected: retention, lease, and what to do when something goes wrong.
 ///
@@ -45,22 +46,24 @@ pub struct Policy {
     pub(crate) backoff: Backoff,
     pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(crate) on_undecodable: OnUndecodable,
+    pub(crate) key_display: Shown,
     mode: ModeSource,
 }
 
 impl Policy {
-    /// The lease where none is given.
+    /// The default lease: 30 s.
     pub const DEFAULT_LEASE: Duration = Duration::from_secs(30);
     /// The shortest lease that can be renewed in time over a network.
     pub const MIN_LEASE: Duration = Duration::from_millis(100);
     /// The longest lease and the longest retention: 100 years.
     pub const MAX_DURATION: Duration = Duration::from_secs(100 * 366 * 86_400);
-    /// For how long a body may run where nothing else is said: one hour.
+    /// The default time limit of a body: one hour.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3600);
-    /// How many bytes of result are recorded where nothing else is said: 256 KiB.
+    /// The default size limit of a recorded result: 256 KiB.
     pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
 
-    /// Finished records are remembered for `ttl`, counted from completion; everything else stands at its default.
+    /// A policy that remembers finished records for `ttl`, counted from completion; all other options have their
+    /// defaults.
     pub const fn new(ttl: Duration) -> Self {
         Self {
             ttl,
@@ -75,6 +78,7 @@ impl Policy {
             backoff: Backoff::DEFAULT,
             on_uncertain: None,
             on_undecodable: OnUndecodable::Error,
+            key_display: Shown::WHOLE,
             mode: ModeSource::Fixed(Mode::Enforce),
         }
     }
@@ -85,7 +89,7 @@ impl Policy {
         Self { ttl, ..self }
     }
 
-    /// How long a pending record is honoured without a renewal; it is renewed every third of this.
+    /// How long a pending record is honoured without a renewal (default: 30 s); it is renewed every third of this.
     #[must_use]
     pub const fn lease(self, lease: Duration) -> Self {
         Self { lease, ..self }
@@ -105,30 +109,31 @@ impl Policy {
         Self { backoff, ..self }
     }
 
-    /// Calls `hook` whenever an effect may have happened although the record does not know: for alerts. Most of it is what
-    /// [`Error::is_uncertain`](crate::Error::is_uncertain) tells the caller; a call that is dropped tells nobody else.
+    /// Calls `hook` whenever an effect may have happened although no record says so (default: no hook). Use it for
+    /// alerts. [`Error::is_uncertain`](crate::Error::is_uncertain) tells the caller the same; of a call that is
+    /// dropped, only the hook hears.
     ///
-    /// The hook runs where the call does, also while a dropped call is cleaned up: it has to be quick. A panic in it is caught
-    /// and logged.
+    /// The hook runs on the thread of the call, also while a dropped call is cleaned up: it must be quick. A panic in
+    /// it is caught and logged.
     #[must_use]
     pub const fn on_uncertain(self, hook: fn(Uncertain<'_>)) -> Self {
         Self { on_uncertain: Some(hook), ..self }
     }
 
-    /// What a duplicate does while another attempt holds the key.
+    /// What a duplicate does while another attempt holds the key (default: [`InProgress::Reject`]).
     #[must_use]
     pub const fn in_progress(self, in_progress: InProgress) -> Self {
         Self { in_progress, ..self }
     }
 
-    /// What the next delivery does after an attempt died without an answer.
+    /// What the next delivery does after an attempt died without an answer (default: [`OnCrash::Retry`]).
     #[must_use]
     pub const fn on_crash(self, on_crash: OnCrash) -> Self {
         Self { on_crash, ..self }
     }
 
     /// After `max_attempts` runs of the body without a recorded result, [`Error::AttemptsExhausted`] is returned
-    /// instead of another run.
+    /// instead of another run (default: unlimited).
     ///
     /// # Panics
     /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
@@ -141,45 +146,55 @@ impl Policy {
         Self { max_attempts: limit, ..self }
     }
 
-    /// What happens when the key is `None`, empty or blank.
+    /// What happens when the key is `None`, empty or blank (default: [`MissingKey::Reject`]).
     #[must_use]
     pub const fn missing_key(self, missing_key: MissingKey) -> Self {
         Self { missing_key, ..self }
     }
 
-    /// What happens when the store can't reserve the key.
+    /// What happens when the store can't reserve the key (default: [`OnStoreError::Fail`]).
     #[must_use]
     pub const fn on_store_error(self, on_store_error: OnStoreError) -> Self {
         Self { on_store_error, ..self }
     }
 
-    /// The largest encoded result that is recorded. A larger one is returned to its caller, and the completion is
-    /// recorded without it: duplicates get [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    /// The largest encoded result that is recorded, in bytes (default: 256 KiB). A larger one is returned to its
+    /// caller, and the completion is recorded without it: duplicates get
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[must_use]
     pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
         Self { max_result_bytes, ..self }
     }
 
-    /// What happens when a recorded result can't be read any more. A migration belongs to one return type: handlers that
-    /// share a policy share its function, so it mostly stands beside the handler, `on_undecodable = migrate`.
+    /// What happens when a recorded result can't be read any more (default: [`OnUndecodable::Error`]). A migration is
+    /// for one return type, and handlers that share a policy share its function: so write it beside the handler,
+    /// `on_undecodable = migrate`.
     #[must_use]
     pub const fn on_undecodable(self, on_undecodable: OnUndecodable) -> Self {
         Self { on_undecodable, ..self }
     }
 
-    /// Fixes the mode.
+    /// How much of a key errors, logs and spans show (default: [`KeyDisplay::Whole`]).
+    #[must_use]
+    pub const fn key_display(self, key_display: KeyDisplay) -> Self {
+        Self { key_display: Shown::new(key_display), ..self }
+    }
+
+    /// Fixes the mode (default: [`Mode::Enforce`]).
     #[must_use]
     pub const fn mode(self, mode: Mode) -> Self {
         Self { mode: ModeSource::Fixed(mode), ..self }
     }
 
-    /// Takes the mode from a switch at the beginning of each call.
+    /// Reads the mode from a switch at the beginning of each call.
+    ///
+    /// Before Rust 1.90 a `const` can't refer to a `static` that changes: make such a policy a `static`.
     #[must_use]
     pub const fn mode_switch(self, switch: &'static ModeSwitch) -> Self {
         Self { mode: ModeSource::Switch(switch), ..self }
     }
 
-    /// The mode a call that began now would have.
+    /// The mode of a call that begins now.
     pub fn current_mode(&self) -> Mode {
         match self.mode {
             ModeSource::Fixed(mode) => mode,
@@ -195,7 +210,7 @@ impl Policy {
         }
     }
 
-    /// Whether the durations can be honoured.
+    /// Checks that the durations can be honoured.
     ///
     /// # Errors
     /// [`PolicyProblem`] names the option that can't be honoured and what to write instead.
@@ -210,7 +225,7 @@ impl Policy {
         {
             return Err(PolicyProblem::TooLong);
         }
-        // Counted in milliseconds, which is what stores keep.
+        // In milliseconds, as stores keep it.
         if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
             return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
@@ -225,6 +240,7 @@ pub enum PolicyProblem {
     /// The lease is shorter than [`Policy::MIN_LEASE`].
     LeaseTooShort(Duration),
     /// The retention is zero or shorter than the time between two renewals.
+    #[non_exhaustive]
     TtlTooShort {
         /// The retention that was asked for.
         ttl: Duration,
@@ -235,11 +251,12 @@ pub enum PolicyProblem {
     TooLong,
     /// The `timeout` is zero.
     NoTime,
-    /// The lease is not longer than one call of the store may take.
+    /// One store call may take as long as the lease, or longer.
+    #[non_exhaustive]
     LeaseBelowResponseTimeout {
         /// The lease that was asked for.
         lease: Duration,
-        /// How long a call of the store may take.
+        /// How long a store call may take.
         response_timeout: Duration,
     },
 }
@@ -263,8 +280,8 @@ impl fmt::Display for PolicyProblem {
             Self::NoTime => write!(f, "`timeout` is zero, so no body could run; leave it out or give it time"),
             Self::LeaseBelowResponseTimeout { lease, response_timeout } => write!(
                 f,
-                "`lease` is {lease:?}, and one call of the store may take {response_timeout:?}: a single slow call costs the \
-                 lease; give a lease of at least three times that, or the store a shorter `response_timeout`"
+                "`lease` is {lease:?}, but one store call may take {response_timeout:?}: a single slow call would \
+                 lose the lease; give a lease of at least three times that, or the store a shorter `response_timeout`"
             ),
         }
     }
@@ -290,9 +307,9 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_changes_a_const_policy() {
+    fn a_switch_changes_a_policy() {
         static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
-        const POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
+        static POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
         for mode in ModeSwitch::MODES {
             SWITCH.set(mode);
             assert_eq!(POLICY.current_mode(), mode);

@@ -10,8 +10,8 @@ pub enum Mode {
     /// Duplicates are suppressed.
     #[default]
     Enforce,
-    /// Reserves, records and compares, and reports in the [`Outcome`](crate::Outcome) what would have been
-    /// suppressed, but always runs the body.
+    /// Always runs the body. Reserves, records and compares all the same, and reports in the
+    /// [`Outcome`](crate::Outcome) what would have been suppressed.
     Shadow,
     /// Runs the body; no store call.
     Off,
@@ -24,7 +24,7 @@ pub enum Mode {
 /// use idem_runtime::{Mode, ModeSwitch, Policy};
 ///
 /// static SHIPPING: ModeSwitch = ModeSwitch::new(Mode::Shadow);
-/// const POLICY: Policy = Policy::new(Duration::from_secs(7 * 86_400)).mode_switch(&SHIPPING);
+/// static POLICY: Policy = Policy::new(Duration::from_secs(7 * 86_400)).mode_switch(&SHIPPING);
 ///
 /// SHIPPING.set(Mode::Enforce); // For example from an admin endpoint.
 /// assert_eq!(POLICY.current_mode(), Mode::Enforce);
@@ -34,7 +34,7 @@ pub struct ModeSwitch(AtomicU8);
 impl ModeSwitch {
     pub(super) const MODES: [Mode; 3] = [Mode::Enforce, Mode::Shadow, Mode::Off];
 
-    /// A switch that stands at `mode`.
+    /// A switch that is set to `mode`.
     pub const fn new(mode: Mode) -> Self {
         Self(AtomicU8::new(mode as u8))
     }

@@ -1,4 +1,4 @@
-//! What happens in each case that a policy decides.
+//! The choices of a policy, one enum for each option.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ pub enum OnStoreError {
     Run,
 }
 
-/// What becomes of an error that the body returned.
+/// What happens to an error that the body returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnError {
@@ -63,8 +63,8 @@ pub enum OnError {
 /// [`OnUndecodable::Migrate`].
 pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 
-/// What a duplicate gets whose recorded result was written by a codec that can't be read here, or no longer decodes as what
-/// the function returns. It never gets another run.
+/// What a duplicate gets if the recorded result does not decode as the function's return type, or was written by a
+/// codec that is not available here. The body never runs again.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -109,8 +109,8 @@ pub enum OnUndecodable {
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[default]
     Error,
-    /// Calls the function and replays what its bytes decode to; if either fails, it is
-    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable) all the same. The record stays as it is, so the
-    /// function is called at each replay. If it panics, so does the call, and nothing else happens.
+    /// Calls the function and replays the result that its bytes decode to. If either fails, the duplicate gets
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). The record stays as it is, so the function is
+    /// called at each replay. A panic in it is a panic of the call, and changes nothing else.
     Migrate(Migrate),
 }

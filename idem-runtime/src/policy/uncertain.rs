@@ -2,7 +2,7 @@
 
 use crate::key::Key;
 
-/// An operation whose effect may have happened although its record does not know.
+/// An operation whose effect may have happened although its record does not say so.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Uncertain<'a> {
@@ -16,7 +16,7 @@ pub struct Uncertain<'a> {
     pub cause: Doubt,
 }
 
-/// Why nobody knows whether an effect has happened.
+/// Why it is unknown whether an effect has happened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Doubt {

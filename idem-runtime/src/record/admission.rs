@@ -1,16 +1,16 @@
-//! What becomes of a request that meets a record: the one pure decision that every store asks for.
+//! What a reservation does with the record that it finds: the one pure decision, which every store calls.
 
 use std::time::Duration;
 
 use super::{Lease, Record, Reservation, ReserveRequest, State, Verdict};
 use crate::policy::OnCrash;
 
-/// What a reservation does with the record it met; see [`Record::admit`].
+/// What a reservation does with the record that it found; see [`Record::admit`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Admission {
     /// The record stays as it is, and this is the answer.
     Answer(Reservation),
-    /// The record may be replaced by this one, if it still is the one that was met.
+    /// The record may be replaced by this one, if it is still the record that was found.
     Replace {
         /// The pending record of the new attempt.
         with: Record,
@@ -20,20 +20,20 @@ pub enum Admission {
 }
 
 impl Record {
-    /// Decides what `request` does with this record, whose lease (if it is pending) lapses in `lapses_in`; zero means it
-    /// has lapsed. Pure: every store asks this one function, and then makes the answer atomic in its own way.
+    /// Decides what `request` does with this record, whose lease (if it is pending) lapses in `lapses_in`; zero means
+    /// that it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
     pub fn admit(&self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
-        self.decide(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::Finished(self.clone())))
+        self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self.clone())))
     }
 
-    /// The same for a record that nobody else needs.
-    #[cfg(feature = "memory")]
+    /// [`admit`](Self::admit) by value, which copies no result.
+    #[cfg(any(feature = "memory", feature = "redis"))]
     pub(crate) fn admit_owned(self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
-        self.decide(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::Finished(self)))
+        self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self)))
     }
 
     /// `None` if the record itself is the answer.
-    fn decide(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
+    fn meet(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
         // Checked in every state: a replay or a takeover for another payload would be a wrong answer.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
             && recorded.is_comparable(&presented)
@@ -43,7 +43,7 @@ impl Record {
         }
         let (on_crash, takeover) = match &self.state {
             State::Completed(_) | State::Failed(_) => return None,
-            // A reservation that was repeated because its answer got lost recognises its own record.
+            // A reservation that is repeated because its answer was lost recognises its own record.
             State::Pending { .. } if self.owner == request.owner => {
                 return Some(Admission::Answer(Reservation::Granted { lease: self.lease(request), takeover: false }));
             }
@@ -58,7 +58,7 @@ impl Record {
             }
             State::Released => (OnCrash::Retry, false),
         };
-        // Whoever started or meets the interrupted body under `fail` has promised at most one run.
+        // `fail` promises at most one run, whether the lapsed attempt or this request says it.
         let interrupted = on_crash == OnCrash::Fail || (takeover && request.on_crash == OnCrash::Fail);
         if interrupted {
             return Some(Admission::Answer(Reservation::Interrupted { attempt: self.attempt }));
@@ -67,16 +67,17 @@ impl Record {
             return Some(Admission::Answer(Reservation::AttemptsExhausted { attempts: self.attempts_used }));
         }
         let fingerprint = request.fingerprint.or(self.fingerprint);
-        let with = Self::pending(request, self.attempt + 1, self.attempts_used + 1, fingerprint);
+        let trail = request.trail.after(&self.trail);
+        let with = Self::pending(request, self.attempt + 1, self.attempts_used + 1, fingerprint, trail);
         Some(Admission::Replace { with, takeover })
     }
 
-    /// What a write that ends the attempt of `lease`, with a result or without one, is answered if it met this record and
-    /// not a pending one that it may end: done if an earlier write of the same attempt did it.
+    /// The answer to a finish (`with_result`) or a release of the attempt of `lease` that found this record instead of
+    /// its own pending one: [`Verdict::Applied`] if an earlier copy of that write produced it.
     pub fn ended(&self, lease: &Lease, with_result: bool) -> Verdict {
-        // A release may not know its number; see `Store::release`.
+        // A release may not know its attempt number; see `Store::release`.
         let own = if with_result { self.is_of(lease) } else { self.owner == lease.owner };
-        // A finished record is done; a released one is not finished any more.
+        // A repeated finish needs a finished record, a repeated release a released or interrupted one.
         let repeated = own && !self.is_pending() && self.is_finished() == with_result;
         if repeated { Verdict::Applied } else { Verdict::Refused }
     }

@@ -5,24 +5,24 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::format::{FormatError, millis};
-use super::{OwnerToken, Record, State, StoredResult};
+use super::{OwnerToken, Record, State, StoredResult, Trail};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
 /// The parts of a record, version 1, for stores that keep them apart: the columns of a table, the attributes of an item.
 ///
-/// Which of `codec`, `result` and `result_bytes` are there says what became of the result: codec and result if it is
-/// stored, its size if it was too large, none of them if it could not be encoded.
+/// `codec`, `result` and `result_bytes` describe the result: codec and result are set if it is stored, the size if it
+/// was too large, none of them if it could not be encoded.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parts<'a> {
     /// The version of the parts: [`Parts::VERSION`].
     pub(crate) format: i64,
-    /// `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed.
+    /// The [name](State::name) of the state.
     pub(crate) state: &'a str,
     pub(crate) owner: &'a [u8],
     pub(crate) attempt: i64,
-    pub(crate) starts: i64,
+    pub(crate) attempts_used: i64,
     pub(crate) fingerprint: Option<&'a [u8]>,
     /// Whether `on_crash = fail`; false unless pending.
     pub(crate) on_crash_fail: bool,
@@ -33,6 +33,19 @@ pub(crate) struct Parts<'a> {
     pub(crate) codec: Option<&'a str>,
     pub(crate) result: Option<Bytes>,
     pub(crate) result_bytes: Option<i64>,
+    pub(crate) reading: Reading,
+    pub(crate) holder: Option<&'a str>,
+    pub(crate) traceparent: Option<&'a str>,
+    pub(crate) decided_by: Option<&'a str>,
+    pub(crate) decided_reason: Option<&'a str>,
+}
+
+/// How much of a record was read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Reading {
+    Whole,
+    /// All but its result; with the size of that, if it is known.
+    WithoutResult(Option<u64>),
 }
 
 impl<'a> Parts<'a> {
@@ -43,10 +56,10 @@ impl<'a> Parts<'a> {
     pub(crate) fn of(record: &'a Record) -> Self {
         let mut parts = Self {
             format: Self::VERSION,
-            state: record.state.letter(),
+            state: record.state.name(),
             owner: record.owner.as_bytes(),
             attempt: record.attempt.into(),
-            starts: record.attempts_used.into(),
+            attempts_used: record.attempts_used.into(),
             fingerprint: record.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..]),
             on_crash_fail: false,
             lease_ms: None,
@@ -54,6 +67,11 @@ impl<'a> Parts<'a> {
             codec: None,
             result: None,
             result_bytes: None,
+            reading: Reading::Whole,
+            holder: record.trail.holder().map(|holder| holder.as_str()),
+            traceparent: record.trail.traceparent_text(),
+            decided_by: record.trail.decided_by(),
+            decided_reason: record.trail.decided_reason(),
         };
         match &record.state {
             State::Pending { lease, ttl, on_crash } => {
@@ -68,7 +86,7 @@ impl<'a> Parts<'a> {
                 }
                 // The same 64 bits, so that every size is kept.
                 StoredResult::TooLarge { size } => parts.result_bytes = Some(size.cast_signed()),
-                StoredResult::Unencodable | StoredResult::Unreadable { .. } => {}
+                StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {}
             },
             State::Released | State::Interrupted => {}
         }
@@ -91,36 +109,44 @@ impl<'a> Parts<'a> {
 
     fn read(self) -> Option<Record> {
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
+        let text = Option::<&str>::unwrap_or_default;
         let payload = match (self.codec, self.result, self.result_bytes) {
             (Some(codec), Some(bytes), None) => {
                 StoredResult::Encoded { codec: CodecName::new(codec.as_bytes())?, bytes }
             }
-            // The largest stands for everything that is larger.
+            (Some(codec), None, None) => match self.reading {
+                Reading::Whole => return None,
+                Reading::WithoutResult(size) => {
+                    StoredResult::LeftOut { codec: CodecName::new(codec.as_bytes())?, size }
+                }
+            },
+            // A negative number is a size above `i64::MAX`: the same 64 bits.
             (None, None, Some(bytes)) => StoredResult::TooLarge { size: bytes.cast_unsigned() },
             (None, None, None) => StoredResult::Unencodable,
             _ => return None,
         };
         let state = match self.state {
-            "P" => State::Pending {
+            "pending" => State::Pending {
                 lease: time(self.lease_ms)?,
                 ttl: time(self.ttl_ms)?,
                 on_crash: if self.on_crash_fail { OnCrash::Fail } else { OnCrash::Retry },
             },
-            "R" => State::Released,
-            "I" => State::Interrupted,
-            "C" => State::Completed(payload),
-            "F" => State::Failed(payload),
+            "released" => State::Released,
+            "interrupted" => State::Interrupted,
+            "completed" => State::Completed(payload),
+            "failed" => State::Failed(payload),
             _ => return None,
         };
         let record = Record {
             owner: OwnerToken::from_bytes(self.owner.try_into().ok()?),
             attempt: u32::try_from(self.attempt).ok()?,
-            attempts_used: u32::try_from(self.starts).ok()?,
+            attempts_used: u32::try_from(self.attempts_used).ok()?,
             fingerprint: match self.fingerprint {
                 Some(bytes) => Some(Fingerprint::from_bytes(bytes.try_into().ok()?)),
                 None => None,
             },
             state,
+            trail: Trail::of_texts([self.holder, self.traceparent, self.decided_by, self.decided_reason].map(text)),
         };
         (record.attempt > 0 && record.attempts_used <= record.attempt).then_some(record)
     }
@@ -143,6 +169,7 @@ mod tests {
             attempts_used: 2,
             fingerprint,
             state,
+            trail: Trail::of_texts(["host/7/name", "", "alice", "INC-7"]),
         }
     }
 
@@ -173,7 +200,7 @@ mod tests {
         assert_eq!(Parts { format: 2, ..parts.clone() }.record(), Err(FormatError::LaterVersion(2)));
         assert_eq!(Parts { format: 0, ..parts.clone() }.record(), Err(FormatError::Damaged));
         assert_eq!(Parts { state: "X", ..parts.clone() }.record(), Err(FormatError::Damaged));
-        assert_eq!(Parts { state: "P", ..parts.clone() }.record(), Err(FormatError::Damaged));
+        assert_eq!(Parts { state: "pending", ..parts.clone() }.record(), Err(FormatError::Damaged));
         assert_eq!(Parts { attempt: 0, ..parts.clone() }.record(), Err(FormatError::Damaged));
         assert_eq!(Parts { owner: b"short", ..parts.clone() }.record(), Err(FormatError::Damaged));
         assert_eq!(Parts { codec: Some("json"), ..parts }.record(), Err(FormatError::Damaged));

@@ -5,20 +5,26 @@
 //! | 0–3 | `idem` |
 //! | 4 | version of the format: 1 |
 //! | 5 | state: `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed |
-//! | 6 | flags: 1 somebody waits for this record, 2 `on_crash = fail`, 4 has a fingerprint |
+//! | 6 | flags: 1 somebody waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a trail |
 //! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable |
 //! | 8–23 | owner token |
 //! | 24–27 | attempt |
 //! | 28–31 | starts |
-//! | 32–63 | fingerprint, if there is one |
-//! | rest | pending: lease and ttl, milliseconds, 8 bytes each; stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
+//! | 32–39 | when the key was first seen, in milliseconds since 1970 by the store's clock, or by its holder's if the record was replaced as a whole; 0 if that is not written |
+//! | 40–47 | when the latest attempt began, likewise |
+//! | 48–79 | fingerprint, if there is one |
+//! | then | pending: lease and ttl, milliseconds, 8 bytes each |
+//! | then | trail, if there is one: lengths (1 byte) and texts of holder, `traceparent` and operator; length (2 bytes) and text of the operator's reason |
+//! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
 
 use std::fmt;
 use std::time::Duration;
 
+#[cfg(feature = "redis")]
+use bytes::Buf;
 use bytes::Bytes;
 
-use super::{OwnerToken, Record, State, StoredResult};
+use super::{OwnerToken, Record, State, StoredResult, Trail};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -27,14 +33,19 @@ use crate::policy::OnCrash;
 pub const MAGIC: &[u8; 4] = b"idem";
 /// The version that is written.
 pub const VERSION: u8 = 1;
-/// How many bytes every record has at least.
-pub const HEADER_BYTES: usize = 32;
-/// Where the flags are.
+/// The least length of a record, in bytes.
+pub const HEADER_BYTES: usize = 48;
+/// Where the header ends that tells one write of a record from another: state (byte 5), owner token and counters (bytes 8 to here).
+pub const IDENTITY_END: usize = 32;
+/// As many bytes of a record as [`decode_start`] needs to leave its result out.
+pub const START_BYTES: usize = 1024;
+/// The place of the flags.
 pub const FLAGS_AT: usize = 6;
 /// The flag that a waiting duplicate sets on a pending record, so that the write that ends it wakes the waiter.
 pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
+const FLAG_TRAIL: u8 = 8;
 
 /// Bytes that are not a record of this version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,34 +75,88 @@ impl std::error::Error for FormatError {}
 
 /// Milliseconds, rounded up: a lease is never cut short by its written form.
 pub fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
+    // Not by `as_nanos`: dividing 128 bits takes longer than all else in a written record.
+    let rest = duration.subsec_nanos().div_ceil(1_000_000);
+    duration.as_secs().saturating_mul(1000).saturating_add(rest.into())
 }
 
 /// Writes `record`.
 pub fn encode(record: &Record) -> Vec<u8> {
-    let (mut flags, tag, room) = match &record.state {
-        State::Pending { on_crash: OnCrash::Retry, .. } => (0, 0, 16),
-        State::Pending { .. } => (FLAG_ON_CRASH_FAIL, 0, 16),
-        State::Released | State::Interrupted => (0, 0, 0),
-        State::Completed(payload) | State::Failed(payload) => (0, tag(payload), room(payload)),
+    let mut out = Vec::with_capacity(room_for(record));
+    write(record, &mut out);
+    debug_assert_eq!(out.len(), room_for(record), "the length was foretold");
+    out
+}
+
+/// How many bytes [`encode`] writes.
+#[cfg(feature = "redis")]
+pub(crate) fn len(record: &Record) -> usize {
+    room_for(record)
+}
+
+/// What tells one write of a record from another: its state, then owner token and counters. `None` if there are too few bytes.
+#[cfg(feature = "redis")]
+pub(crate) fn identity(value: &[u8]) -> Option<[u8; 25]> {
+    let mut identity = [0; 25];
+    identity[0] = *value.get(5)?;
+    identity[1..].copy_from_slice(value.get(8..IDENTITY_END)?);
+    Some(identity)
+}
+
+/// Writes into `value` that its key was first seen, and its latest attempt began, at `at`.
+#[cfg(feature = "redis")]
+pub(crate) fn set_times(value: &mut [u8], at: u64) {
+    let times = [at.to_be_bytes(), at.to_be_bytes()].concat();
+    value[IDENTITY_END..HEADER_BYTES].copy_from_slice(&times);
+}
+
+/// As many bytes as `record` takes.
+fn room_for(record: &Record) -> usize {
+    let state = match &record.state {
+        State::Pending { .. } => 16,
+        State::Released | State::Interrupted => 0,
+        State::Completed(payload) | State::Failed(payload) => room(payload),
+    };
+    let trail = match &record.trail {
+        trail if trail.is_empty() => 0,
+        trail => 5 + trail.texts().iter().map(|text| text.len()).sum::<usize>(),
+    };
+    HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + trail
+}
+
+/// Appends `record` to `out`.
+pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
+    let (mut flags, tag) = match &record.state {
+        State::Pending { on_crash: OnCrash::Retry, .. } | State::Released | State::Interrupted => (0, 0),
+        State::Pending { .. } => (FLAG_ON_CRASH_FAIL, 0),
+        State::Completed(payload) | State::Failed(payload) => (0, tag(payload)),
     };
     if record.fingerprint.is_some() {
         flags |= FLAG_FINGERPRINT;
     }
-    let mut out = Vec::with_capacity(HEADER_BYTES + Fingerprint::BYTES + room);
-    out.extend_from_slice(MAGIC);
-    out.extend_from_slice(&[VERSION, record.state.letter().as_bytes()[0], flags, tag]);
-    out.extend_from_slice(record.owner.as_bytes());
-    out.extend_from_slice(&record.attempt.to_be_bytes());
-    out.extend_from_slice(&record.attempts_used.to_be_bytes());
+    let trail = &record.trail;
+    if !trail.is_empty() {
+        flags |= FLAG_TRAIL;
+    }
+    // The times, which come last, are the store's to fill in.
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(MAGIC);
+    header[4..8].copy_from_slice(&[VERSION, letter(&record.state), flags, tag]);
+    header[8..24].copy_from_slice(record.owner.as_bytes());
+    header[24..28].copy_from_slice(&record.attempt.to_be_bytes());
+    header[28..IDENTITY_END].copy_from_slice(&record.attempts_used.to_be_bytes());
+    out.extend_from_slice(&header);
     if let Some(fingerprint) = &record.fingerprint {
         out.extend_from_slice(fingerprint.as_bytes());
     }
+    if let State::Pending { lease, ttl, .. } = &record.state {
+        out.extend_from_slice(&millis(*lease).to_be_bytes());
+        out.extend_from_slice(&millis(*ttl).to_be_bytes());
+    }
+    if flags & FLAG_TRAIL != 0 {
+        trail.write(out);
+    }
     match &record.state {
-        State::Pending { lease, ttl, .. } => {
-            out.extend_from_slice(&millis(*lease).to_be_bytes());
-            out.extend_from_slice(&millis(*ttl).to_be_bytes());
-        }
         State::Completed(StoredResult::Encoded { codec, bytes })
         | State::Failed(StoredResult::Encoded { codec, bytes }) => {
             let name = codec.as_str().as_bytes();
@@ -104,31 +169,98 @@ pub fn encode(record: &Record) -> Vec<u8> {
         }
         _ => {}
     }
-    out
+}
+
+fn letter(state: &State) -> u8 {
+    match state {
+        State::Pending { .. } => b'P',
+        State::Released => b'R',
+        State::Interrupted => b'I',
+        State::Completed(_) => b'C',
+        State::Failed(_) => b'F',
+    }
 }
 
 fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // Nobody writes what could not be read; if somebody did, it would stay unavailable.
-        StoredResult::Unencodable | StoredResult::Unreadable { .. } => 3,
+        // The latter two are never written; encode them as unencodable, so that a bug can't create a result.
+        StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }
 
 fn room(payload: &StoredResult) -> usize {
     match payload {
-        StoredResult::Encoded { bytes, .. } => 1 + CodecName::MAX_BYTES + bytes.len(),
-        _ => 8,
+        StoredResult::Encoded { codec, bytes } => 1 + codec.as_str().len() + bytes.len(),
+        StoredResult::TooLarge { .. } => 8,
+        _ => 0,
     }
 }
 
 /// Reads what [`encode`] wrote; the result shares the memory of `value`.
 ///
 /// # Errors
-/// [`FormatError`] for everything else, down to a single byte too many.
+/// [`FormatError`] for all other bytes, even if there is a single one too many.
 pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
-    if value.len() < HEADER_BYTES || value[..4] != *MAGIC {
+    check(value)?;
+    let (mut record, payload_at) = read(value, None).ok_or(FormatError::Damaged)?;
+    if let (Some(at), Some(payload)) = (payload_at, payload(&mut record)) {
+        *payload = value.slice(at..);
+    }
+    Ok(record)
+}
+
+/// The same by value, which takes the result out of `value` without counting who shares its memory.
+#[cfg(feature = "redis")]
+pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
+    check(&value)?;
+    let (mut record, payload_at) = read(&value, None).ok_or(FormatError::Damaged)?;
+    if let (Some(at), Some(payload)) = (payload_at, payload(&mut record)) {
+        value.advance(at);
+        *payload = value;
+    }
+    Ok(record)
+}
+
+/// Whether `value` is a record of another owner that has not finished, running or abandoned.
+#[cfg(feature = "redis")]
+pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Result<bool, FormatError> {
+    check(value)?;
+    let (record, _) = read(value, None).ok_or(FormatError::Damaged)?;
+    Ok(!record.is_finished() && record.owner != owner)
+}
+
+/// Where the result of a finished record goes.
+fn payload(record: &mut Record) -> Option<&mut Bytes> {
+    match &mut record.state {
+        State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
+            Some(bytes)
+        }
+        _ => None,
+    }
+}
+
+/// Reads the first [`START_BYTES`] of a record of `len` bytes; its result is [left out](StoredResult::LeftOut).
+///
+/// # Errors
+/// As for [`decode`].
+pub fn decode_start(value: &Bytes, len: usize) -> Result<Record, FormatError> {
+    check(value)?;
+    read(value, Some(len)).map(|(record, _)| record).ok_or(FormatError::Damaged)
+}
+
+/// When the key of a record was first seen, and when its latest attempt began: as far as it is written, in milliseconds since
+/// 1970 by the store's clock, or by the holder's.
+pub fn times(value: &Bytes) -> [Option<u64>; 2] {
+    [32, 40].map(|at| {
+        let bytes = value.get(at..at + 8)?.try_into().ok()?;
+        Some(u64::from_be_bytes(bytes)).filter(|time| *time > 0)
+    })
+}
+
+fn check(value: &[u8]) -> Result<(), FormatError> {
+    if value.len() < IDENTITY_END || value[..4] != *MAGIC {
         return Err(FormatError::Foreign);
     }
     match value[4] {
@@ -136,48 +268,81 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
         0 => return Err(FormatError::Damaged),
         later => return Err(FormatError::LaterVersion(later)),
     }
-    read(value).ok_or(FormatError::Damaged)
+    Ok(())
 }
 
-fn read(value: &Bytes) -> Option<Record> {
-    let mut rest = Reader(value.clone());
+/// The record in `value`, without its result, and where that begins if it is stored and was not left out.
+fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
+    let mut rest = Reader(value);
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
     let owner = OwnerToken::from_bytes(rest.array()?);
     let attempt = u32::from_be_bytes(rest.array()?);
     let starts = u32::from_be_bytes(rest.array()?);
-    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT;
+    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_TRAIL;
+    let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
+    let pending = (state, tag) == (b'P', 0);
+    let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
+    let trail = if flags & FLAG_TRAIL == 0 { Trail::NONE } else { rest.trail()? };
+    let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
+    let mut payload_at = None;
+    let mut payload = |tag| {
+        let payload = rest.payload(tag, left_out)?;
+        if matches!(payload, StoredResult::Encoded { .. }) {
+            payload_at = Some(value.len() - std::mem::take(&mut rest.0).len());
+        }
+        Some(payload)
+    };
     let state = match (state, tag) {
         (b'P', 0) => State::Pending {
-            lease: Duration::from_millis(u64::from_be_bytes(rest.array()?)),
-            ttl: Duration::from_millis(u64::from_be_bytes(rest.array()?)),
+            lease,
+            ttl,
             on_crash: if flags & FLAG_ON_CRASH_FAIL == 0 { OnCrash::Retry } else { OnCrash::Fail },
         },
         (b'R', 0) => State::Released,
         (b'I', 0) => State::Interrupted,
-        (b'C', tag) => State::Completed(rest.payload(tag)?),
-        (b'F', tag) => State::Failed(rest.payload(tag)?),
+        (b'C', tag) => State::Completed(payload(tag)?),
+        (b'F', tag) => State::Failed(payload(tag)?),
         _ => return None,
     };
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
-    sound.then_some(Record { owner, attempt, attempts_used: starts, fingerprint, state })
+    let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, trail };
+    sound.then_some((record, payload_at))
 }
 
-struct Reader(Bytes);
+struct Reader<'a>(&'a [u8]);
 
-impl Reader {
+impl Reader<'_> {
     fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let bytes = (self.0.len() >= N).then(|| self.0.split_to(N))?;
-        bytes.as_ref().try_into().ok()
+        let (bytes, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*bytes)
     }
 
-    fn payload(&mut self, tag: u8) -> Option<StoredResult> {
+    fn millis(&mut self) -> Option<Duration> {
+        Some(Duration::from_millis(u64::from_be_bytes(self.array()?)))
+    }
+
+    fn trail(&mut self) -> Option<Trail> {
+        let (trail, rest) = Trail::read(self.0)?;
+        self.0 = rest;
+        Some(trail)
+    }
+
+    /// The result, of which the bytes are still to come; `left_out` bytes are left of a record whose result was not read.
+    fn payload(&mut self, tag: u8, left_out: Option<usize>) -> Option<StoredResult> {
         match tag {
             1 => {
                 let [len] = self.array()?;
-                let name = (self.0.len() >= usize::from(len)).then(|| self.0.split_to(usize::from(len)))?;
-                let codec = CodecName::new(&name)?;
-                Some(StoredResult::Encoded { codec, bytes: std::mem::take(&mut self.0) })
+                let (name, rest) = self.0.split_at_checked(len.into())?;
+                self.0 = rest;
+                let codec = CodecName::new(name)?;
+                if let Some(left_out) = left_out {
+                    self.0 = &[];
+                    let size = left_out.checked_sub(1 + name.len())? as u64;
+                    return Some(StoredResult::LeftOut { codec, size: Some(size) });
+                }
+                Some(StoredResult::Encoded { codec, bytes: Bytes::new() })
             }
             2 => Some(StoredResult::TooLarge { size: u64::from_be_bytes(self.array()?) }),
             3 => Some(StoredResult::Unencodable),

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::{Record, ReserveRequest, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
@@ -25,13 +26,19 @@ impl OwnerToken {
         &self.0
     }
 
-    /// A number that differs from attempt to attempt: where pauses are spread.
+    /// The token of a record that an operator has resolved: nobody's, so that the attempt before can't write any more.
+    pub(super) fn succeeded(self) -> Self {
+        const STEP: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
+        Self(u128::from_be_bytes(self.0).wrapping_add(STEP).to_be_bytes())
+    }
+
+    /// A number that differs between attempts: the seed that spreads their pauses.
     pub(crate) fn seed(&self) -> u64 {
         self.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 }
 
-/// Shows the first half only: a token in a log is no key to the record.
+/// Shows the first half only: a token in a log must not give access to the record.
 impl fmt::Debug for OwnerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
@@ -39,11 +46,12 @@ impl fmt::Debug for OwnerToken {
     }
 }
 
-/// Gives every attempt of one process a token of its own, for records that no other process sees.
+/// Makes a unique token for every attempt of one process, for records that no other process sees.
 ///
-/// The tokens are a Weyl sequence from a random start: unique within the handle, and those of two handles meet with a
-/// probability of their number divided by 2^128. After `fork()`, and in copies of a virtual machine, the sequence repeats;
-/// records that others see need randomness for each attempt ([`Heartbeats::new`](crate::Heartbeats::new)).
+/// The tokens are a Weyl sequence from a random start: unique within the handle; the probability that two handles make
+/// the same one is their number divided by 2^128. After `fork()`, and in copies of a virtual machine, the sequence
+/// repeats; records that others see need randomness for each attempt
+/// ([`Heartbeats::new`](crate::store::Heartbeats::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {
     start: u128,
@@ -63,8 +71,9 @@ impl Owners {
     }
 }
 
-/// What the winner of a reservation holds and presents with every later write.
+/// The reservation of an attempt, which it presents with every later write.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Lease {
     /// The key that is reserved.
     pub key: Key,
@@ -78,10 +87,51 @@ pub struct Lease {
     pub duration: Duration,
     /// How long the record is remembered after its last write, beyond the lease while it is pending.
     pub ttl: Duration,
-    /// What the record does once the lease has lapsed.
+    /// What happens once the lease has lapsed.
     pub on_crash: OnCrash,
-    /// The fingerprint the record carries.
+    /// The fingerprint in the record.
     pub fingerprint: Option<Fingerprint>,
+    /// What else the record tells.
+    pub trail: Trail,
+    /// When it was reserved, in milliseconds since 1970 by the wall clock of this process. Only a store sets it whose record is
+    /// what the reservation wrote, byte for byte, while nothing else is written.
+    pub(crate) reserved_at: ReservedAt,
+}
+
+/// When a lease was reserved, if that is noted. It takes no part in comparison: a lease is the same whoever made it.
+/// Its six bytes, big-endian, lie where a lease had room to spare.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct ReservedAt(
+    #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "no other store sets it"))] [u8; 6],
+);
+
+#[cfg(feature = "redis")]
+impl ReservedAt {
+    pub(crate) fn new(millis: u64) -> Self {
+        let [_, _, millis @ ..] = millis.to_be_bytes();
+        Self(millis)
+    }
+
+    pub(crate) fn millis(self) -> Option<u64> {
+        let mut millis = [0; 8];
+        millis[2..].copy_from_slice(&self.0);
+        Some(u64::from_be_bytes(millis)).filter(|millis| *millis > 0)
+    }
+}
+
+impl PartialEq for ReservedAt {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for ReservedAt {}
+
+impl Lease {
+    /// The lease of attempt number `attempt` that `request` asked for, as the first one that counts against `max_attempts`.
+    pub fn new(request: &ReserveRequest, attempt: u32) -> Self {
+        Record { attempt, ..Record::first(request) }.lease(request)
+    }
 }
 
 #[cfg(test)]

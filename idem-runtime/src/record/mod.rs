@@ -3,9 +3,11 @@
 mod admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
 mod columns;
+pub(crate) mod decision;
 pub mod format;
-mod lease;
-mod request;
+pub(crate) mod lease;
+pub(crate) mod request;
+pub(crate) mod trail;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,31 +17,41 @@ use bytes::Bytes;
 
 pub use self::admission::Admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
-pub(crate) use self::columns::{Parts, signed_millis};
-pub(crate) use self::lease::Owners;
-pub use self::lease::{Lease, OwnerToken};
-pub use self::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Verdict};
+pub(crate) use self::columns::{Parts, Reading, signed_millis};
+pub use self::decision::Ruling;
+#[allow(unused_imports, reason = "without a store nobody decides")]
+pub(crate) use self::decision::{Action, Decided, Decision};
+pub(crate) use self::lease::{Lease, OwnerToken};
+pub(crate) use self::lease::{Owners, ReservedAt};
+#[allow(unused_imports, reason = "without a store nobody inspects")]
+pub(crate) use self::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Verdict};
+pub(crate) use self::trail::Holder;
+pub use self::trail::{Traceparent, TraceparentError, Trail};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
 /// What a store holds for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Record {
     /// The attempt that wrote the record last.
     pub owner: OwnerToken,
     /// The number of the latest attempt: the fencing token. Strictly increases while the record is retained.
     pub attempt: u32,
-    /// How many attempts count against `max_attempts`; those whose body is known not to have started don't.
+    /// How many attempts count against `max_attempts`; attempts whose body surely did not start don't.
     pub attempts_used: u32,
     /// The fingerprint of the payload, if the handler gives one.
     pub fingerprint: Option<Fingerprint>,
     /// Where the operation stands.
     pub state: State,
+    /// Who holds the key or held it last, and what else it tells a person. No decision depends on it.
+    pub trail: Trail,
 }
 
 /// Where an operation stands.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum State {
     /// An attempt is running, or died without an answer.
     Pending {
@@ -53,7 +65,7 @@ pub enum State {
     /// The latest attempt ended without a result to record; the next one may run. The record stays so that attempts
     /// are counted and fencing tokens never repeat.
     Released,
-    /// A body started and did not return, under [`OnCrash::Fail`]; nobody runs until an operator decides.
+    /// A body started and did not return, under [`OnCrash::Fail`]; no attempt may run until an operator decides.
     Interrupted,
     /// The body succeeded. Never changes within the retention.
     Completed(StoredResult),
@@ -63,12 +75,13 @@ pub enum State {
 
 /// The recorded result of a finished operation, or why there is none.
 #[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StoredResult {
     /// The encoded result.
     Encoded {
         /// The codec that wrote it.
         codec: CodecName,
-        /// What it wrote.
+        /// The bytes that it wrote.
         bytes: Bytes,
     },
     /// The encoded result was larger than the policy allows.
@@ -76,13 +89,20 @@ pub enum StoredResult {
         /// Its size in bytes.
         size: u64,
     },
-    /// The codec could not write the result.
+    /// The codec could not write the result, or an operator resolved the operation without one.
     Unencodable,
-    /// The result is recorded, but what is needed to read it is gone or was altered. Only wrappers that keep results in
-    /// another form answer this; it is never written.
+    /// The result is recorded but can't be read: a part of it is gone or was altered. Only wrappers that keep results
+    /// in another form return this; it is never written.
     Unreadable {
         /// What is wrong, without the result.
         reason: Arc<str>,
+    },
+    /// The result is stored, and was not read: a list shows no results. It is never written.
+    LeftOut {
+        /// The codec that wrote it.
+        codec: CodecName,
+        /// Its size in bytes, as it is stored, where the store tells it.
+        size: Option<u64>,
     },
 }
 
@@ -104,14 +124,21 @@ impl fmt::Debug for StoredResult {
             Self::TooLarge { size } => write!(f, "TooLarge({size} bytes)"),
             Self::Unencodable => f.write_str("Unencodable"),
             Self::Unreadable { reason } => write!(f, "Unreadable({reason})"),
+            Self::LeftOut { codec, size: Some(size) } => write!(f, "LeftOut({size} bytes of {codec:?})"),
+            Self::LeftOut { codec, size: None } => write!(f, "LeftOut({codec:?})"),
         }
     }
 }
 
 impl Record {
+    /// The record of attempt number `attempt` in this state, the first one that counts against `max_attempts`.
+    pub const fn new(owner: OwnerToken, attempt: u32, state: State) -> Self {
+        Self { owner, attempt, attempts_used: 1, fingerprint: None, state, trail: Trail::NONE }
+    }
+
     /// The record of a key's first attempt.
     pub fn first(request: &ReserveRequest) -> Self {
-        Self::pending(request, 1, 1, request.fingerprint)
+        Self::pending(request, 1, 1, request.fingerprint, request.trail.clone())
     }
 
     pub(super) fn pending(
@@ -119,9 +146,10 @@ impl Record {
         attempt: u32,
         starts: u32,
         fingerprint: Option<Fingerprint>,
+        trail: Trail,
     ) -> Self {
         let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash };
-        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state }
+        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, trail }
     }
 
     /// The lease that `request` holds on this pending record.
@@ -135,7 +163,15 @@ impl Record {
             ttl: request.ttl,
             on_crash: request.on_crash,
             fingerprint: self.fingerprint,
+            trail: self.trail.clone(),
+            reserved_at: ReservedAt::default(),
         }
+    }
+
+    /// The record that the first reservation of a key wrote for `lease`.
+    #[cfg(feature = "redis")]
+    pub(crate) fn reserved(lease: &Lease) -> Self {
+        Self::after(lease, State::Pending { lease: lease.duration, ttl: lease.ttl, on_crash: lease.on_crash })
     }
 
     /// The record after the attempt that holds `lease` wrote `state`.
@@ -146,13 +182,25 @@ impl Record {
             attempts_used: lease.attempts_used,
             fingerprint: lease.fingerprint,
             state,
+            trail: lease.trail.clone(),
         }
     }
 
-    /// Whether this is the record of the attempt that holds `lease`: an attempt is its owner token and its number. A
-    /// reservation that arrives again late may give its owner another attempt, which is not the one that is running.
+    /// Whether this is the record of the attempt that holds `lease`, by owner token and number. The token alone is not
+    /// enough: a reservation that arrives once more, late, may give its owner another attempt than the running one.
     pub fn is_of(&self, lease: &Lease) -> bool {
         self.owner == lease.owner && self.attempt == lease.attempt
+    }
+
+    /// The record as a list shows it, without its result.
+    #[cfg(feature = "memory")]
+    pub(crate) fn without_result(mut self) -> Self {
+        if let State::Completed(result) | State::Failed(result) = &mut self.state
+            && let StoredResult::Encoded { codec, bytes } = result
+        {
+            *result = StoredResult::LeftOut { codec: *codec, size: Some(bytes.len() as u64) };
+        }
+        self
     }
 
     /// Whether an attempt is running, or died without an answer.
@@ -165,7 +213,7 @@ impl Record {
         self.state.result().is_some()
     }
 
-    /// How long the record is remembered from a write at this moment; `ttl` unless it is pending.
+    /// How long the record is remembered if it is written now; `ttl` unless it is pending.
     pub fn retention(&self, ttl: Duration) -> Duration {
         match self.state {
             State::Pending { lease, ttl, .. } => lease.saturating_add(ttl),
@@ -183,14 +231,14 @@ impl State {
         }
     }
 
-    /// The letter that stands for the state wherever it is written.
-    pub(crate) fn letter(&self) -> &'static str {
+    /// What errors, rows, items and commands call the state: `pending`, `released`, `interrupted`, `completed` or `failed`.
+    pub const fn name(&self) -> &'static str {
         match self {
-            Self::Pending { .. } => "P",
-            Self::Released => "R",
-            Self::Interrupted => "I",
-            Self::Completed(_) => "C",
-            Self::Failed(_) => "F",
+            Self::Pending { .. } => "pending",
+            Self::Released => "released",
+            Self::Interrupted => "interrupted",
+            Self::Completed(_) => "completed",
+            Self::Failed(_) => "failed",
         }
     }
 }

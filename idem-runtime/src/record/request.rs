@@ -1,14 +1,16 @@
-//! What is asked of a store, and what it answers.
+//! Requests to a store, and its answers.
 
+use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::{Lease, OwnerToken, Record, State, StoredResult};
+use super::{Holder, Lease, OwnerToken, Record, State, StoredResult, Traceparent, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
-/// What an attempt asks for.
+/// The request of an attempt for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct ReserveRequest {
     /// The key to reserve.
     pub key: Key,
@@ -24,9 +26,71 @@ pub struct ReserveRequest {
     pub on_crash: OnCrash,
     /// How many attempts may start.
     pub max_attempts: Option<NonZeroU32>,
+    /// Who asks, and what else the record is to tell.
+    pub trail: Trail,
 }
 
 impl ReserveRequest {
+    /// A request of nobody in particular, without a fingerprint and a limit of attempts, which may take over a lapsed attempt.
+    pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
+        let (fingerprint, max_attempts, trail) = (None, None, Trail::NONE);
+        Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, trail }
+    }
+
+    /// Sets [`key`](Self::key).
+    #[must_use]
+    pub fn key(self, key: Key) -> Self {
+        Self { key, ..self }
+    }
+
+    /// Sets [`owner`](Self::owner).
+    #[must_use]
+    pub fn owner(self, owner: OwnerToken) -> Self {
+        Self { owner, ..self }
+    }
+
+    /// Sets [`lease`](Self::lease).
+    #[must_use]
+    pub fn lease(self, lease: Duration) -> Self {
+        Self { lease, ..self }
+    }
+
+    /// Sets [`ttl`](Self::ttl).
+    #[must_use]
+    pub fn ttl(self, ttl: Duration) -> Self {
+        Self { ttl, ..self }
+    }
+
+    /// Sets [`fingerprint`](Self::fingerprint).
+    #[must_use]
+    pub fn fingerprint(self, fingerprint: impl Into<Option<Fingerprint>>) -> Self {
+        Self { fingerprint: fingerprint.into(), ..self }
+    }
+
+    /// Sets [`on_crash`](Self::on_crash).
+    #[must_use]
+    pub fn on_crash(self, on_crash: OnCrash) -> Self {
+        Self { on_crash, ..self }
+    }
+
+    /// Sets [`max_attempts`](Self::max_attempts).
+    #[must_use]
+    pub fn max_attempts(self, max_attempts: impl Into<Option<NonZeroU32>>) -> Self {
+        Self { max_attempts: max_attempts.into(), ..self }
+    }
+
+    /// Says who holds the key from then on: mostly [`Heartbeats::holder`](crate::store::Heartbeats::holder) of the store handle.
+    #[must_use]
+    pub fn holder(self, holder: Holder<'_>) -> Self {
+        Self { trail: self.trail.with_holder(holder), ..self }
+    }
+
+    /// Names the trace that the run is a part of.
+    #[must_use]
+    pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
+        Self { trail: self.trail.with_traceparent(traceparent.into()), ..self }
+    }
+
     /// The lease to release if the answer to this request never arrives.
     pub(crate) fn unanswered(&self) -> Lease {
         Record::first(self).lease(self)
@@ -43,22 +107,31 @@ pub enum Reservation {
         /// The latest attempt.
         attempt: u32,
     },
-    /// Pending and mine: run the body.
+    /// The key is reserved for this attempt: run the body.
+    #[non_exhaustive]
     Granted {
-        /// What the attempt presents with every later write.
+        /// The lease, which the attempt presents with every later write.
         lease: Lease,
         /// Whether an attempt whose lease had lapsed was taken over.
         takeover: bool,
     },
     /// Another attempt holds the key: reject, or wait.
+    #[non_exhaustive]
     InProgress {
         /// Its number.
         attempt: u32,
-        /// When its lease lapses unless it is renewed; never zero.
+        /// The time until its lease lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
     /// Completed or failed: replay it.
-    Finished(Record),
+    #[non_exhaustive]
+    Finished {
+        /// The record.
+        record: Record,
+        /// How old it is: the time since its attempt began, or since that ended where a store knows no more. `None` if the
+        /// store does not tell. It decides nothing.
+        age: Option<Duration>,
+    },
     /// The same key with another fingerprint.
     FingerprintMismatch {
         /// The latest attempt.
@@ -69,20 +142,46 @@ pub enum Reservation {
         /// The attempt that was interrupted.
         attempt: u32,
     },
-    /// As many attempts as are allowed have started.
+    /// `max_attempts` attempts have started.
     AttemptsExhausted {
-        /// How many that were.
+        /// Their number.
         attempts: u32,
     },
+}
+
+impl Reservation {
+    /// [`Granted`](Self::Granted).
+    pub const fn granted(lease: Lease, takeover: bool) -> Self {
+        Self::Granted { lease, takeover }
+    }
+
+    /// [`InProgress`](Self::InProgress).
+    pub const fn in_progress(attempt: u32, lapses_in: Duration) -> Self {
+        Self::InProgress { attempt, lapses_in }
+    }
+
+    /// [`Finished`](Self::Finished), of no known age.
+    pub const fn finished(record: Record) -> Self {
+        Self::Finished { record, age: None }
+    }
+
+    /// Sets the age of a finished record; every other answer stays as it is.
+    #[must_use]
+    pub fn aged(self, age: impl Into<Option<Duration>>) -> Self {
+        match self {
+            Self::Finished { record, .. } => Self::Finished { record, age: age.into() },
+            other => other,
+        }
+    }
 }
 
 /// The answer to a compare-and-set.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
-    /// The record is as asked for, by this call or by an earlier one with the same owner token.
+    /// The write took effect, in this call or in an earlier one with the same owner token.
     Applied,
-    /// The record belongs to somebody else, or is gone; nothing was changed.
+    /// The record belongs to another attempt, or is gone; nothing was changed.
     Refused,
 }
 
@@ -133,8 +232,66 @@ impl Release {
     }
 }
 
+/// Where an operation stands: the state of its record, and of a pending one whether its lease holds.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Standing {
+    /// An attempt is running: its lease holds.
+    Running,
+    /// An attempt died without an answer, or can't reach the store: its lease has lapsed, and nobody has taken over.
+    Lapsed,
+    /// The latest attempt ended without a result; the next one may run.
+    Released,
+    /// A body started and did not return, and may not run again until an operator decides.
+    Interrupted,
+    /// The body succeeded.
+    Completed,
+    /// The body returned an error that is replayed.
+    Failed,
+}
+
+impl Standing {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed];
+
+    /// What commands and lists call it: `running`, `lapsed`, `released`, `interrupted`, `completed` or `failed`. The first two
+    /// are one state, `pending`, for everybody who does not know the time.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Lapsed => "lapsed",
+            Self::Released => "released",
+            Self::Interrupted => "interrupted",
+            Self::Completed => "completed",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// The [name](State::name) of the state.
+    #[cfg(feature = "postgres")]
+    pub(crate) const fn state(self) -> &'static str {
+        match self {
+            Self::Running | Self::Lapsed => "pending",
+            other => other.name(),
+        }
+    }
+
+    /// Whether the effect may have happened and the record does not know.
+    pub const fn is_uncertain(self) -> bool {
+        matches!(self, Self::Lapsed | Self::Interrupted)
+    }
+}
+
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// A record as an operator sees it.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Inspection {
     /// The record.
     pub record: Record,
@@ -142,4 +299,59 @@ pub struct Inspection {
     pub expires_in: Duration,
     /// When its lease lapses; zero if it has lapsed, `None` unless it is pending.
     pub lapses_in: Option<Duration>,
+    /// How long ago the key was first seen, by the store's clock; `None` if the store does not tell. A record that was
+    /// forgotten takes that with it.
+    pub first_seen: Option<Duration>,
+    /// How long ago the latest attempt began, by the store's clock; `None` if the store does not tell.
+    pub began: Option<Duration>,
+}
+
+impl Inspection {
+    /// A record, when it is forgotten, and when its lease lapses.
+    pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
+        Self { record, expires_in, lapses_in, first_seen: None, began: None }
+    }
+
+    /// Adds how long ago the key was first seen, and how long ago the latest attempt began.
+    #[must_use]
+    pub fn since(self, first_seen: Option<Duration>, began: Option<Duration>) -> Self {
+        Self { first_seen, began, ..self }
+    }
+
+    /// The number of the latest attempt, which every decision of an operator names.
+    pub const fn attempt(&self) -> u32 {
+        self.record.attempt
+    }
+
+    /// Where the operation stands, with what has become of its lease.
+    pub fn standing(&self) -> Standing {
+        match &self.record.state {
+            State::Pending { .. } if self.lapses_in.is_some_and(|left| left.is_zero()) => Standing::Lapsed,
+            State::Pending { .. } => Standing::Running,
+            State::Released => Standing::Released,
+            State::Interrupted => Standing::Interrupted,
+            State::Completed(_) => Standing::Completed,
+            State::Failed(_) => Standing::Failed,
+        }
+    }
+
+    /// Who holds the key, or held it last: the handle that made the latest attempt.
+    pub fn holder(&self) -> Option<Holder<'_>> {
+        self.record.trail.holder()
+    }
+
+    /// The trace of the latest attempt: of the run that made the result, if there is one.
+    pub fn traceparent(&self) -> Option<Traceparent> {
+        self.record.trail.traceparent()
+    }
+
+    /// The operator who decided about the record last.
+    pub fn decided_by(&self) -> Option<&str> {
+        self.record.trail.decided_by()
+    }
+
+    /// Why they decided so.
+    pub fn decided_reason(&self) -> Option<&str> {
+        self.record.trail.decided_reason()
+    }
 }

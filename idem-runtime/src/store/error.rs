@@ -19,6 +19,8 @@ pub enum StoreErrorKind {
     Full,
     /// The result is larger than the store can hold. Nothing was written; the engine records the completion without it.
     TooLarge,
+    /// The store can't do this at all, or not unless it is asked for more explicitly. Nothing was written.
+    Unsupported,
     /// The user's transaction can't go on. Nothing of it takes effect: roll it back and deliver the message again.
     Aborted,
 }

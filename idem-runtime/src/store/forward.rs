@@ -1,89 +1,207 @@
-//! Stores that hand every call on to another one.
+//! Stores that hand calls on to another one.
 
 use std::sync::Arc;
 
 use super::Store;
 
-/// Implements [`Store`] by handing every call on; without default bodies, a method that is added can't be forgotten.
-macro_rules! forward {
-    ($(($($generics:tt)*) $store:ty => $target:ident;)*) => { $(
-        impl<$($generics)*> $crate::store::Store for $store {
-            fn name(&self) -> &'static str {
-                self.$target().name()
-            }
+/// Writes the named methods of [`Store`](crate::Store) by handing them on to another store: for a wrapper, which writes the
+/// rest itself. As the trait has no default bodies, none can be forgotten.
+///
+/// # Examples
+/// ```
+/// use std::sync::Arc;
+///
+/// use idem_runtime::store::{Finish, Lease, StoreFuture, Verdict, forward};
+/// use idem_runtime::{MemoryStore, Store};
+///
+/// /// Counts the bytes of results.
+/// #[derive(Clone, Debug)]
+/// struct Counted {
+///     inner: MemoryStore,
+///     bytes: Arc<std::sync::atomic::AtomicUsize>,
+/// }
+///
+/// impl Store for Counted {
+///     forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, reserve, renew, release, wait, inspect, decide, purge, list, ping }
+///
+///     fn handle(&self) -> Arc<dyn Store> {
+///         Arc::new(self.clone())
+///     }
+///
+///     fn upkeep(&self) -> Arc<dyn Store> {
+///         self.handle()
+///     }
+///
+///     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
+///         self.bytes.fetch_add(finish.result().stored_bytes(), std::sync::atomic::Ordering::Relaxed);
+///         self.inner.finish(lease, finish)
+///     }
+/// }
+/// ```
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __forward {
+    (|$this:ident| $store:expr => $($method:ident),+ $(,)?) => {
+        $($crate::__forward! { @$method $this ($store) })+
+    };
+    (@name $this:ident $store:tt) => {
+        fn name(&self) -> &'static str {
+            let $this = self;
+            $store.name()
+        }
+    };
+    (@handle $this:ident $store:tt) => {
+        fn handle(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
+            let $this = self;
+            $store.handle()
+        }
+    };
+    (@upkeep $this:ident $store:tt) => {
+        fn upkeep(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
+            let $this = self;
+            $store.upkeep()
+        }
+    };
+    (@namespace $this:ident $store:tt) => {
+        fn namespace(&self) -> &str {
+            let $this = self;
+            $store.namespace()
+        }
+    };
+    (@response_timeout $this:ident $store:tt) => {
+        fn response_timeout(&self) -> ::std::time::Duration {
+            let $this = self;
+            $store.response_timeout()
+        }
+    };
+    (@heartbeats $this:ident $store:tt) => {
+        fn heartbeats(&self) -> &$crate::store::Heartbeats {
+            let $this = self;
+            $store.heartbeats()
+        }
+    };
+    (@reserve $this:ident $store:tt) => {
+        fn reserve<'a>(
+            &'a self,
+            request: &'a $crate::store::ReserveRequest,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Reservation> {
+            let $this = self;
+            $store.reserve(request)
+        }
+    };
+    (@renew $this:ident $store:tt) => {
+        fn renew<'a>(
+            &'a self,
+            leases: &'a [$crate::store::Lease],
+            answer: &'a $crate::store::Answers<'a>,
+        ) -> $crate::store::StoreFuture<'a, ()> {
+            let $this = self;
+            $store.renew(leases, answer)
+        }
+    };
+    (@finish $this:ident $store:tt) => {
+        fn finish<'a>(
+            &'a self,
+            lease: &'a $crate::store::Lease,
+            finish: &'a $crate::store::Finish,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Verdict> {
+            let $this = self;
+            $store.finish(lease, finish)
+        }
+    };
+    (@release $this:ident $store:tt) => {
+        fn release<'a>(
+            &'a self,
+            lease: &'a $crate::store::Lease,
+            release: $crate::store::Release,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Verdict> {
+            let $this = self;
+            $store.release(lease, release)
+        }
+    };
+    (@wait $this:ident $store:tt) => {
+        fn wait<'a>(
+            &'a self,
+            key: &'a $crate::key::Key,
+            attempt: u32,
+            at_most: ::std::time::Duration,
+        ) -> $crate::store::StoreFuture<'a, ::std::option::Option<$crate::store::Inspection>> {
+            let $this = self;
+            $store.wait(key, attempt, at_most)
+        }
+    };
+    (@inspect $this:ident $store:tt) => {
+        fn inspect<'a>(
+            &'a self,
+            key: &'a $crate::key::Key,
+        ) -> $crate::store::StoreFuture<'a, ::std::option::Option<$crate::store::Inspection>> {
+            let $this = self;
+            $store.inspect(key)
+        }
+    };
+    (@decide $this:ident $store:tt) => {
+        fn decide<'a>(
+            &'a self,
+            decision: &'a $crate::store::Decision,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Decided> {
+            let $this = self;
+            $store.decide(decision)
+        }
+    };
+    (@purge $this:ident $store:tt) => {
+        fn purge(&self, batch: u32) -> $crate::store::StoreFuture<'_, u64> {
+            let $this = self;
+            $store.purge(batch)
+        }
+    };
+    (@list $this:ident $store:tt) => {
+        fn list<'a>(&'a self, filter: &'a $crate::store::Filter) -> $crate::store::StoreFuture<'a, $crate::store::Page> {
+            let $this = self;
+            $store.list(filter)
+        }
+    };
+    (@ping $this:ident $store:tt) => {
+        fn ping(&self) -> $crate::store::StoreFuture<'_, ()> {
+            let $this = self;
+            $store.ping()
+        }
+    };
+}
+#[doc(inline)]
+pub use crate::__forward as forward;
 
-            fn handle(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
-                self.$target().handle()
+/// Makes a store of the library of what it shares with its other handles.
+#[allow(unused_macros, reason = "without a store of the library nobody uses it")]
+macro_rules! store_of_shared {
+    ($store:ident) => {
+        impl $crate::store::Store for $store {
+            $crate::store::forward! {
+                |store| store.0 =>
+                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, renew, finish, release, wait, inspect,
+                decide, purge, list, ping
             }
+        }
 
-            fn upkeep(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
-                self.$target().upkeep()
+        impl From<$store> for ::std::sync::Arc<dyn $crate::store::Store> {
+            fn from(store: $store) -> Self {
+                store.0
             }
+        }
+    };
+}
+#[allow(unused_imports, reason = "without a store of the library nobody uses it")]
+pub(crate) use store_of_shared;
 
-            fn namespace(&self) -> &str {
-                self.$target().namespace()
-            }
-
-            fn response_timeout(&self) -> ::std::time::Duration {
-                self.$target().response_timeout()
-            }
-
-            fn heartbeats(&self) -> &$crate::store::Heartbeats {
-                self.$target().heartbeats()
-            }
-
-            fn reserve<'a>(&'a self, request: &'a $crate::record::ReserveRequest) -> $crate::store::StoreFuture<'a, $crate::record::Reservation> {
-                self.$target().reserve(request)
-            }
-
-            fn renew<'a>(
-                &'a self,
-                leases: &'a [$crate::record::Lease],
-                answer: &'a $crate::store::Answers<'a>,
-            ) -> $crate::store::StoreFuture<'a, ()> {
-                self.$target().renew(leases, answer)
-            }
-
-            fn finish<'a>(
-                &'a self,
-                lease: &'a $crate::record::Lease,
-                finish: &'a $crate::record::Finish,
-            ) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
-                self.$target().finish(lease, finish)
-            }
-
-            fn release<'a>(
-                &'a self,
-                lease: &'a $crate::record::Lease,
-                release: $crate::record::Release,
-            ) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
-                self.$target().release(lease, release)
-            }
-
-            fn wait<'a>(
-                &'a self,
-                key: &'a $crate::key::Key,
-                attempt: u32,
-                at_most: ::std::time::Duration,
-            ) -> $crate::store::StoreFuture<'a, ()> {
-                self.$target().wait(key, attempt, at_most)
-            }
-
-            fn inspect<'a>(&'a self, key: &'a $crate::key::Key) -> $crate::store::StoreFuture<'a, Option<$crate::record::Inspection>> {
-                self.$target().inspect(key)
-            }
-
-            fn reopen<'a>(&'a self, key: &'a $crate::key::Key, attempt: u32) -> $crate::store::StoreFuture<'a, $crate::record::Verdict> {
-                self.$target().reopen(key, attempt)
+macro_rules! pointers {
+    ($($pointer:ident)*) => { $(
+        impl<S: Store + ?Sized> Store for $pointer<S> {
+            forward! {
+                |store| store.as_ref() =>
+                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, renew, finish, release, wait, inspect,
+                decide, purge, list, ping
             }
         }
     )* };
 }
 
-#[allow(unused_imports, reason = "without a store of the library nobody else forwards")]
-pub(crate) use forward;
-
-forward! {
-    (S: Store + ?Sized) Arc<S> => as_ref;
-    (S: Store + ?Sized) Box<S> => as_ref;
-}
+pointers!(Arc Box);

@@ -3,16 +3,21 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
-use super::{Answers, StoreError};
+use super::watch::Watch;
+use super::{Answers, Store, StoreError};
+use crate::metrics::StoreOp;
 use crate::record::Verdict;
 
 /// The future of a store call: an answer that is there at once, or a boxed future.
 ///
 /// A store in memory answers without an allocation; every other store writes `StoreFuture::new(async move { … })`.
 #[must_use = "futures do nothing unless polled"]
-pub struct StoreFuture<'a, T>(Reply<'a, T>);
+pub struct StoreFuture<'a, T> {
+    reply: Reply<'a, T>,
+    watch: Option<Watch<'a>>,
+}
 
 enum Reply<'a, T> {
     Ready(Option<Result<T, StoreError>>),
@@ -25,12 +30,23 @@ impl<T> Unpin for StoreFuture<'_, T> {}
 impl<'a, T> StoreFuture<'a, T> {
     /// An answer that is there at once.
     pub fn ready(answer: Result<T, StoreError>) -> Self {
-        Self(Reply::Ready(Some(answer)))
+        Self { reply: Reply::Ready(Some(answer)), watch: None }
+    }
+
+    /// Takes the time of the operation `op` of `store`, and notes whether it fails.
+    pub(crate) fn watched<S: Store + ?Sized>(mut self, store: &'a S, op: StoreOp) -> Self {
+        match &self.reply {
+            Reply::Ready(Some(Ok(_))) => store.heartbeats().answered_at_once(store.name(), op),
+            Reply::Ready(Some(Err(error))) => store.heartbeats().operation_failed(store.name(), op, error),
+            Reply::Ready(None) => {}
+            Reply::Later(_) => self.watch = Some(Watch::new(store, op)),
+        }
+        self
     }
 
     /// Takes the answer, if it was there at once and is no error; otherwise the future is as it was.
     pub(crate) fn at_once(&mut self) -> Option<T> {
-        match &mut self.0 {
+        match &mut self.reply {
             Reply::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
             _ => None,
         }
@@ -38,7 +54,7 @@ impl<'a, T> StoreFuture<'a, T> {
 
     /// The answer of `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
-        Self(Reply::Later(Box::pin(future)))
+        Self { reply: Reply::Later(Box::pin(future)), watch: None }
     }
 }
 
@@ -59,9 +75,18 @@ impl<T> Future for StoreFuture<'_, T> {
     type Output = Result<T, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.0 {
+        let Self { reply, watch } = &mut *self;
+        match reply {
             Reply::Ready(answer) => Poll::Ready(answer.take().expect("polled after it was ready")),
-            Reply::Later(future) => future.as_mut().poll(cx),
+            Reply::Later(future) => {
+                let watch = watch.as_ref();
+                let _entered = watch.and_then(Watch::span).map(tracing::Span::enter);
+                let answer = ready!(future.as_mut().poll(cx));
+                if let Some(watch) = watch {
+                    watch.ended(&answer);
+                }
+                Poll::Ready(answer)
+            }
         }
     }
 }

@@ -1,23 +1,39 @@
 //! The contract between the engine and a store.
 
 mod error;
+pub(crate) mod flight;
 mod forward;
 mod future;
-mod heartbeat;
+mod health;
+pub(crate) mod heartbeat;
+mod listing;
+pub(crate) mod operator;
+mod outage;
+mod watch;
 
 use std::fmt;
+use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 pub use self::error::{StoreError, StoreErrorKind};
+#[doc(inline)]
+pub use self::forward::forward;
 #[allow(unused_imports, reason = "without a store of the library nobody else forwards")]
-pub(crate) use self::forward::forward;
+pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
+pub use self::health::{Health, HealthProblem};
 pub use self::heartbeat::Heartbeats;
-pub(crate) use self::heartbeat::Standing;
+pub(crate) use self::heartbeat::{Beat, Beating, Callback, LeaseStanding, Timer};
+pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
+use self::operator::Operator;
 use crate::key::Key;
+use crate::metrics::{Snapshot, StoreOp};
 use crate::policy::{Policy, PolicyProblem};
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+pub use crate::record::decision::{Action, Decided, Decision};
+pub use crate::record::lease::{Lease, OwnerToken};
+pub use crate::record::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Standing, Verdict};
+pub use crate::record::trail::Holder;
 use crate::sync::lock;
 
 /// Where records are kept.
@@ -26,7 +42,7 @@ use crate::sync::lock;
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
 ///   one is answered [`Reservation::Granted`]. What a reservation does with the record it meets is decided by
-///   [`Record::admit`](crate::Record::admit); the store makes that decision atomic.
+///   [`Record::admit`](crate::record::Record::admit); the store makes that decision atomic.
 /// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
 ///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
 ///   number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
@@ -36,6 +52,8 @@ use crate::sync::lock;
 ///   that write. Nothing is forgotten earlier, and an expired record is treated as absent whether or not it has been
 ///   cleaned up.
 /// - **One clock.** Leases and retentions are measured by the store's own clock, never by comparing two machines'.
+/// - **Told.** A record keeps the [`Trail`](crate::record::Trail) that `admit`, `decide` and the lease give it, and the store
+///   notes when the key was first seen and when the latest attempt began. Nothing is decided by them.
 /// - **Bounded.** Every call ends; a store that can hang has a timeout of its own.
 /// - **Cancel safe.** Any returned future may be dropped at any time; its write then happened in full or not at all.
 ///
@@ -50,11 +68,14 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
     /// Another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
+    ///
+    /// Each operation takes one. Duplicates of one key share a wait if theirs are the same `Arc`; a store that makes a new one
+    /// each time works as well, and each duplicate waits by itself.
     fn handle(&self) -> Arc<dyn Store>;
 
     /// A handle of the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
     ///
-    /// They run on a thread of their own ([`Clock::spawn`](crate::Clock::spawn)). A handle that shares no connection, no queue and no runtime with
+    /// They run on a thread of their own ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle that shares no connection, no queue and no runtime with
     /// other callers keeps leases alive while those are slow or blocked. It should open its connection at its first use. A
     /// store that has nothing to share returns [`handle`](Store::handle).
     fn upkeep(&self) -> Arc<dyn Store>;
@@ -102,11 +123,18 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
-    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early.
+    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early. Tells what is
+    /// recorded then, so that a waiting duplicate need not ask again.
+    ///
+    /// What is told was read after the call began, and is as good as the answer to a reservation: a duplicate replays the
+    /// result in it. `None` says nothing, neither that there is no record nor that the attempt goes on: the caller reserves. A
+    /// store may always answer so.
+    ///
+    /// The engine makes one such call for all duplicates of a key that wait in one [`handle`](Store::handle) and runtime.
     ///
     /// # Errors
     /// [`StoreError`] if the store can't be asked.
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()>;
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>>;
 
     /// What is recorded for `key`, for operators and tests.
     ///
@@ -114,16 +142,78 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not answer.
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// Lets the next delivery of `key` run again: the decision of an operator.
+    /// Does with a record what an operator has decided, in one atomic step, and wakes its waiters.
     ///
-    /// The record becomes released, with no attempt counted against `max_attempts`, and keeps its retention and its
-    /// attempt number. Refused unless the latest attempt is `attempt`, the one the operator looked at, and holds no
-    /// live lease. A recorded result is given up.
+    /// What that is, and when it is refused, is decided by [`Record::decide`](crate::record::Record::decide); the store
+    /// makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision
+    /// may be repeated: it then changes nothing.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm.
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided>;
+
+    /// Looks at up to `batch` records that may have expired, and removes those that have. Returns how many it removed.
+    ///
+    /// Purging changes nothing but the size of the store. A store whose server removes expired records removes none here.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm; the call may be repeated.
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64>;
+
+    /// Some of the records that `filter` asks for, without their results, and where the next ones begin.
+    ///
+    /// A record that is there from the first page to the last is shown once, whatever is written meanwhile, in the order of the
+    /// store. A call looks at a bounded number of records; a page with few of them, or none, may be followed by others. A
+    /// store that has no order to walk by does so only under [`Filter::scan`], where records may be missed and repeated.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not answer; of kind [`StoreErrorKind::Unsupported`] if it can't list records, or if
+    /// the filter has to ask for a scan, or has the cursor of another store.
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page>;
+
+    /// Whether the store can be reached: one cheap exchange with it, or with each of its servers. Changes nothing.
+    ///
+    /// # Errors
+    /// [`StoreError`] says why it can't be.
+    fn ping(&self) -> StoreFuture<'_, ()>;
 }
+
+/// What every store can do besides; for `Arc<dyn Store>`, too.
+pub trait StoreExt: Store {
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`]. For the end of a program.
+    fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
+        self.heartbeats().flush()
+    }
+
+    /// What this handle and its clones have counted; see [`crate::metrics`].
+    fn metrics(&self) -> Snapshot {
+        self.heartbeats().snapshot(self.name())
+    }
+
+    /// Whether calls can be served: for a readiness probe. Pings the store once.
+    ///
+    /// ```
+    /// # use idem_runtime::{MemoryStore, StoreExt};
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// let store = MemoryStore::new();
+    /// let health = store.health().await;
+    /// assert!(health.is_ready(), "{health}");
+    /// # });
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Cancel safe: nothing is written.
+    fn health(&self) -> impl Future<Output = Health> + Send + '_ {
+        health::check(self)
+    }
+
+    /// What a person does about a record: see [`Operator`].
+    fn operator(&self) -> Operator<'_, Self> {
+        Operator::new(self)
+    }
+}
+
+impl<S: Store + ?Sized> StoreExt for S {}
 
 /// Takes what a store says of one lease of [`Store::renew`]: its place among the leases, and the answer.
 pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;
@@ -139,12 +229,14 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
             *slot = Some(write);
         }
     };
-    let renewed = store.renew(leases, &answer).await;
+    let renewed = store.renew(leases, &answer).watched(store, StoreOp::Renew).await;
     let answers: Option<Vec<_>> = lock(&answers).drain(..).collect();
     match (answers, renewed) {
         (Some(answers), _) => Ok(answers),
         (None, Err(error)) => Err(error),
-        (None, Ok(())) => Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store did not answer for a lease")),
+        (None, Ok(())) => {
+            Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store did not answer the renewal of a lease"))
+        }
     }
 }
 
@@ -162,7 +254,7 @@ impl Policy {
     ///
     /// const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400)).lease(Duration::from_secs(10));
     /// PAYMENTS.check_with(&MemoryStore::new())?;
-    /// # Ok::<(), idem_runtime::PolicyProblem>(())
+    /// # Ok::<(), idem_runtime::policy::PolicyProblem>(())
     /// ```
     pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), PolicyProblem> {
         self.check()?;

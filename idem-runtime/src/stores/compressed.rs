@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use zstd::bulk::{Compressor, Decompressor};
@@ -9,10 +10,12 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{Store, StoreFuture, forward};
+use crate::record::{
+    Action, Decided, Decision, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict,
+};
+use crate::store::{Store, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
-use crate::stores::wrapper::{self, hand_on};
+use crate::stores::wrapper;
 
 /// The codec name in a record with a compressed result.
 const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
@@ -48,13 +51,9 @@ impl Compressed {
     pub fn options() -> CompressedOptions {
         CompressedOptions::default()
     }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
 }
 
-forward! { () Compressed => shared; }
+store_of_shared!(Compressed);
 
 /// Settings of a [`Compressed`].
 #[derive(Clone, Copy, Debug)]
@@ -174,6 +173,16 @@ impl Shared {
         }
     }
 
+    /// What is in the store, with its result unpacked.
+    fn seen(&self, mut inspection: Option<Inspection>) -> Option<Inspection> {
+        if let Some(Inspection { record, .. }) = &mut inspection
+            && let Some(payload) = envelope::payload_of(record)
+        {
+            self.unpack(payload);
+        }
+        inspection
+    }
+
     fn open(&self, bytes: &Bytes) -> Result<(CodecName, Bytes), String> {
         const DAMAGED: &str = "its compressed form is damaged";
         let Envelope { form, codec, size, rest } = envelope::open(bytes)?;
@@ -182,7 +191,7 @@ impl Shared {
             form if form == Form::AsItWas as u8 => rest,
             form if form != Form::Zstd as u8 => return Err(DAMAGED.to_owned()),
             _ if size > max as u64 => {
-                return Err(format!("it has {size} bytes, and no more than {max} are decompressed here"));
+                return Err(format!("it has {size} bytes, more than the {max} that may be decompressed"));
             }
             // At most `max_bytes`, which is a `usize`.
             _ => decompress(&rest, usize::try_from(size).unwrap_or(max)).ok_or(DAMAGED)?.into(),
@@ -199,12 +208,16 @@ impl Store for Shared {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
     }
 
-    hand_on!();
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, purge, list, ping }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             let mut answer = self.inner.reserve(request).await?;
-            if let Reservation::Finished(record) = &mut answer
+            if let Reservation::Finished { record, .. } = &mut answer
                 && let Some(payload) = envelope::payload_of(record)
             {
                 self.unpack(payload);
@@ -225,19 +238,24 @@ impl Store for Shared {
         })
     }
 
-    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move {
-            let mut inspection = self.inner.inspect(key).await?;
-            if let Some(Inspection { record, .. }) = &mut inspection
-                && let Some(payload) = envelope::payload_of(record)
-            {
-                self.unpack(payload);
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        let packed = match &decision.action {
+            Action::Resolve(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
+                self.pack(finish.result()).map(|packed| envelope::replaced(finish, packed))
             }
-            Ok(inspection)
+            _ => None,
+        };
+        let Some(packed) = packed else { return self.inner.decide(decision) };
+        StoreFuture::new(async move {
+            self.inner.decide(&Decision { action: Action::Resolve(packed), ..decision.clone() }).await
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.inner.reopen(key, attempt)
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move { Ok(self.seen(self.inner.inspect(key).await?)) })
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move { Ok(self.seen(self.inner.wait(key, attempt, at_most).await?)) })
     }
 }

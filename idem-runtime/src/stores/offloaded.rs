@@ -10,12 +10,14 @@ use object_store::{Error, ObjectStore, ObjectStoreExt, PutPayload};
 use sha2::{Digest, Sha256};
 
 use crate::codec::CodecName;
-use crate::future::race;
+use crate::combine::race;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::record::{
+    Action, Decided, Decision, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
+};
+use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
-use crate::stores::wrapper::{self, hand_on};
+use crate::stores::wrapper;
 
 /// The codec name in a record whose result is in an object.
 const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
@@ -73,13 +75,9 @@ impl Offloaded {
     pub fn options() -> OffloadedOptions {
         OffloadedOptions::default()
     }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
 }
 
-forward! { () Offloaded => shared; }
+store_of_shared!(Offloaded);
 
 /// Settings of an [`Offloaded`].
 #[derive(Clone)]
@@ -207,9 +205,9 @@ impl Shared {
     /// The path of this result of this attempt. Another result of the same attempt has another path, so that a repeated
     /// `finish` that changes nothing does not change the object either. The owner token is hashed: it must not show in a
     /// name.
-    fn path(&self, lease: &Lease, digest: &[u8]) -> Path {
-        let key = Sha256::digest(lease.key.as_str());
-        let attempt = Sha256::new().chain_update(lease.owner.as_bytes()).chain_update(digest).finalize();
+    fn path(&self, key: &Key, attempt: &[u8], digest: &[u8]) -> Path {
+        let key = Sha256::digest(key.as_str());
+        let attempt = Sha256::new().chain_update(attempt).chain_update(digest).finalize();
         self.options.prefix.clone().join(hex(&key)).join(hex(&attempt[..16]))
     }
 
@@ -234,9 +232,7 @@ impl Shared {
         race(tries, clock.sleep(limit)).await.unwrap_or(Err(last))
     }
 
-    async fn upload(&self, lease: &Lease, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
-        // The lease of a handler that was ready at once is not renewed during the upload.
-        let limit = self.options.timeout.min(lease.duration / 3);
+    async fn upload(&self, limit: Duration, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
         self.try_for(limit, || async {
             self.objects.put(path, PutPayload::from_bytes(bytes.clone())).await?;
             Ok(())
@@ -248,7 +244,7 @@ impl Shared {
     async fn remove(&self, path: &Path) {
         let clock = self.inner.heartbeats().clock();
         if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
-            tracing::debug!(%path, "an object that nobody needs could not be removed");
+            tracing::debug!(%path, "an unused object could not be removed");
         }
     }
 
@@ -259,12 +255,12 @@ impl Shared {
         };
         if bytes.len() > self.options.above {
             let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-            let path = self.path(lease, &digest);
-            match self.upload(lease, &path, bytes).await {
+            let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
+            // The lease of a handler that was ready at once is not renewed during the upload.
+            let limit = self.options.timeout.min(lease.duration / 3);
+            match self.upload(limit, &path, bytes).await {
                 Ok(()) => {
-                    let rest = [&digest[..], path.as_ref().as_bytes()];
-                    let bytes = envelope::seal(Form::Object, codec, bytes.len(), &rest);
-                    let offloaded = envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes });
+                    let offloaded = in_object(finish, *codec, bytes.len(), &digest, &path);
                     let written = self.inner.finish(lease, &offloaded).await;
                     // Only if no write of this attempt can have taken effect, or still will: a record must not lose its
                     // object.
@@ -281,17 +277,59 @@ impl Shared {
                 ),
             }
         }
-        if *codec == CODEC {
-            let bytes = envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]);
-            let sealed = envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes });
-            return self.inner.finish(lease, &sealed).await;
+        match as_it_was(finish) {
+            Some(sealed) => self.inner.finish(lease, &sealed).await,
+            None => self.inner.finish(lease, finish).await,
         }
-        self.inner.finish(lease, finish).await
+    }
+
+    /// A decision whose result is not part of the record, or not in its original form. Unlike an attempt, which must end, an
+    /// operator can repeat it: an object that can't be written is an error.
+    async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<Decided, StoreError> {
+        let resolve = |finish| Decision { action: Action::Resolve(finish), ..decision.clone() };
+        let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
+        if bytes.len() <= self.options.above {
+            return match as_it_was(finish) {
+                Some(sealed) => self.inner.decide(&resolve(sealed)).await,
+                None => self.inner.decide(decision).await,
+            };
+        }
+        let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
+        // The same path at each repetition, so that it is the same result. An object whose decision is refused is left to
+        // the lifecycle rule: an earlier copy of the decision may refer to it.
+        let path = self.path(&decision.key, &decision.attempt.to_be_bytes(), &digest);
+        self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
+            let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
+            StoreError::new(StoreErrorKind::Unavailable, message)
+        })?;
+        let decided = self.inner.decide(&resolve(in_object(finish, *codec, bytes.len(), &digest, &path))).await?;
+        if decided == Decided::Finished
+            && let Some(found) = self.inspect(&decision.key).await?
+            && found.record.attempt == decision.attempt
+            && found.record.state == finish.state()
+        {
+            // The attempt has recorded the same result, in an object of its own.
+            return Ok(Decided::Applied);
+        }
+        Ok(decided)
+    }
+
+    /// Gives a record that is about to be replayed its result.
+    async fn open_replay(&self, key: &Key, record: &mut Record) {
+        if let Some(payload) = envelope::payload_of(record)
+            && let StoredResult::Encoded { codec: CODEC, bytes } = payload
+        {
+            // Never an error: under `on_store_error = run` that would run a finished operation again.
+            *payload = self.open(bytes).await.unwrap_or_else(|failure| {
+                tracing::warn!(%key, "a result can't be read: {}", failure.reason());
+                unreadable(failure.reason())
+            });
+        }
     }
 
     /// The payload that the envelope in `bytes` stands for.
     async fn open(&self, bytes: &Bytes) -> Result<StoredResult, Failure> {
-        const DAMAGED: Failure = Failure::Gone("what the record says of its object is damaged");
+        const DAMAGED: Failure = Failure::Gone("the reference to its object is damaged");
         let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
             Ok(envelope) => envelope,
             Err(reason) => return Ok(unreadable(reason)),
@@ -321,6 +359,19 @@ impl Shared {
     }
 }
 
+/// `finish` with a reference to the object that has its result.
+fn in_object(finish: &Finish, codec: CodecName, size: usize, digest: &[u8], path: &Path) -> Finish {
+    let bytes = envelope::seal(Form::Object, &codec, size, &[digest, path.as_ref().as_bytes()]);
+    envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes })
+}
+
+/// `finish` in an envelope, if its result would be taken for one.
+fn as_it_was(finish: &Finish) -> Option<Finish> {
+    let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
+    let bytes = envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]);
+    Some(envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes }))
+}
+
 impl Store for Shared {
     fn upkeep(&self) -> Arc<dyn Store> {
         let Some(objects) = &self.options.upkeep_objects else {
@@ -331,20 +382,17 @@ impl Store for Shared {
         Arc::clone(self.upkeep.get_or_init(|| options.open(self.inner.upkeep(), Arc::clone(objects)))) as _
     }
 
-    hand_on!();
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, purge, list, ping }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             let mut answer = self.inner.reserve(request).await?;
-            if let Reservation::Finished(record) = &mut answer
-                && let Some(payload) = envelope::payload_of(record)
-                && let StoredResult::Encoded { codec: CODEC, bytes } = payload
-            {
-                // Never an error: under `on_store_error = run` that would run a finished operation again.
-                *payload = self.open(bytes).await.unwrap_or_else(|failure| {
-                    tracing::warn!(key = %request.key, "a result can't be read: {}", failure.reason());
-                    unreadable(failure.reason())
-                });
+            if let Reservation::Finished { record, .. } = &mut answer {
+                self.open_replay(&request.key, record).await;
             }
             Ok(answer)
         })
@@ -354,6 +402,15 @@ impl Store for Shared {
         match envelope::concerns(finish, CODEC, self.options.above) {
             true => StoreFuture::new(self.finish_offloaded(lease, finish)),
             false => self.inner.finish(lease, finish),
+        }
+    }
+
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        match &decision.action {
+            Action::Resolve(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
+                StoreFuture::new(self.decide_offloaded(decision, finish))
+            }
+            _ => self.inner.decide(decision),
         }
     }
 
@@ -377,7 +434,13 @@ impl Store for Shared {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.inner.reopen(key, attempt)
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move {
+            let mut told = self.inner.wait(key, attempt, at_most).await?;
+            if let Some(Inspection { record, .. }) = &mut told {
+                self.open_replay(key, record).await;
+            }
+            Ok(told)
+        })
     }
 }

@@ -1,6 +1,6 @@
-//! What threads share: locks, atomics and tasks; and locking that outlives a panic elsewhere.
+//! What threads share: locks, atomics and tasks. A panic elsewhere poisons no lock.
 //!
-//! Under `--cfg shuttle` they are those of the crate `shuttle`, which tries many orders of what threads do with them; see
+//! Under `--cfg shuttle` they come from the crate `shuttle`, which tries many orders of the steps of threads; see
 //! `scripts/interleavings`.
 
 #[cfg(not(shuttle))]
@@ -11,9 +11,7 @@ pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
 #[cfg(all(not(shuttle), any(feature = "postgres", feature = "redis")))]
 pub(crate) use tokio::runtime::Handle;
 
-#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite"))]
 mod per_process;
-#[cfg(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite"))]
 pub(crate) use self::per_process::PerProcess;
 
 #[cfg(shuttle)]
@@ -24,14 +22,14 @@ pub(crate) use self::controlled::*;
 
 /// Locks `mutex` even if a thread panicked while it held it.
 ///
-/// Every critical section of this crate leaves its data consistent at each step, so the poison says nothing here.
+/// Every critical section of this crate leaves its data consistent at each step, so a poisoned lock means nothing here.
 #[cfg(not(shuttle))]
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Notices that this process was forked off the one in which the value was made: threads are not there in a child, and its
-/// connections are its parent's.
+/// Notices that this process was forked after the value was made. A child has none of its parent's threads, and its
+/// connections are still the parent's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Process(u32);
 

@@ -1,17 +1,17 @@
-//! What each process has for itself.
+//! Values of which each process has its own.
 
 use std::sync::OnceLock;
 
 use super::Process;
 
-/// A value of each process: one that was forked off gets its own, and neither uses nor drops that of its parent.
+/// A value of which each process has its own: a forked child makes a new one, and neither uses nor drops its parent's.
 ///
-/// A lock in it may be held for ever in the child, by a thread that is not there; and a socket that is dropped there is
-/// no longer watched for the parent, either, as they share the system's list of watched sockets.
+/// In the child, a lock in the parent's value may be held for ever, by a thread that does not exist there. And a socket
+/// that is dropped there is no longer watched in the parent, as both share the system's list of watched sockets.
 pub(crate) struct PerProcess<T> {
     process: Process,
     value: Option<T>,
-    /// That of a process which was forked off this one: only that process writes here.
+    /// The value of a forked child: only the child writes it.
     child: OnceLock<Box<Self>>,
 }
 
@@ -25,7 +25,8 @@ impl<T> PerProcess<T> {
         self.value.as_ref().expect("taken by `drop` only")
     }
 
-    /// The value of this process, which `make` makes of its parent's if there is none. No lock of the parent's is taken.
+    /// The value of this process. In a child that has none, `make` builds it from the parent's; no lock of the parent's
+    /// is taken.
     pub(crate) fn here_or(&self, make: impl Fn(&T) -> T) -> &T {
         let mut at = self;
         while !at.process.is_this() {

@@ -1,4 +1,4 @@
-//! Locks, atomics and tasks whose order a scheduler of the crate `shuttle` decides, and what tests need to go with them.
+//! Locks, atomics and tasks whose order a scheduler of the crate `shuttle` decides, and helpers for their tests.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::DerefMut;
@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, ManualClock, Sleep, Task};
 
-/// Locks `mutex`, whichever it is: what no test here shares keeps that of `std`.
+/// Locks `mutex` of either kind: data that no test here shares keeps the mutex of `std`.
 pub(crate) fn lock<M: Lock + ?Sized>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
@@ -72,8 +72,8 @@ impl<M: Lock> Lock for LazyLock<M> {
     }
 }
 
-/// Runs `test` in many orders of what its threads and tasks do: half of them random, half of them with few switches, which
-/// finds what needs a long run of one thread in the midst of another.
+/// Runs `test` in many orders of the steps of its threads and tasks: half of them random, half with few switches, which
+/// finds faults that need a long run of one thread in the middle of another.
 ///
 /// `IDEM_INTERLEAVINGS` says how many (default: 1000). A failure prints its schedule, and [`shuttle::replay`] repeats it.
 pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
@@ -96,7 +96,7 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Tasks that run until they end or [`end`](Tasks::end) drops them, and whether any of them has something to do.
+/// Tasks that run until they end or [`end`](Tasks::end) drops them; it knows whether any of them can go on.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tasks(Arc<Inner>);
 
@@ -112,9 +112,9 @@ struct State {
     ended: bool,
     started: usize,
     alive: HashMap<usize, Option<AbortHandle>>,
-    /// Those that are about to be dropped.
+    /// Tasks that are about to be dropped.
     doomed: HashSet<usize>,
-    /// How many are woken, or being polled.
+    /// The number of tasks that are woken or being polled.
     busy: usize,
 }
 
@@ -144,18 +144,18 @@ impl Tasks {
         }
     }
 
-    /// How many have not ended.
+    /// The number of tasks that have not ended.
     pub(crate) fn alive(&self) -> usize {
         lock(&self.0.state).alive.len()
     }
 
-    /// Drops them all, and all later ones, as a runtime that shuts down.
+    /// Drops all tasks, and all later ones, like a runtime that shuts down.
     pub(crate) fn end(&self) {
         lock(&self.0.state).ended = true;
         self.drop_up_to(usize::MAX);
     }
 
-    /// Drops the first one, as a runtime that shuts down and is followed by another.
+    /// Drops the first task, like a runtime that shuts down and is followed by another.
     pub(crate) fn drop_first(&self) {
         self.drop_up_to(1);
     }
@@ -172,7 +172,7 @@ impl Tasks {
         doomed.iter().for_each(AbortHandle::abort);
     }
 
-    /// Waits until each of them has ended, or waits for something.
+    /// Waits until every task has ended or is waiting itself.
     pub(crate) async fn idle(&self) {
         loop {
             let mut idle = pin!(self.0.idle.notified());
@@ -207,7 +207,7 @@ impl Future for Counted {
         let this = self.get_mut();
         let before = std::mem::replace(&mut *lock(&this.pulse.rhythm), Rhythm::Polled(cx.waker().clone()));
         if let Rhythm::Resting(_) = before {
-            // Nobody has woken it: the scheduler may poll it all the same.
+            // The task was not woken: the scheduler may poll it all the same.
             lock(&this.pulse.tasks.0.state).busy += 1;
         }
         let polled = match &mut this.task {
@@ -249,7 +249,7 @@ struct Pulse {
 
 #[derive(Default)]
 enum Rhythm {
-    /// It is going to be polled.
+    /// The task is about to be polled.
     #[default]
     Woken,
     Polled(Waker),
@@ -307,8 +307,8 @@ impl TestClock {
         self.time.advance(duration);
     }
 
-    /// Moves time on by `duration`, from one sleeper to the next, each of which has all the time it needs; `seen` is told
-    /// the length of each step before it is made.
+    /// Moves time by `duration`, from one sleeper to the next; each step waits until all tasks wait. `seen` gets the
+    /// length of each step before it is made.
     pub(crate) async fn pass(&self, duration: Duration, seen: impl Fn(Duration)) {
         let end = self.now().saturating_add(duration);
         loop {

@@ -103,7 +103,7 @@ impl Answer {
             (_, _, Some(refusal)) => format!("is refused ({refusal:?})"),
             (_, true, None) if outcome.recorded() => format!("has run{attempt} and recorded it"),
             (_, true, None) => format!("has run{attempt} and recorded nothing"),
-            (_, false, None) => "has come to its end".to_owned(),
+            (_, false, None) => "has ended".to_owned(),
         };
         if outcome.refusal().is_none()
             && let Some(error) = &self.error
@@ -318,7 +318,7 @@ impl Explorer {
         });
         let stuck = simulation.try_run(scene.play(late)).err();
         if let Some(stuck) = stuck {
-            let what = if stuck.is_spinning() { "it is polled without an end" } else { "nothing comes to its end" };
+            let what = if stuck.is_spinning() { "a task is polled endlessly" } else { "a task never ends" };
             scene.world.tell(what);
             scene.known.borrow_mut().problems.push(Problem::Stuck);
         }
@@ -621,7 +621,7 @@ impl Scene {
             let (scene, other) = (Rc::clone(self), other.clone());
             self.simulation.spawn(async move {
                 scene.world.clock().sleep(REDELIVERY).await;
-                scene.deliver("the message, of which nothing is heard,", other, Watched::No).await;
+                scene.deliver("the message, which is not acknowledged yet,", other, Watched::No).await;
             })
         };
         let scene = Rc::clone(self);

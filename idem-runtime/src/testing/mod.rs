@@ -1,4 +1,5 @@
-//! Tests for your own handlers: they are killed at each of their awaits, on simulated time.
+//! Tests for your own handlers: they are killed at each of their awaits, on simulated time; and a store that fails on command
+//! ([`FaultyStore`]).
 //!
 //! [`explore`] delivers a message to your handler, again and again. Nothing happens to the handler in the first run, the
 //! *plain run*. It shows at which awaits the handler is pending, which store calls it makes, and which effects it has. Each
@@ -100,15 +101,28 @@
 //! killed handler are dropped, so their `Drop` runs. And the store forgets nothing: a Redis that loses records in a
 //! failover is not among the scenarios.
 
+#[cfg(feature = "testing")]
 mod explorer;
+mod faulty;
+#[cfg(feature = "testing")]
 mod report;
+#[cfg(feature = "testing")]
 mod scenario;
+#[cfg(feature = "testing")]
 mod simulation;
+#[cfg(feature = "testing")]
 mod time;
+#[cfg(feature = "testing")]
 mod worker;
 
+#[cfg(feature = "testing")]
 pub use explorer::{Delivered, Explorer, explore};
+pub use faulty::{Call, Fault, FaultyStore};
+#[cfg(feature = "testing")]
 pub use report::{Finding, Problem, Report};
+#[cfg(feature = "testing")]
 pub use simulation::{Killed, Random, Simulation, Stuck, Task};
+#[cfg(feature = "testing")]
 pub use time::SimulatedClock;
+#[cfg(feature = "testing")]
 pub use worker::{Effect, NoAnswer, SimulatedStore, Worker};

@@ -131,7 +131,7 @@ impl fmt::Display for Report {
         let promise = if self.at_most_once { "at most once" } else { "exactly once" };
         writeln!(f, "{} of a handler with {}: {promise}", counted(self.scenarios, "scenario"), self.size())?;
         if self.left_out > 0 {
-            writeln!(f, "{} more were left out: see `Explorer::max_scenarios`", self.left_out)?;
+            writeln!(f, "{} more were left out; see `Explorer::max_scenarios`", self.left_out)?;
         }
         if self.findings.is_empty() {
             return write!(f, "nothing found");
@@ -267,7 +267,7 @@ impl fmt::Display for Problem {
             Self::SetAside => f.write_str("SET ASIDE: no delivery of the message could succeed"),
             Self::ResultsDiffer => f.write_str("RESULTS DIFFER: two deliveries got different results"),
             Self::Panicked { message } => write!(f, "PANIC: {message}"),
-            Self::Stuck => f.write_str("STUCK: a delivery did not come to its end"),
+            Self::Stuck => f.write_str("STUCK: a delivery did not end"),
             Self::NothingCounted => f.write_str("NOTHING COUNTED: no effect was called through `Worker::effect`"),
         }
     }

@@ -64,7 +64,8 @@ impl Random {
 /// use std::time::Duration;
 ///
 /// use idem_runtime::testing::Simulation;
-/// use idem_runtime::{Clock, Error, MemoryStore, idempotent, observe};
+/// use idem_runtime::{Error, MemoryStore, idempotent, observe};
+/// use idem_runtime::clock::Clock;
 ///
 /// #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, in_progress = wait("1m"))]
 /// async fn ship(store: &MemoryStore, order_id: u64) -> Result<String, Error> {
@@ -300,10 +301,10 @@ impl Stuck {
 impl fmt::Display for Stuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seed, after, spinning, tasks } = self;
-        let what = if *spinning { "polled without an end" } else { "waiting for what does not come" };
+        let what = if *spinning { "polled endlessly" } else { "waiting endlessly" };
         write!(
             f,
-            "the simulation with seed {seed} was given up after {after:?} of its time: {what} (tasks left: {tasks})"
+            "the simulation with seed {seed} gave up after {after:?} of simulated time: {what} (tasks left: {tasks})"
         )
     }
 }

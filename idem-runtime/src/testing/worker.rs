@@ -17,8 +17,10 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
 use crate::engine::current;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward, renew_all};
+use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::store::{
+    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
+};
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
 
@@ -190,7 +192,7 @@ pub struct NoAnswer(());
 
 impl fmt::Display for NoAnswer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("no answer: it has happened, or it has not")
+        f.write_str("no answer: the effect may or may not have happened")
     }
 }
 
@@ -289,13 +291,9 @@ async fn late_effect(
 #[derive(Clone, Debug)]
 pub struct SimulatedStore(Arc<Shared>);
 
-impl SimulatedStore {
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
-}
+impl SimulatedStore {}
 
-forward! { () SimulatedStore => shared; }
+store_of_shared!(SimulatedStore);
 
 #[derive(Debug)]
 struct Shared {
@@ -391,7 +389,7 @@ impl Store for Shared {
         self.ask("release", move |memory| memory.release(lease, release))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         self.ask("wait", move |memory| memory.wait(key, attempt, at_most))
     }
 
@@ -399,8 +397,20 @@ impl Store for Shared {
         self.ask("inspect", move |memory| memory.inspect(key))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.ask("reopen", move |memory| memory.reopen(key, attempt))
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        self.ask(decision.action.name(), move |memory| memory.decide(decision))
+    }
+
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        self.ask("purge", move |memory| memory.purge(batch))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        self.ask("list", move |memory| memory.list(filter))
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        self.ask("ping", move |memory| memory.ping())
     }
 }
 

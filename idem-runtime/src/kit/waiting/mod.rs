@@ -38,7 +38,7 @@ impl Waiting {
         }
     }
 
-    /// Wakes all waiters: a wake-up may have got lost.
+    /// Wakes all waiters, as a wake-up may have been lost.
     #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
     pub(crate) fn wake_all(&self) {
         lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());

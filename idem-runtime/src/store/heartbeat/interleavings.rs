@@ -48,6 +48,7 @@ impl World {
             fingerprint: None,
             on_crash: OnCrash::Retry,
             max_attempts: None,
+            trail: crate::record::Trail::default(),
         };
         match block_on(self.store.reserve(&request)) {
             Ok(Reservation::Granted { lease, .. }) => lease,
@@ -89,7 +90,7 @@ impl World {
     }
 
     /// A body that does nothing but wait until its standing meets `until`; the answer says whether it has.
-    fn body(&self, lease: &Lease, until: impl Fn(Standing) -> bool + Send + Sync + 'static) -> Arc<Flag> {
+    fn body(&self, lease: &Lease, until: impl Fn(LeaseStanding) -> bool + Send + Sync + 'static) -> Arc<Flag> {
         let (world, owner, met) = (self.clone(), lease.owner, Arc::new(Flag::new(false)));
         let body = {
             let met = Arc::clone(&met);
@@ -189,7 +190,7 @@ fn a_task_that_is_dropped_is_followed_by_another() {
         let lease = world.register(0, LEASE);
         let renewing = world.clock.tasks.clone();
         let dropping = shuttle::thread::spawn(move || renewing.drop_first());
-        let body = world.body(&lease, |standing| standing != Standing::Held);
+        let body = world.body(&lease, |standing| standing != LeaseStanding::Held);
         dropping.join().expect("no panic");
         block_on(async {
             world.hold(&[lease.clone()], 2 * LEASE).await;
@@ -212,13 +213,14 @@ fn a_body_that_waits_is_woken() {
         let hangs = world.register_for(0, LEASE, LEASE);
         let loses = world.register(1, LEASE);
         let lapses = world.register(2, LEASE);
-        let hung = world.body(&hangs, |standing| standing == Standing::TimedOut);
-        let lost = world.body(&loses, |standing| standing == Standing::Lost);
+        let hung = world.body(&hangs, |standing| standing == LeaseStanding::TimedOut);
+        let lost = world.body(&loses, |standing| standing == LeaseStanding::Lost);
         let was_lapsed = Arc::new(Flag::new(false));
         let held = {
             let was_lapsed = Arc::clone(&was_lapsed);
             world.body(&lapses, move |standing| {
-                was_lapsed.fetch_or(standing == Standing::Lapsed, Ordering::SeqCst) && standing == Standing::Held
+                was_lapsed.fetch_or(standing == LeaseStanding::Lapsed, Ordering::SeqCst)
+                    && standing == LeaseStanding::Held
             })
         };
         block_on(async {

@@ -4,21 +4,30 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::Duration;
 
 use tokio::sync::Notify;
 
+use super::flight::Flights;
+use super::outage::Outage;
 use super::{Store, StoreError, StoreErrorKind};
 use crate::clock::{Clock, Instant};
-use crate::future::race;
-use crate::record::{Lease, OwnerToken, Owners, Verdict};
+use crate::combine::race;
+use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
+use crate::record::trail::{self, Holder};
+use crate::record::{Lease, OwnerToken, Owners, Trail, Verdict};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, PerProcess, lock};
 
+mod deliveries;
 #[cfg(all(test, shuttle))]
 mod interleavings;
+
+pub use self::deliveries::Beat;
+pub(crate) use self::deliveries::{Beating, Callback, Timer};
+use self::deliveries::{Deliveries, DueBeat};
 
 /// No renewal task is running, so no beat is planned.
 const NEVER: u64 = u64::MAX;
@@ -40,13 +49,29 @@ const OVERDUE: Duration = Duration::from_secs(1);
 /// node or a connection that is stuck costs no other lease.
 ///
 /// The task starts with the first handler, ends some seconds after the last one, and starts anew in the child of a `fork()`.
-pub struct Heartbeats(Arc<Leases>);
+pub struct Heartbeats(Arc<Leases>, Holds);
+
+/// Who the handle is, for its records.
+struct Holds {
+    name: Box<str>,
+    /// Made when it is first asked for: some handles live for one call.
+    holder: OnceLock<PerProcess<Holder<'static>>>,
+}
+
+impl Holds {
+    fn new(name: &str) -> Self {
+        Self { name: name.into(), holder: OnceLock::new() }
+    }
+}
 
 struct Leases {
     clock: Arc<dyn Clock>,
     /// `None`: each token comes from the system's randomness.
     owners: Option<Owners>,
     shards: [Mutex<Shard>; SHARDS],
+    /// The deliveries that beat, by the order in which they began.
+    deliveries: [Mutex<Deliveries>; SHARDS],
+    deliveries_started: AtomicU64,
     /// A lease that is due before this must wake the renewal task: nanoseconds since the clock's origin, [`LOOKING`] or
     /// [`NEVER`].
     next_beat: AtomicU64,
@@ -63,8 +88,16 @@ struct Leases {
     /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
+    /// Made by the first that counts: the name of the store is known then.
+    metrics: OnceLock<Arc<Metrics>>,
+    /// What the store has not answered.
+    outage: Outage,
+    /// What a broker has not answered.
+    broker_outage: Outage,
     /// Whether a test treats the process as dead.
     abandoned: AtomicBool,
+    /// The duplicates that wait. Those of a parent wait in the parent.
+    flights: PerProcess<Flights>,
 }
 
 type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
@@ -88,7 +121,7 @@ impl Hasher for TokenHasher {
 
 /// Whether a body may be polled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Standing {
+pub(crate) enum LeaseStanding {
     /// Its lease is held.
     Held,
     /// Its lease has lapsed by the clock of this process. It is being renewed, and the body waits for that.
@@ -109,8 +142,8 @@ struct Registered {
     /// When the last renewal was sent, answered or not.
     asked_at: Instant,
     stop_at: Instant,
-    /// Never [`Standing::Lapsed`]: that follows from the clock.
-    standing: Standing,
+    /// Never [`LeaseStanding::Lapsed`]: that follows from the clock.
+    standing: LeaseStanding,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     waker: Option<Waker>,
 }
@@ -129,7 +162,7 @@ impl Registered {
         self.due.min(self.stop_at)
     }
 
-    fn turn(&mut self, standing: Standing) -> Option<Waker> {
+    fn turn(&mut self, standing: LeaseStanding) -> Option<Waker> {
         self.standing = standing;
         self.waker.take()
     }
@@ -155,10 +188,12 @@ impl Heartbeats {
     }
 
     fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Self {
-        Self(Arc::new(Leases {
+        let leases = Arc::new(Leases {
             clock,
             owners,
             shards: Default::default(),
+            deliveries: Default::default(),
+            deliveries_started: AtomicU64::new(0),
             next_beat: AtomicU64::new(NEVER),
             running: AtomicBool::new(false),
             process: AtomicU32::new(0),
@@ -168,8 +203,43 @@ impl Heartbeats {
             flushed: Notify::new(),
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
+            metrics: OnceLock::new(),
+            outage: Outage::default(),
+            broker_outage: Outage::default(),
             abandoned: AtomicBool::new(false),
-        }))
+            flights: PerProcess::new(Flights::default()),
+        });
+        Self(leases, Holds::new(""))
+    }
+
+    /// Names the store handle, so that a record says which one holds it, besides host and process (default: no name).
+    #[must_use]
+    pub fn held_by(mut self, name: &str) -> Self {
+        self.1 = Holds::new(name);
+        self
+    }
+
+    /// The name that the handle was given.
+    #[cfg(feature = "memory")]
+    pub(crate) fn name(&self) -> &str {
+        &self.1.name
+    }
+
+    /// Who holds the keys that this handle reserves. In the child of a `fork()`, a store in memory, which is a copy of its
+    /// parent's, is still called by the process of its parent.
+    pub fn holder(&self) -> Holder<'static> {
+        let here = || trail::here(&self.1.name);
+        let holder = self.1.holder.get_or_init(|| PerProcess::new(here()));
+        match self.0.owners {
+            // Asking for the process is a system call.
+            Some(_) => *holder.first(),
+            None => *holder.here_or(|_| here()),
+        }
+    }
+
+    /// The trail of a request of this handle.
+    pub(crate) fn trail(&self) -> Trail {
+        Trail::held(self.holder())
     }
 
     /// The clock of the store handle.
@@ -227,6 +297,11 @@ impl Heartbeats {
         self.0.beats && !self.0.abandoned.load(Ordering::SeqCst)
     }
 
+    /// The duplicates that wait in handles with these heartbeats.
+    pub(super) fn flights(&self) -> &Flights {
+        self.0.flights.here_or(|_| Flights::default())
+    }
+
     /// Notes that the store has answered.
     pub(crate) fn store_answered(&self) {
         if self.0.down_since.load(Ordering::Relaxed) != NEVER {
@@ -246,6 +321,52 @@ impl Heartbeats {
         !self.0.warned.swap(true, Ordering::Relaxed)
     }
 
+    /// What is counted of this store, which is called `store`.
+    #[inline]
+    pub(crate) fn metrics(&self, store: &'static str) -> &Metrics {
+        match self.0.metrics.get() {
+            Some(metrics) => metrics,
+            None => self.0.make_metrics(store),
+        }
+    }
+
+    /// What is counted of this store, if anything was.
+    pub(super) fn known_metrics(&self) -> Option<&Metrics> {
+        self.0.metrics.get().map(|metrics| &**metrics)
+    }
+
+    /// All that is counted, as of now.
+    pub(super) fn snapshot(&self, store: &'static str) -> Snapshot {
+        self.metrics(store).snapshot(self.live())
+    }
+
+    pub(super) fn outage(&self) -> &Outage {
+        &self.0.outage
+    }
+
+    /// How the renewal of leases stands at `now`.
+    pub(super) fn beating(&self, now: Instant) -> Standings {
+        let mut standings = Standings { is_running: !self.0.beats || self.0.is_running(), ..Standings::default() };
+        for shard in &self.0.shards {
+            for registered in lock(shard).values() {
+                standings.leases += 1;
+                if self.0.beats && registered.standing == LeaseStanding::Held {
+                    // Asked for and not answered is late as well: that is what `confirmed_at` tells.
+                    let due = registered.confirmed_at.saturating_add(registered.beat());
+                    let lag = now.saturating_since(due);
+                    standings.lag = standings.lag.max(lag);
+                    standings.is_late |= lag > registered.beat();
+                }
+            }
+        }
+        standings
+    }
+
+    /// What calls back from time to time while a delivery is being handled.
+    pub(crate) fn timer(&self) -> Timer {
+        Timer(Arc::clone(&self.0))
+    }
+
     /// Work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
     pub(crate) fn under_way(&self) -> UnderWay {
         UnderWay::new(&self.0)
@@ -257,7 +378,7 @@ impl Heartbeats {
         // the fork.
         let planned = self.0.next_beat.load(Ordering::SeqCst);
         let overdue = planned < nanos(confirmed_at).saturating_sub(span(OVERDUE));
-        if (self.0.owners.is_none() || overdue) && self.is_forked() {
+        if (self.0.owners.is_none() || overdue) && self.0.is_forked() {
             self.start_anew();
         }
         let registered = Registered {
@@ -267,46 +388,47 @@ impl Heartbeats {
             due: confirmed_at.saturating_add(lease.duration / 3),
             asked_at: confirmed_at,
             stop_at: confirmed_at.saturating_add(timeout),
-            standing: Standing::Held,
+            standing: LeaseStanding::Held,
             waker: None,
         };
         let next = nanos(registered.next());
         lock(self.0.shard(lease.owner)).insert(lease.owner, registered);
+        self.metrics(store.name()).lease_begins();
         if self.0.beats && next < self.0.next_beat.load(Ordering::SeqCst) {
-            self.expect_beat();
+            self.0.expect_beat();
         }
     }
 
     /// Whether the body of `owner` may be polled. `waker` is woken when that changes.
-    pub(crate) fn standing(&self, owner: OwnerToken, waker: &Waker) -> Standing {
+    pub(crate) fn standing(&self, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
         if !self.0.beats {
-            return Standing::Held;
+            return LeaseStanding::Held;
         }
         let now = self.0.clock.now();
         let (standing, unasked) = {
             let mut shard = lock(self.0.shard(owner));
-            let Some(registered) = shard.get_mut(&owner) else { return Standing::Held };
+            let Some(registered) = shard.get_mut(&owner) else { return LeaseStanding::Held };
             match &mut registered.waker {
                 Some(known) if known.will_wake(waker) => {}
                 known => *known = Some(waker.clone()),
             }
-            if registered.standing != Standing::Held {
+            if registered.standing != LeaseStanding::Held {
                 return registered.standing;
             }
             if now < registered.held_until() {
-                (Standing::Held, false)
+                (LeaseStanding::Held, false)
             } else {
                 // Due at once, but only once: a call may be polled often while the store is slow.
                 let unasked = registered.asked_at < registered.held_until();
                 if unasked {
                     registered.due = registered.due.min(now);
                 }
-                (Standing::Lapsed, unasked)
+                (LeaseStanding::Lapsed, unasked)
             }
         };
         // The runtime of the renewal task may have shut down, or belong to another process.
         if unasked || self.0.next_beat.load(Ordering::SeqCst) == NEVER {
-            self.expect_beat();
+            self.0.expect_beat();
         }
         standing
     }
@@ -322,7 +444,11 @@ impl Heartbeats {
 
     /// Stops the heartbeat. Returns when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
-        lock(self.0.shard(owner)).remove(&owner).map(|registered| registered.confirmed_at)
+        let registered = lock(self.0.shard(owner)).remove(&owner)?;
+        if let Some(metrics) = self.0.metrics.get() {
+            metrics.lease_ends();
+        }
+        Some(registered.confirmed_at)
     }
 
     /// Notes a renewal that was made elsewhere, and sent at `asked_at`.
@@ -341,7 +467,7 @@ impl Heartbeats {
     #[cfg(feature = "redis")]
     pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
         let shard = lock(self.0.shard(owner));
-        shard.get(&owner).filter(|registered| registered.standing == Standing::Held).map(Registered::held_until)
+        shard.get(&owner).filter(|registered| registered.standing == LeaseStanding::Held).map(Registered::held_until)
     }
 
     /// How long the lease of `owner` is sure to be held; zero once its call has ended.
@@ -349,7 +475,7 @@ impl Heartbeats {
         let shard = lock(self.0.shard(owner));
         match shard.get(&owner) {
             Some(registered) if !self.0.beats => registered.lease.duration,
-            Some(registered) if registered.standing != Standing::Lost => {
+            Some(registered) if registered.standing != LeaseStanding::Lost => {
                 registered.held_until().saturating_since(self.0.clock.now())
             }
             _ => Duration::ZERO,
@@ -367,27 +493,6 @@ impl Heartbeats {
         confirmed_at.saturating_add(lease.duration).saturating_since(self.0.clock.now())
     }
 
-    /// Makes sure that the renewal task scans again.
-    fn expect_beat(&self) {
-        // The lease is already in its shard. The task publishes `next_beat` only after it has scanned the shards, and a
-        // task that ends scans again after it has given its place back. So either it sees the lease, or we wake it, or we
-        // start another.
-        if self.0.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
-            self.0.earlier.notify_one();
-            return;
-        }
-        let process = std::process::id();
-        self.0.next_beat.store(LOOKING, Ordering::SeqCst);
-        self.0.process.store(process, Ordering::SeqCst);
-        self.clock().spawn(Box::pin(beat(Running { leases: Arc::clone(&self.0), process, has_ended: false })));
-    }
-
-    /// Whether the renewal task is that of the parent process, from which this one was forked.
-    fn is_forked(&self) -> bool {
-        let process = self.0.process.load(Ordering::SeqCst);
-        process != 0 && process != std::process::id()
-    }
-
     /// In the child of a `fork()`: the registered leases are the parent's, and its threads don't exist here.
     fn start_anew(&self) {
         if self.0.owners.is_none() {
@@ -396,9 +501,23 @@ impl Heartbeats {
                 .iter()
                 .for_each(|shard| std::mem::take(&mut *lock(shard)).into_values().for_each(std::mem::forget));
         }
+        self.0.deliveries.iter().for_each(|shard| std::mem::forget(std::mem::take(&mut *lock(shard))));
         self.0.under_way.store(0, Ordering::SeqCst);
-        self.expect_beat();
+        self.0.expect_beat();
     }
+}
+
+/// How the renewal of leases stands.
+#[derive(Default)]
+pub(super) struct Standings {
+    /// How many leases are kept alive.
+    pub(super) leases: usize,
+    /// Whether the renewal task is running, in this process.
+    pub(super) is_running: bool,
+    /// By how much the renewal of a lease is overdue, at most.
+    pub(super) lag: Duration,
+    /// Whether a lease is overdue by more than a beat.
+    pub(super) is_late: bool,
 }
 
 impl Drop for Heartbeats {
@@ -413,8 +532,54 @@ impl Leases {
         &self.shards[usize::from(owner.as_bytes()[0]) % SHARDS]
     }
 
+    /// Makes sure that the renewal task scans again.
+    fn expect_beat(self: &Arc<Self>) {
+        // The lease is already in its shard. The task publishes `next_beat` only after it has scanned the shards, and a
+        // task that ends scans again after it has given its place back. So either it sees the lease, or we wake it, or we
+        // start another.
+        if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
+            self.earlier.notify_one();
+            return;
+        }
+        let process = std::process::id();
+        self.next_beat.store(LOOKING, Ordering::SeqCst);
+        self.process.store(process, Ordering::SeqCst);
+        self.clock.spawn(Box::pin(beat(Running { leases: Arc::clone(self), process, has_ended: false })));
+    }
+
+    /// Whether the renewal task is that of the parent process, from which this one was forked.
+    fn is_forked(&self) -> bool {
+        let process = self.process.load(Ordering::SeqCst);
+        process != 0 && process != std::process::id()
+    }
+
+    fn is_running(&self) -> bool {
+        self.running.load(Ordering::SeqCst) && !self.is_forked()
+    }
+
+    #[cold]
+    fn make_metrics(&self, store: &'static str) -> &Metrics {
+        self.metrics.get_or_init(|| match self.beats {
+            true => Arc::new(Metrics::new(store, Arc::clone(&self.clock))),
+            // The store of one call in a transaction; the next call has another one.
+            false => Metrics::of_transactions(store, &self.clock),
+        })
+    }
+
+    /// Counts what became of the renewal of a lease.
+    fn count_beat(&self, result: BeatResult) {
+        if let Some(metrics) = self.metrics.get() {
+            metrics.beat(result);
+        }
+    }
+
     fn live(&self) -> usize {
         self.shards.iter().map(|shard| lock(shard).len()).sum()
+    }
+
+    /// Whether there is nothing to do for the renewal task. Leases without heartbeats are nothing to do.
+    fn is_idle(&self) -> bool {
+        (!self.beats || self.live() == 0) && self.beating() == 0
     }
 
     /// The leases that are due by `now` or soon after, and when to look again. Wakes the bodies whose time is over.
@@ -424,17 +589,20 @@ impl Leases {
             return (due, now.saturating_add(LONGEST_SLEEP));
         }
         let mut next = now.saturating_add(LONGEST_SLEEP);
-        for shard in &self.shards {
+        due.deliveries = self.due_deliveries(now, &mut next);
+        // Without heartbeats only the deliveries beat.
+        for shard in self.shards.iter().filter(|_| self.beats) {
             let mut over = Vec::new();
-            for registered in lock(shard).values_mut().filter(|registered| registered.standing == Standing::Held) {
+            for registered in lock(shard).values_mut().filter(|registered| registered.standing == LeaseStanding::Held) {
                 if registered.stop_at <= now {
-                    over.extend(registered.turn(Standing::TimedOut));
+                    over.extend(registered.turn(LeaseStanding::TimedOut));
                     continue;
                 }
                 // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease that could
                 // not be renewed would be due at once.
                 let beat = registered.beat();
                 if registered.due <= now.saturating_add(beat / 8) {
+                    due.lag = due.lag.max(now.saturating_since(registered.due));
                     due.store.get_or_insert_with(|| Arc::clone(&registered.store));
                     due.leases.push(registered.lease.clone());
                     // Due again before the answer comes: this call may be stuck at another lease.
@@ -455,6 +623,7 @@ impl Leases {
         let Some(registered) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
+        self.count_beat(if write == Verdict::Applied { BeatResult::Renewed } else { BeatResult::Refused });
         let waker = match write {
             Verdict::Applied => {
                 let lapsed = registered.held_until() <= self.clock.now();
@@ -462,7 +631,7 @@ impl Leases {
                 registered.due = registered.confirmed_at.saturating_add(registered.beat());
                 if lapsed { registered.waker.take() } else { None }
             }
-            Verdict::Refused => registered.turn(Standing::Lost),
+            Verdict::Refused => registered.turn(LeaseStanding::Lost),
         };
         drop(shard);
         if let Some(waker) = waker {
@@ -479,6 +648,7 @@ impl Leases {
                 && registered.confirmed_at < asked_at
             {
                 registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
+                self.count_beat(BeatResult::Failed);
                 sooner = true;
             }
         }
@@ -520,7 +690,7 @@ impl Running {
         let leases = &self.leases;
         leases.next_beat.store(NEVER, Ordering::SeqCst);
         leases.running.store(false, Ordering::SeqCst);
-        self.has_ended = leases.live() == 0 || leases.running.swap(true, Ordering::SeqCst);
+        self.has_ended = leases.is_idle() || leases.running.swap(true, Ordering::SeqCst);
         if !self.has_ended {
             leases.next_beat.store(LOOKING, Ordering::SeqCst);
         }
@@ -540,14 +710,18 @@ impl Drop for Running {
             let wakers: Vec<_> = lock(shard).values_mut().filter_map(|registered| registered.waker.take()).collect();
             wakers.into_iter().for_each(Waker::wake);
         }
+        leases.wake_deliveries();
     }
 }
 
-/// Leases of one store handle, or of wrappers around it.
+/// Leases of one store handle, or of wrappers around it; and deliveries.
 #[derive(Default)]
 struct Due {
     store: Option<Arc<dyn Store>>,
     leases: Vec<Lease>,
+    /// By how much the latest of them is overdue.
+    lag: Duration,
+    deliveries: Vec<DueBeat>,
 }
 
 /// The renewal task.
@@ -558,14 +732,19 @@ async fn beat(mut running: Running) {
         let now = leases.clock.now();
         let (due, next) = leases.due(now);
         if let Some(store) = due.store {
+            if let Some(metrics) = leases.metrics.get() {
+                metrics.beat_was_late(due.lag);
+            }
             let under_way = UnderWay::new(leases);
             leases.clock.spawn(Box::pin(renew(under_way, store, due.leases, now)));
         }
+        due.deliveries.into_iter().for_each(|delivery| leases.call(delivery));
         if Arc::strong_count(leases) == 1 {
             return;
         }
-        // Ends only after a sleep: a stream of short handlers must not start a task each.
-        if slept && leases.live() == 0 {
+        // Ends only after a sleep: a stream of short handlers must not start a task each. A handle without heartbeats is that
+        // of one transaction.
+        if (slept || !leases.beats) && leases.is_idle() {
             if running.end() {
                 return;
             }
@@ -589,10 +768,10 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
     // A call that takes longer keeps no lease, and others have been made since.
     let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
-    let renewed = race(upkeep.renew(&due, &answer), leases.clock.sleep(longest)).await;
-    let late = || Err(StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease"));
-    if let Err(error) = renewed.unwrap_or_else(late) {
-        tracing::warn!(store = store.name(), leases = due.len(), %error, "leases could not be renewed; trying again");
+    let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
+    if race(renewing, leases.clock.sleep(longest)).await.is_none() {
+        let late = StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease");
+        store.heartbeats().operation_failed(store.name(), StoreOp::Renew, &late);
     }
     leases.unanswered(&due, asked_at);
 }

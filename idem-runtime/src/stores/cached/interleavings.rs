@@ -32,7 +32,7 @@ fn finished() -> (MemoryStore, Cached) {
 fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {
-            Reservation::Finished(record) => return record.attempt,
+            Reservation::Finished { record, .. } => return record.attempt,
             Reservation::Granted { lease, .. } => finish(store, &lease),
             Reservation::InProgress { .. } => thread::yield_now(),
             other => panic!("unexpected: {other:?}"),
@@ -88,7 +88,7 @@ fn what_was_reopened_is_not_replayed() {
             })
             .collect();
         let key = request(&store, 1).key;
-        assert_eq!(block_on(store.reopen(&key, 1)).expect("answered"), Verdict::Applied);
+        assert_eq!(block_on(store.decide(&Decision::reopen(&key, 1))).expect("answered"), Decided::Applied);
         assert_eq!(take_part(&store), 2);
         for thread in threads {
             thread.join().expect("no panic");

@@ -14,13 +14,14 @@ use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
 use crate::clock::{Clock, Instant};
-use crate::future::race;
+use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Finish, Inspection, Lease, OwnerToken, Record, Reservation, ReserveRequest, State, StoredResult, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Reservation, ReserveRequest, State,
+    StoredResult, Verdict,
 };
-use crate::store::{Store, StoreError, StoreFuture, forward};
-use crate::stores::wrapper::{self, hand_on};
+use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
+use crate::stores::wrapper;
 use crate::sync::{Mutex, MutexGuard, lock};
 
 /// A power of two: enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
@@ -56,7 +57,7 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 ///   if they are less than a sixteenth of the bytes.
 /// - *Cost*: none for a hit; otherwise that of the store, and the memory.
 ///
-/// **Operators.** A [`reopen`](Store::reopen) through this cache, or through a [`peer`](Cached::peer), takes effect at
+/// **Operators.** A [decision](Store::decide) through this cache, or through a [`peer`](Cached::peer), takes effect at
 /// once. One in another process is noticed within [`max_age`](CachedOptions::max_age); until then duplicates get the old
 /// result here. The same holds for records that the server itself has lost.
 ///
@@ -111,13 +112,9 @@ impl Cached {
         let keeps = inner.heartbeats().renews();
         Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: OnceLock::new() }))
     }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
 }
 
-forward! { () Cached => shared; }
+store_of_shared!(Cached);
 
 /// Settings of a [`Cached`].
 #[derive(Clone, Copy, Debug)]
@@ -215,8 +212,8 @@ struct Flight {
     /// The handle that made it: another handle may be of another runtime, which may stand still.
     of: Weak<Shared>,
     landed: Arc<Notify>,
-    /// The answer, if it is a final record.
-    record: OnceLock<Record>,
+    /// The answer, if it is a final record, and how old that is.
+    record: OnceLock<(Record, Option<Duration>)>,
 }
 
 /// The reservation that others may join; however it ends, they are woken.
@@ -242,6 +239,8 @@ impl Drop for Leading<'_> {
 struct Entry {
     /// The record, once it was read or written here.
     record: Option<Record>,
+    /// How old the record is when its retention ends; `None` if that is unknown.
+    last_age: Option<Duration>,
     /// When it must be read again.
     fresh_until: Instant,
     /// When its retention ends, at the latest.
@@ -305,7 +304,10 @@ impl Shard {
                 entry.touched = true;
                 match &entry.record {
                     Some(record) if entry.fresh_until > now => match record.admit(request, Duration::ZERO) {
-                        Admission::Answer(answer) => Known::Answer(answer),
+                        Admission::Answer(answer) => {
+                            let left = entry.ends_at.saturating_since(now);
+                            Known::Answer(answer.aged(entry.last_age.map(|age| age.saturating_sub(left))))
+                        }
                         Admission::Replace { .. } => Known::Finished,
                     },
                     _ => Known::Finished,
@@ -355,18 +357,26 @@ impl Cache {
     }
 
     /// Enters a record that was read with `left` of its retention.
-    fn enter_read(&self, ticket: &Ticket<'_>, record: &Record, left: Duration) {
-        self.enter(ticket, record, left, |_| true);
+    fn enter_read(&self, ticket: &Ticket<'_>, record: &Record, left: Duration, age: Option<Duration>) {
+        self.enter(ticket, record, left, age, |_| true);
     }
 
     /// Enters a record that was just written, with its full retention.
     fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
         // An existing record was written or read before: a repeated write changes and prolongs nothing.
-        self.enter(ticket, record, ttl, |entry| entry.record.is_none());
+        // When its attempt began is not known here: its age counts from its end.
+        self.enter(ticket, record, ttl, Some(Duration::ZERO), |entry| entry.record.is_none());
     }
 
     /// Enters a final record whose retention ends `left` after the ticket was taken, or later.
-    fn enter(&self, ticket: &Ticket<'_>, record: &Record, left: Duration, replaces: fn(&Entry) -> bool) {
+    fn enter(
+        &self,
+        ticket: &Ticket<'_>,
+        record: &Record,
+        left: Duration,
+        age: Option<Duration>,
+        replaces: fn(&Entry) -> bool,
+    ) {
         let ends_at = ticket.asked_at.saturating_add(left);
         let fresh_until = ends_at.min(ticket.asked_at.saturating_add(self.max_age));
         if !is_final(record) || Self::bytes_of(ticket.key, Some(record)) > self.max_bytes {
@@ -378,7 +388,8 @@ impl Cache {
         let mut making = shard.making.iter();
         let current = making.any(|making| making.number == ticket.number && making.from <= record.attempt);
         if current && shard.entries.get(ticket.key).is_none_or(replaces) {
-            self.put(&mut shard, ticket.key, Some(record), fresh_until, ends_at);
+            let last_age = age.map(|age| age.saturating_add(left));
+            self.put(&mut shard, ticket.key, Some(record), last_age, [fresh_until, ends_at]);
         }
     }
 
@@ -386,7 +397,7 @@ impl Cache {
     fn note_finished(&self, key: &Key) {
         let mut shard = self.shard(key);
         if !shard.entries.contains_key(key) {
-            self.put(&mut shard, key, None, NEVER, NEVER);
+            self.put(&mut shard, key, None, None, [NEVER; 2]);
         }
     }
 
@@ -396,7 +407,15 @@ impl Cache {
             + record.and_then(|record| record.state.result()).map_or(0, StoredResult::stored_bytes)
     }
 
-    fn put(&self, shard: &mut Shard, key: &Key, record: Option<Record>, fresh_until: Instant, ends_at: Instant) {
+    /// Enters what is known: until the first of the two times of the record, until the second that it is finished.
+    fn put(
+        &self,
+        shard: &mut Shard,
+        key: &Key,
+        record: Option<Record>,
+        last_age: Option<Duration>,
+        [fresh_until, ends_at]: [Instant; 2],
+    ) {
         let bytes = Self::bytes_of(key, record.as_ref());
         if bytes > self.max_bytes || self.max_entries == 0 {
             return;
@@ -409,7 +428,7 @@ impl Cache {
         let at = shard.ring.len();
         shard.ring.push(key.clone());
         shard.bytes += bytes;
-        shard.entries.insert(key.clone(), Entry { record, fresh_until, ends_at, bytes, touched: false, at });
+        shard.entries.insert(key.clone(), Entry { record, last_age, fresh_until, ends_at, bytes, touched: false, at });
     }
 
     /// Forgets what is known about `key` before attempt `from`, the earliest that may be finished now.
@@ -454,7 +473,8 @@ impl Cache {
 /// Whether neither the record nor what is read of it changes within its retention.
 fn is_final(record: &Record) -> bool {
     // A result that can't be read now may be readable later.
-    record.state.result().is_some_and(|payload| !matches!(payload, StoredResult::Unreadable { .. }))
+    let is_whole = |payload| !matches!(payload, &(StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }));
+    record.state.result().is_some_and(is_whole)
 }
 
 fn with_own_bytes(record: &Record) -> Record {
@@ -480,10 +500,10 @@ impl Shared {
     async fn reserve_in_store(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let answer = self.inner.reserve(request).await?;
         match &answer {
-            Reservation::Finished(record) if is_final(record) => self.cache.note_finished(&request.key),
+            Reservation::Finished { record, .. } if is_final(record) => self.cache.note_finished(&request.key),
             Reservation::InProgress { attempt, .. } => self.cache.outdate(&request.key, *attempt),
             // An unreadable result may be readable later; a mismatch is answered for a record in any state.
-            Reservation::Finished(_) | Reservation::FingerprintMismatch { .. } => {}
+            Reservation::Finished { .. } | Reservation::FingerprintMismatch { .. } => {}
             _ => self.cache.forget(&request.key),
         }
         Ok(answer)
@@ -501,11 +521,11 @@ impl Shared {
         leading: Leading<'_>,
     ) -> Result<Reservation, StoreError> {
         let answer = self.ask(request, is_finished).await;
-        if let Ok(Reservation::Finished(record)) = &answer
+        if let Ok(Reservation::Finished { record, age }) = &answer
             && is_final(record)
         {
             // Only the leader sets it.
-            let _ = leading.flight.record.set(record.clone());
+            let _ = leading.flight.record.set((record.clone(), *age));
         }
         answer
     }
@@ -519,10 +539,10 @@ impl Shared {
         landed: OwnedNotified,
     ) -> Result<Reservation, StoreError> {
         race(landed, self.cache.clock.sleep(LONGEST_JOIN)).await;
-        if let Some(record) = flight.record.get()
+        if let Some((record, age)) = flight.record.get()
             && let Admission::Answer(answer) = record.admit(request, Duration::ZERO)
         {
-            return Ok(answer);
+            return Ok(answer.aged(*age));
         }
         let known = self.cache.shard(&request.key).look_up(request, self.cache.now());
         match known {
@@ -535,13 +555,13 @@ impl Shared {
     async fn read(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
         // An error decides nothing here: a caller that may not read may still reserve.
-        if let Ok(Some(Inspection { record, expires_in, .. })) = self.inner.inspect(&request.key).await
+        if let Ok(Some(Inspection { record, expires_in, began, .. })) = self.inner.inspect(&request.key).await
             && record.is_finished()
             && !expires_in.is_zero()
             && let Admission::Answer(answer) = record.admit(request, Duration::ZERO)
         {
-            self.cache.enter_read(&ticket, &record, expires_in);
-            return Ok(answer);
+            self.cache.enter_read(&ticket, &record, expires_in, began);
+            return Ok(answer.aged(began));
         }
         drop(ticket);
         self.reserve_in_store(request).await
@@ -553,7 +573,11 @@ impl Store for Shared {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
     }
 
-    hand_on!();
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, inspect, purge, list, ping }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().expect("alive while it is borrowed")
+    }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         if !self.keeps {
@@ -604,15 +628,25 @@ impl Store for Shared {
         })
     }
 
-    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.inner.inspect(key)
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        if !self.keeps {
+            return self.inner.wait(key, attempt, at_most);
+        }
+        StoreFuture::new(async move {
+            let told = self.inner.wait(key, attempt, at_most).await?;
+            // A first replay, as it were.
+            if told.as_ref().is_some_and(|found| is_final(&found.record)) {
+                self.cache.note_finished(key);
+            }
+            Ok(told)
+        })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
         StoreFuture::new(async move {
             // Forgotten afterwards: a record that was entered meanwhile may have been read before.
-            let _forgotten = Forgotten(&self.cache, key);
-            self.inner.reopen(key, attempt).await
+            let _forgotten = Forgotten(&self.cache, &decision.key);
+            self.inner.decide(decision).await
         })
     }
 }

@@ -1,7 +1,6 @@
-//! What DynamoDB's answers mean, and whether an unconfirmed write may have taken effect.
+//! DynamoDB's answers: whether it gave them, and whether an unconfirmed write may have taken effect.
 
 use std::error::Error;
-use std::io;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,11 +11,14 @@ use aws_sdk_dynamodb::config::interceptors::{
 };
 use aws_sdk_dynamodb::config::{ConfigBag, Intercept, RuntimeComponents};
 use aws_sdk_dynamodb::error::{BoxError, ProvideErrorMetadata, SdkError};
+use aws_sdk_dynamodb::operation::delete_item::{DeleteItemError, DeleteItemOutput};
 use aws_sdk_dynamodb::operation::get_item::GetItemOutput;
 use aws_sdk_dynamodb::operation::put_item::{PutItemError, PutItemOutput};
+use aws_sdk_dynamodb::operation::scan::ScanOutput;
 use aws_sdk_dynamodb::operation::update_item::{UpdateItemError, UpdateItemOutput};
 use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 
+use super::failure::{failed, refused};
 use super::item::Attributes;
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -36,7 +38,7 @@ struct Counts {
 
 impl Tries {
     /// Whether nothing has left this process.
-    fn none_sent(&self) -> bool {
+    pub(super) fn none_sent(&self) -> bool {
         self.0.sent.load(Ordering::Relaxed) == 0
     }
 
@@ -50,7 +52,7 @@ impl Tries {
         self.0.date.get().copied()
     }
 
-    fn open(&self) -> usize {
+    pub(super) fn open(&self) -> usize {
         self.0.open.load(Ordering::Relaxed)
     }
 }
@@ -105,7 +107,7 @@ macro_rules! genuine {
     )* };
 }
 
-genuine!(GetItemOutput, PutItemOutput, UpdateItemOutput);
+genuine!(DeleteItemOutput, GetItemOutput, PutItemOutput, ScanOutput, UpdateItemOutput);
 
 /// An error that may be the refusal of a conditional write.
 pub(super) trait Conditional: ProvideErrorMetadata + Error + Send + Sync + 'static {
@@ -128,7 +130,7 @@ macro_rules! conditional {
     )* };
 }
 
-conditional!(PutItemError, UpdateItemError);
+conditional!(DeleteItemError, PutItemError, UpdateItemError);
 
 /// The outcome of a conditional write.
 #[derive(Debug)]
@@ -161,95 +163,6 @@ pub(super) fn genuine<T: Genuine>(output: T) -> Result<T, StoreError> {
     if output.is_genuine() {
         return Ok(output);
     }
-    let message = "an answer came that is not DynamoDB's: it doesn't tell the capacity that was asked for";
+    let message = "the answer is not DynamoDB's: it lacks the consumed capacity";
     Err(StoreError::new(StoreErrorKind::Unconfirmed, message))
-}
-
-/// The error of the store for `error`.
-///
-/// The error itself is not kept as a source: it holds the answer with its headers, and the answer may hold a payload.
-pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
-    error: &SdkError<E, HttpResponse>,
-    tries: &Tries,
-) -> StoreError {
-    use StoreErrorKind::{Misconfigured, Unavailable, Unconfirmed};
-    let (kind, message) = match error {
-        SdkError::ServiceError(error) => return refused(error.err(), error.raw().status().as_u16(), tries),
-        SdkError::ConstructionFailure(_) => (Misconfigured, format!("the request can't be made: {}", causes(error))),
-        _ if tries.none_sent() => (Unavailable, format!("the request could not be sent: {}", causes(error))),
-        SdkError::DispatchFailure(failure) => {
-            // A refused connection has carried nothing, but an earlier try may have.
-            let refused = failure.as_connector_error().is_some_and(|error| is_refused(error)) && tries.open() == 1;
-            let kind = if refused { Unavailable } else { Unconfirmed };
-            (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
-        }
-        SdkError::TimeoutError(_) => {
-            let kind = if tries.none_open() { Unavailable } else { Unconfirmed };
-            (kind, "DynamoDB did not answer in the time that the client allows".to_owned())
-        }
-        _ => (Unconfirmed, "the answer can't be read".to_owned()),
-    };
-    StoreError::new(kind, message)
-}
-
-/// What DynamoDB's refusal with `error` means.
-fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> StoreError {
-    use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
-    let code = error.code().unwrap_or("no code");
-    let said = error.message().unwrap_or_default();
-    let kind = match code {
-        "ProvisionedThroughputExceededException"
-        | "ThrottlingException"
-        | "Throttling"
-        | "RequestLimitExceeded"
-        | "LimitExceededException"
-        | "TransactionConflictException"
-        | "TransactionInProgressException"
-        | "ReplicatedWriteConflictException"
-        // The client fetches new credentials.
-        | "ExpiredTokenException" => Unavailable,
-        "ItemCollectionSizeLimitExceededException" => Full,
-        "ValidationException" if said.contains("tem size") && said.contains("exceeded") => TooLarge,
-        "ResourceNotFoundException"
-        | "AccessDeniedException"
-        | "UnrecognizedClientException"
-        | "InvalidClientTokenId"
-        | "IncompleteSignature"
-        | "IncompleteSignatureException"
-        | "InvalidSignatureException"
-        | "MissingAuthenticationToken"
-        | "MissingAuthenticationTokenException"
-        | "NotAuthorized"
-        | "OptInRequired"
-        | "SerializationException"
-        | "UnknownOperationException"
-        | "ValidationError"
-        | "ValidationException" => Misconfigured,
-        _ => Unconfirmed,
-    };
-    // A try that was answered with a failure of the server stays open. Whatever this try was refused for, an earlier one
-    // may have taken effect.
-    let kind = if tries.none_open() { kind } else { Unconfirmed };
-    // Other messages may quote the request or its signature.
-    let told = match code {
-        "ResourceNotFoundException" | "AccessDeniedException" | "ValidationException" => format!(": {said}"),
-        _ => String::new(),
-    };
-    StoreError::new(kind, format!("DynamoDB refused with status {status}, {code}{told}"))
-}
-
-/// Why something could not be sent. It holds no part of the request.
-fn causes(error: &(dyn Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
-fn is_refused(error: &(dyn Error + 'static)) -> bool {
-    let refused = |error: &io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-    error.downcast_ref::<io::Error>().is_some_and(refused) || error.source().is_some_and(is_refused)
 }

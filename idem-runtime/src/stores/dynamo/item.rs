@@ -7,7 +7,7 @@ use aws_sdk_dynamodb::types::AttributeValue;
 use bytes::Bytes;
 
 use crate::record::format::FormatError;
-use crate::record::{Parts, Record, State, signed_millis};
+use crate::record::{Parts, Reading, Record, State, signed_millis};
 
 /// The attributes of an item by name.
 pub(super) type Attributes = HashMap<String, AttributeValue>;
@@ -20,14 +20,25 @@ pub(super) const FORMAT: &str = "format";
 pub(super) const STATE: &str = "state";
 pub(super) const OWNER: &str = "owner";
 pub(super) const ATTEMPT: &str = "attempt";
-pub(super) const STARTS: &str = "starts";
-const FINGERPRINT: &str = "fingerprint";
+pub(super) const ATTEMPTS_USED: &str = "attempts_used";
+pub(super) const FINGERPRINT: &str = "fingerprint";
 pub(super) const ON_CRASH_FAIL: &str = "on_crash_fail";
 pub(super) const LEASE_MS: &str = "lease_ms";
 pub(super) const TTL_MS: &str = "ttl_ms";
-const CODEC: &str = "codec";
-const RESULT: &str = "result";
-const RESULT_BYTES: &str = "result_bytes";
+pub(super) const CODEC: &str = "codec";
+pub(super) const RESULT: &str = "result";
+pub(super) const RESULT_BYTES: &str = "result_bytes";
+/// Who made the latest attempt: `<host>/<process>/<name>`.
+pub(super) const HOLDER: &str = "holder";
+/// The trace of the latest attempt.
+pub(super) const TRACEPARENT: &str = "traceparent";
+/// The operator who decided about the record last, and why.
+pub(super) const DECIDED_BY: &str = "decided_by";
+pub(super) const DECIDED_REASON: &str = "decided_reason";
+/// When the key was first seen, in milliseconds since 1970 by the clock of who saw it.
+pub(super) const FIRST_SEEN_AT: &str = "first_seen_at";
+/// When the latest attempt began, in milliseconds since 1970 by the clock of its owner.
+pub(super) const BEGAN_AT: &str = "began_at";
 /// When the lease lapses, in milliseconds since 1970 by the clock of its owner; present while the record is pending.
 pub(super) const LAPSES_AT: &str = "lapses_at";
 /// When the retention ends, in milliseconds since 1970 by the clock of the last writer.
@@ -43,22 +54,30 @@ pub(super) struct Times {
     pub(super) expires_at: i64,
     /// In seconds, rounded up and later by the skew: by then every clock has passed the end of the retention.
     pub(super) purge_at: i64,
+    pub(super) first_seen_at: i64,
+    pub(super) began_at: i64,
 }
 
 impl Times {
-    /// The times of `record` if it is written at `now`.
+    /// The times of the record of a key's first attempt, or of another one if it is written at `now`.
     pub(super) fn of(record: &Record, ttl: std::time::Duration, now: i64, skew: i64) -> Self {
         let lapses_at = match record.state {
             State::Pending { lease, .. } => now.saturating_add(signed_millis(lease)),
             _ => now,
         };
-        Self { lapses_at, ..Self::until(now.saturating_add(signed_millis(record.retention(ttl))), skew) }
+        let expires_at = now.saturating_add(signed_millis(record.retention(ttl)));
+        Self { lapses_at, first_seen_at: now, began_at: now, ..Self::until(expires_at, skew) }
     }
 
     /// The times of a record that is not pending and whose retention ends at `expires_at`.
     pub(super) fn until(expires_at: i64, skew: i64) -> Self {
         let purge_at = expires_at.saturating_add(skew).saturating_add(999) / 1000;
-        Self { lapses_at: expires_at, expires_at, purge_at }
+        Self { lapses_at: expires_at, expires_at, purge_at, first_seen_at: 0, began_at: 0 }
+    }
+
+    /// The same, of a key that was first seen then, and whose latest attempt began then.
+    pub(super) fn since(self, first_seen_at: i64, began_at: i64) -> Self {
+        Self { first_seen_at, began_at, ..self }
     }
 }
 
@@ -84,7 +103,7 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
         (STATE, Some(text(parts.state))),
         (OWNER, Some(binary(parts.owner))),
         (ATTEMPT, Some(number(parts.attempt))),
-        (STARTS, Some(number(parts.starts))),
+        (ATTEMPTS_USED, Some(number(parts.attempts_used))),
         (FINGERPRINT, parts.fingerprint.map(binary)),
         (ON_CRASH_FAIL, pending.then_some(AttributeValue::Bool(parts.on_crash_fail))),
         (LEASE_MS, parts.lease_ms.map(number)),
@@ -93,6 +112,12 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
         (RESULT, parts.result.map(binary)),
         (RESULT_BYTES, parts.result_bytes.map(number)),
         (LAPSES_AT, pending.then(|| number(times.lapses_at))),
+        (FIRST_SEEN_AT, Some(number(times.first_seen_at))),
+        (BEGAN_AT, Some(number(times.began_at))),
+        (HOLDER, parts.holder.map(text)),
+        (TRACEPARENT, parts.traceparent.map(text)),
+        (DECIDED_BY, parts.decided_by.map(text)),
+        (DECIDED_REASON, parts.decided_reason.map(text)),
         (EXPIRES_AT, Some(number(times.expires_at))),
         (PURGE_AT, Some(number(times.purge_at))),
     ];
@@ -106,10 +131,21 @@ pub(super) struct Found {
     /// Meaningful while the record is pending.
     pub(super) lapses_at: i64,
     pub(super) expires_at: i64,
+    pub(super) first_seen_at: i64,
+    pub(super) began_at: i64,
 }
 
 /// Reads what [`write`] wrote.
-pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
+pub(super) fn read(item: Attributes) -> Result<Found, FormatError> {
+    read_as(item, Reading::Whole)
+}
+
+/// Reads an item without its result.
+pub(super) fn read_without_result(item: Attributes) -> Result<Found, FormatError> {
+    read_as(item, Reading::WithoutResult(None))
+}
+
+fn read_as(mut item: Attributes, reading: Reading) -> Result<Found, FormatError> {
     // Foreign items may have none of these attributes; a record has all that its state needs.
     let format = match item.get(FORMAT) {
         None => return Err(FormatError::Foreign),
@@ -121,7 +157,7 @@ pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
         Some(_) => return Err(FormatError::Damaged),
     };
     let parts = parts(&item, format, result).ok_or(FormatError::Damaged)?;
-    let record = parts.record()?;
+    let record = Parts { reading, ..parts }.record()?;
     let pending = matches!(record.state, State::Pending { .. });
     let time = |name: &str| item.get(name).and_then(integer);
     let (lapses_at, expires_at) = match (time(LAPSES_AT), time(EXPIRES_AT)) {
@@ -129,7 +165,10 @@ pub(super) fn read(mut item: Attributes) -> Result<Found, FormatError> {
         (None, Some(expires_at)) if !pending => (expires_at, expires_at),
         _ => return Err(FormatError::Damaged),
     };
-    Ok(Found { record, lapses_at, expires_at })
+    let (Some(first_seen_at), Some(began_at)) = (time(FIRST_SEEN_AT), time(BEGAN_AT)) else {
+        return Err(FormatError::Damaged);
+    };
+    Ok(Found { record, lapses_at, expires_at, first_seen_at, began_at })
 }
 
 fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
@@ -137,6 +176,10 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
     let optional = |name: &str| match item.get(name) {
         None => Some(None),
         Some(number) => integer(number).map(Some),
+    };
+    let words = |name: &str| match item.get(name) {
+        None => Some(None),
+        Some(text) => Some(Some(text.as_s().ok()?.as_str())),
     };
     // A later version may keep anything under these names: only its format number is looked at.
     let ours = format == Parts::VERSION;
@@ -146,7 +189,7 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         state: item.get(STATE).and_then(|it| it.as_s().ok()).map(String::as_str).or((!ours).then_some(""))?,
         owner: item.get(OWNER).and_then(|it| it.as_b().ok()).map(AsRef::as_ref).or((!ours).then_some(empty))?,
         attempt: item.get(ATTEMPT).and_then(integer).or((!ours).then_some(nothing))?,
-        starts: item.get(STARTS).and_then(integer).or((!ours).then_some(nothing))?,
+        attempts_used: item.get(ATTEMPTS_USED).and_then(integer).or((!ours).then_some(nothing))?,
         fingerprint: match item.get(FINGERPRINT) {
             None => None,
             Some(fingerprint) => Some(fingerprint.as_b().ok()?.as_ref()),
@@ -157,12 +200,14 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         },
         lease_ms: optional(LEASE_MS)?,
         ttl_ms: optional(TTL_MS)?,
-        codec: match item.get(CODEC) {
-            None => None,
-            Some(codec) => Some(codec.as_s().ok()?),
-        },
+        codec: words(CODEC)?,
         result,
         result_bytes: optional(RESULT_BYTES)?,
+        reading: Reading::Whole,
+        holder: words(HOLDER)?,
+        traceparent: words(TRACEPARENT)?,
+        decided_by: words(DECIDED_BY)?,
+        decided_reason: words(DECIDED_REASON)?,
     })
 }
 

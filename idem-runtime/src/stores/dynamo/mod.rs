@@ -6,7 +6,9 @@
 //! passed by its own clock.
 
 mod answer;
+mod failure;
 mod item;
+mod options;
 mod table;
 
 use std::fmt;
@@ -23,19 +25,23 @@ use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValu
 
 use self::answer::{Tries, Written};
 use self::item::{
-    ATTEMPT, Attributes, EXPIRES_AT, FORMAT, Found, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, STARTS,
-    STATE, TTL_MS, Times, binary, integer, number, text,
+    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, CODEC, DECIDED_BY, DECIDED_REASON, EXPIRES_AT, FINGERPRINT,
+    FIRST_SEEN_AT, FORMAT, Found, HOLDER, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT,
+    RESULT_BYTES, STATE, TRACEPARENT, TTL_MS, Times, binary, integer, number, text,
 };
-pub use self::table::DynamoOptions;
+pub use self::options::DynamoOptions;
 use crate::clock::{Instant, Sleep, wall_millis};
-use crate::future::race;
+use crate::combine::race;
 use crate::key::Key;
 use crate::kit::waiting::Waiting;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest,
+    Ruling, State, Verdict,
 };
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::store::{
+    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+};
 use crate::sync::PerProcess;
 
 /// How often a reservation or an operator's decision looks again at a record that has changed meanwhile, and the pauses in
@@ -54,7 +60,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A store in a DynamoDB table.
 ///
-/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No scan, no read that may be stale.
+/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No call scans, no read that may be stale.
 ///   Use one region for a table: replicas of a global table with eventual consistency would each let an attempt run.
 /// - *Clock*: those of the machines that use the table, which may differ by
 ///   [`max_clock_skew`](DynamoOptions::max_clock_skew) (default: 1 s). A takeover waits for that much longer than the
@@ -70,7 +76,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///
 /// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key` (a
 /// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The
-/// store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`.
+/// store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`, an operator who
+/// forgets records `dynamodb:DeleteItem`, and one who lists them `dynamodb:Scan`.
+///
+/// A list is a `Scan` with consistent reads, page by page: it reads, and is billed for, every item of the table with its result,
+/// whatever the filter asks for (a read unit for each 4 KB), and so do counts.
 ///
 /// Clones share the client, heartbeats and waiting duplicates.
 ///
@@ -125,15 +135,6 @@ impl DynamoStore {
     pub async fn ensure_table(&self) -> Result<(), StoreError> {
         self.0.ensure_table().await
     }
-
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
-    pub async fn flush(&self) {
-        self.0.heartbeats.flush().await;
-    }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
 }
 
 impl fmt::Debug for DynamoStore {
@@ -142,7 +143,7 @@ impl fmt::Debug for DynamoStore {
     }
 }
 
-forward! { () DynamoStore => shared; }
+store_of_shared!(DynamoStore);
 
 struct Shared {
     this: Weak<Shared>,
@@ -262,8 +263,8 @@ impl Shared {
             let way = if ahead > behind { "ahead of" } else { "behind" };
             tracing::warn!(
                 table = self.table,
-                "this machine's clock is {off} ms or more {way} DynamoDB's, and `max_clock_skew` is {} ms: leases may be \
-                 taken over while they hold",
+                "the clock of this machine is at least {off} ms {way} DynamoDB's, more than `max_clock_skew` ({} ms): \
+                 live leases may be taken over",
                 self.skew
             );
         }
@@ -281,7 +282,7 @@ impl Shared {
         self.compare_clocks(began, tries);
         answer.ok_or_else(|| match tries.none_open() {
             true => {
-                StoreError::new(StoreErrorKind::Unavailable, "DynamoDB refused, or could not be asked, for too long")
+                StoreError::new(StoreErrorKind::Unavailable, "DynamoDB refused or was unreachable until the time limit")
             }
             false => StoreError::new(StoreErrorKind::Unconfirmed, "DynamoDB did not answer in time"),
         })
@@ -355,7 +356,7 @@ impl Shared {
         let projection: Vec<_> = attributes.iter().map(|name| format!("#{name}")).collect();
         let request = request.set_projection_expression(Some(projection.join(", ")).filter(|it| !it.is_empty()));
         let call = request.customize().interceptor(tries.clone()).send();
-        let answer = self.bounded(until, call, &tries).await?.map_err(|error| answer::failed(&error, &tries))?;
+        let answer = self.bounded(until, call, &tries).await?.map_err(|error| failure::failed(&error, &tries))?;
         Ok(answer::genuine(answer)?.item)
     }
 
@@ -392,9 +393,10 @@ impl Shared {
                 continue;
             }
             match found.record.admit(request, self.until(found.lapses_at, now)) {
-                Admission::Answer(answer) => return Ok(answer),
+                Admission::Answer(answer) => return Ok(answer.aged(ago(now, found.began_at))),
                 Admission::Replace { with, takeover } => {
-                    let item = item::write(&name, &with, Times::of(&with, request.ttl, now, self.skew));
+                    let times = Times::of(&with, request.ttl, now, self.skew).since(found.first_seen_at, now);
+                    let item = item::write(&name, &with, times);
                     match self.replace(until, &found, item).await? {
                         Written::Done => {
                             self.waiting.wake(&name);
@@ -432,21 +434,47 @@ impl Shared {
 
     /// Puts `item` in place of the record `met`, if that is unchanged.
     async fn replace(&self, until: Instant, met: &Found, item: Attributes) -> Result<Written, StoreError> {
+        let (condition, terms) = Self::unchanged(met);
+        self.put(until, item, condition, terms).await
+    }
+
+    /// Removes the record `met`, if it is unchanged.
+    async fn remove(&self, until: Instant, name: &str, met: &Found) -> Result<Written, StoreError> {
+        let (condition, terms) = Self::unchanged(met);
+        let tries = Tries::default();
+        let request = self
+            .client
+            .client()
+            .delete_item()
+            .table_name(&self.table)
+            .key(KEY, text(name))
+            .condition_expression(condition)
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
+            .return_consumed_capacity(ReturnConsumedCapacity::Total);
+        let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
+        answer::written(self.bounded(until, call, &tries).await?, &tries)
+    }
+
+    /// The condition that the record is still `met`.
+    fn unchanged(met: &Found) -> (&'static str, Terms) {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
-            .names(&[OWNER, STATE, ATTEMPT, STARTS])
+            .names(&[OWNER, STATE, ATTEMPT, ATTEMPTS_USED])
             .value("owner", binary(parts.owner))
             .value("state", text(parts.state))
             .value("attempt", number(parts.attempt))
-            .value("starts", number(parts.starts));
-        let same = "#owner = :owner AND #state = :state AND #attempt = :attempt AND #starts = :starts";
+            .value("attempts_used", number(parts.attempts_used));
         match met.record.state {
             // A record that was renewed meanwhile is its owner's again.
-            State::Pending { .. } => {
-                let terms = terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at));
-                self.put(until, item, &format!("{same} AND #lapses_at = :lapses_at"), terms).await
-            }
-            _ => self.put(until, item, same, terms).await,
+            State::Pending { .. } => (
+                "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
+                 AND #lapses_at = :lapses_at",
+                terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at)),
+            ),
+            _ => (
+                "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used",
+                terms,
+            ),
         }
     }
 
@@ -455,7 +483,7 @@ impl Shared {
         Terms::default()
             .names(&[OWNER, STATE, EXPIRES_AT])
             .value("owner", binary(&lease.owner.as_bytes()[..]))
-            .value("pending", text("P"))
+            .value("pending", text("pending"))
             .value("passed", number(self.passed(now)))
     }
 
@@ -554,17 +582,118 @@ impl Shared {
         outcome
     }
 
+    fn inspection(&self, found: Found, now: i64) -> Inspection {
+        let expires_in = self.until(found.expires_at, now);
+        let lapses_in = found.record.is_pending().then(|| self.until(found.lapses_at, now));
+        let [first_seen, began] = [found.first_seen_at, found.began_at].map(|at| Some(ago(now, at)));
+        Inspection::new(found.record, expires_in, lapses_in).since(first_seen, began)
+    }
+
+    /// One page of a scan. Billed by the size of the items that it reads, results included.
+    async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
+        let tries = Tries::default();
+        let prefix = [&self.namespace, &*filter.prefix()].concat();
+        let is_selective = filter.scope.is_some() || filter.older_than.is_some() || !filter.standings.is_empty();
+        let request = self
+            .client
+            .client()
+            .scan()
+            .table_name(&self.table)
+            .consistent_read(true)
+            .limit(if is_selective { READ_AT_ONCE } else { i32::try_from(filter.most()).unwrap_or(READ_AT_ONCE) })
+            .filter_expression("begins_with(#key, :prefix)")
+            .expression_attribute_values(":prefix", text(&prefix))
+            .projection_expression(LISTED.map(|name| format!("#{name}")).join(", "))
+            .return_consumed_capacity(ReturnConsumedCapacity::Total);
+        let request =
+            LISTED.iter().fold(request, |request, name| request.expression_attribute_names(format!("#{name}"), *name));
+        let request =
+            filter.after.iter().fold(request, |request, after| request.exclusive_start_key(KEY, text(after.as_str())));
+        let call = request.customize().interceptor(tries.clone()).send();
+        let answer = self.bounded(self.deadline(), call, &tries).await?;
+        let answer = answer::genuine(answer.map_err(|error| failure::failed(&error, &tries))?)?;
+        let (now, mut page) = (self.now(), Page::default());
+        for item in answer.items.unwrap_or_default() {
+            if page.records.len() == filter.most() {
+                // Any key can be where the next page begins.
+                page.next = page.records.last().map(|(key, _)| Cursor::new(self.name_of(key)));
+                return Ok(page);
+            }
+            let name = item.get(KEY).and_then(|name| name.as_s().ok()).cloned().unwrap_or_default();
+            let found = item::read_without_result(item)
+                .map(|found| (!self.is_expired(&found, now)).then(|| self.inspection(found, now)));
+            page.add(filter, name.strip_prefix(&self.namespace).unwrap_or_default(), found);
+        }
+        let last = answer.last_evaluated_key.and_then(|mut last| last.remove(KEY));
+        page.next = last.and_then(|last| last.as_s().ok().map(|last| Cursor::new(last.as_str())));
+        Ok(page)
+    }
+
+    /// Ends an attempt with the result in `record`, by an update: the item knows what the lease does not, since when there is a
+    /// record.
+    async fn finish_in_place(
+        &self,
+        until: Instant,
+        name: &str,
+        lease: &Lease,
+        record: &Record,
+        times: Times,
+        now: i64,
+    ) -> Result<Written, StoreError> {
+        let parts = Parts::of(record);
+        let terms = self
+            .held_terms(lease, now)
+            .names(&[PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
+            .value("state", text(parts.state))
+            .value("expires_at", number(times.expires_at))
+            .value("purge_at", number(times.purge_at));
+        let (result, terms) = match (parts.codec, parts.result, parts.result_bytes) {
+            (Some(codec), Some(result), _) => (
+                ", #codec = :codec, #result = :result",
+                terms.names(&[CODEC, RESULT]).value("codec", text(codec)).value("result", binary(result)),
+            ),
+            (_, _, Some(bytes)) => {
+                (", #result_bytes = :result_bytes", terms.names(&[RESULT_BYTES]).value("result_bytes", number(bytes)))
+            }
+            _ => ("", terms),
+        };
+        let update = format!(
+            "SET #state = :state, #expires_at = :expires_at, #purge_at = :purge_at{result} \
+             REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail"
+        );
+        self.update(until, name, &update, &held(), terms).await
+    }
+
+    /// The same for a record that is nearly as large as an item can be. DynamoDB counts some more bytes for an update than the
+    /// item has then: so the whole item is written, with its times, which have to be read.
+    async fn finish_anew(
+        &self,
+        until: Instant,
+        name: &str,
+        lease: &Lease,
+        record: &Record,
+        times: Times,
+        now: i64,
+    ) -> Result<Written, StoreError> {
+        let found = self.get(until, name, &[FIRST_SEEN_AT, BEGAN_AT]).await?.unwrap_or_default();
+        let time = |name: &str| found.get(name).and_then(integer).unwrap_or(now);
+        let item = item::write(name, record, times.since(time(FIRST_SEEN_AT), time(BEGAN_AT)));
+        check_size(&item)?;
+        self.put(until, item, &held(), self.held_terms(lease, now)).await
+    }
+
     async fn try_finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let record = Record::after(lease, finish.state());
-        let item = item::write(&name, &record, Times::of(&record, lease.ttl, now, self.skew));
-        let size = item::size(&item);
-        if size > item::MAX_BYTES {
-            let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
-            return Err(StoreError::new(StoreErrorKind::TooLarge, message));
-        }
-        match self.put(until, item, &held(), self.held_terms(lease, now)).await? {
+        let times = Times::of(&record, lease.ttl, now, self.skew);
+        let item = item::write(&name, &record, times);
+        check_size(&item)?;
+        let written = match item::size(&item) > item::MAX_BYTES - BESIDE {
+            false => self.finish_in_place(until, &name, lease, &record, times, now).await?,
+            true => self.finish_anew(until, &name, lease, &record, times, now).await?,
+        };
+        match written {
             Written::Done => {
                 self.waiting.wake(&name);
                 Ok(Verdict::Applied)
@@ -577,17 +706,17 @@ impl Shared {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let state = release.state();
-        let letter = text(state.letter());
+        let state_name = text(state.name());
         // The attempt number is the record's own: a caller that never got the answer to its reservation does not know it.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
-            .names(&[STARTS, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
-            .value("state", letter)
+            .names(&[ATTEMPTS_USED, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
+            .value("state", state_name)
             .value("refund", number(i64::from(release == Release::NotStarted)))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
-        let update = "SET #state = :state, #starts = #starts - :refund, #expires_at = :expires_at, \
+        let update = "SET #state = :state, #attempts_used = #attempts_used - :refund, #expires_at = :expires_at, \
                       #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail";
         match self.update(until, &name, update, OWNED, terms).await? {
             Written::Done => {
@@ -598,24 +727,31 @@ impl Shared {
         }
     }
 
-    async fn try_reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
-        let (name, until) = (self.name_of(key), self.deadline());
+    async fn try_decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        let (name, until) = (self.name_of(&decision.key), self.deadline());
         let mut met = self.get(until, &name, &[]).await?;
         for look in 0..LOOKS {
             self.pause_before(look).await;
-            let Some(item) = met else { return Ok(Verdict::Refused) };
+            let Some(item) = met else { return Ok(Decided::NoRecord) };
             let found = item::read(item).map_err(corrupt)?;
             let now = self.now();
-            let live = found.record.is_pending() && !self.until(found.lapses_at, now).is_zero();
-            if found.record.attempt != attempt || live || self.is_expired(&found, now) {
-                return Ok(Verdict::Refused);
+            if self.is_expired(&found, now) {
+                return Ok(Decided::NoRecord);
             }
-            let reopened = Record { attempts_used: 0, state: State::Released, ..found.record.clone() };
-            let times = Times::until(found.expires_at, self.skew);
-            met = match self.replace(until, &found, item::write(&name, &reopened, times)).await? {
+            let written = match found.record.decide(decision, self.until(found.lapses_at, now)) {
+                Ruling::Answer(refused) => return Ok(refused),
+                Ruling::Replace(with) => {
+                    let times = Times::until(found.expires_at, self.skew).since(found.first_seen_at, found.began_at);
+                    let item = item::write(&name, &with, times);
+                    check_size(&item)?;
+                    self.replace(until, &found, item).await?
+                }
+                Ruling::Remove => self.remove(until, &name, &found).await?,
+            };
+            met = match written {
                 Written::Done => {
                     self.waiting.wake(&name);
-                    return Ok(Verdict::Applied);
+                    return Ok(Decided::Applied);
                 }
                 Written::Refused(met) => self.met(until, &name, met).await?,
             };
@@ -623,33 +759,29 @@ impl Shared {
         Err(changes_too_often())
     }
 
-    /// Whether attempt `attempt` is pending.
-    async fn is_pending(&self, name: &str, attempt: u32) -> Result<bool, StoreError> {
-        let item = self.get(self.deadline(), name, &[STATE, ATTEMPT, EXPIRES_AT]).await?;
-        let Some(item) = item else { return Ok(false) };
-        let number = |name: &str| item.get(name).and_then(integer);
-        Ok(item.get(STATE).is_some_and(|state| *state == text("P"))
-            && number(ATTEMPT) == Some(attempt.into())
-            && number(EXPIRES_AT).is_some_and(|expires_at| expires_at > self.passed(self.now())))
+    /// The record of `key`, unless it has expired.
+    async fn look(&self, name: &str) -> Result<Option<Inspection>, StoreError> {
+        let Some(item) = self.get(self.deadline(), name, &[]).await? else { return Ok(None) };
+        let found = item::read(item).map_err(corrupt)?;
+        let now = self.now();
+        Ok((!self.is_expired(&found, now)).then(|| self.inspection(found, now)))
     }
 
-    /// Returns once attempt `attempt` is no longer pending, or this handle has ended it.
-    async fn watch(&self, name: &str, attempt: u32) -> Result<(), StoreError> {
+    /// Looks until attempt `attempt` is no longer pending. Returns what is there then.
+    async fn watch(&self, name: &str, attempt: u32) -> Result<Option<Inspection>, StoreError> {
         let waiter = self.waiting.join(name);
         let mut pause = FIRST_PAUSE;
         loop {
             // Enabled before the look, so that an end in between is not missed.
             let mut woken = pin!(waiter.woken());
             woken.as_mut().enable();
-            match self.is_pending(name, attempt).await {
-                Ok(false) => return Ok(()),
-                Ok(true) => {}
+            match self.look(name).await {
+                Ok(Some(found)) if found.record.is_pending() && found.attempt() == attempt => {}
+                Ok(found) => return Ok(found),
                 Err(error) if error.is_transient() => {}
                 Err(error) => return Err(error),
             }
-            if race(woken, self.heartbeats.clock().sleep(pause)).await.is_some() {
-                return Ok(());
-            }
+            race(woken, self.heartbeats.clock().sleep(pause)).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
@@ -663,7 +795,40 @@ struct Renewal<'a> {
     quick: Option<Sleep>,
 }
 
+/// How many bytes DynamoDB may count for an update besides those of the item.
+const BESIDE: usize = 4 * 1024;
+/// How many items a page of a list is made from, if not all of them are shown.
+const READ_AT_ONCE: i32 = 1000;
+
+/// What a list shows of an item: all but its result.
+const LISTED: [&str; 20] = [
+    KEY,
+    FORMAT,
+    STATE,
+    OWNER,
+    ATTEMPT,
+    ATTEMPTS_USED,
+    FINGERPRINT,
+    ON_CRASH_FAIL,
+    LEASE_MS,
+    TTL_MS,
+    CODEC,
+    RESULT_BYTES,
+    HOLDER,
+    TRACEPARENT,
+    DECIDED_BY,
+    DECIDED_REASON,
+    FIRST_SEEN_AT,
+    BEGAN_AT,
+    LAPSES_AT,
+    EXPIRES_AT,
+];
+
 /// The condition of a release: the record is pending, of this owner, and retained.
+fn ago(now: i64, at: i64) -> Duration {
+    Duration::from_millis(u64::try_from(now.saturating_sub(at)).unwrap_or_default())
+}
+
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
 /// The condition of a renewal and of a finish: the pending record is of this very attempt.
@@ -712,38 +877,54 @@ impl Store for Shared {
         StoreFuture::new(self.try_release(lease, release))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let name = self.name_of(key);
-            let waited = race(self.watch(&name, attempt), self.heartbeats.clock().sleep(at_most)).await;
-            waited.unwrap_or(Ok(()))
+            match race(self.watch(&name, attempt), self.heartbeats.clock().sleep(at_most)).await {
+                Some(ended) => ended,
+                None => self.look(&name).await,
+            }
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move {
-            let item = self.get(self.deadline(), &self.name_of(key), &[]).await?;
-            let Some(item) = item else { return Ok(None) };
-            let found = item::read(item).map_err(corrupt)?;
-            let now = self.now();
-            if self.is_expired(&found, now) {
-                return Ok(None);
-            }
-            Ok(Some(Inspection {
-                expires_in: self.until(found.expires_at, now),
-                lapses_in: found.record.is_pending().then(|| self.until(found.lapses_at, now)),
-                record: found.record,
-            }))
-        })
+        StoreFuture::new(async move { self.look(&self.name_of(key)).await })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.try_reopen(key, attempt))
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        StoreFuture::new(self.try_decide(decision))
+    }
+
+    /// The service removes what has expired, by the time-to-live of the table.
+    fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
+        StoreFuture::ready(Ok(0))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        StoreFuture::new(self.scan(filter))
+    }
+
+    /// A look at a key that no record has.
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::new(async move {
+            self.get(self.deadline(), &[&self.namespace, "ping"].concat(), &[KEY]).await?;
+            Ok(())
+        })
     }
 }
 
+/// Refuses an item that the service does not hold.
+fn check_size(item: &Attributes) -> Result<(), StoreError> {
+    let size = item::size(item);
+    if size > item::MAX_BYTES {
+        let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
+        return Err(StoreError::new(StoreErrorKind::TooLarge, message));
+    }
+    Ok(())
+}
+
 fn changes_too_often() -> StoreError {
-    StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at")
+    StoreError::new(StoreErrorKind::Unavailable, format!("the record kept changing; gave up after {LOOKS} looks"))
 }
 
 fn corrupt(error: FormatError) -> StoreError {

@@ -22,6 +22,7 @@ pub(crate) fn request(store: &impl Store, key: u32) -> ReserveRequest {
         fingerprint: None,
         on_crash: OnCrash::Retry,
         max_attempts: None,
+        trail: crate::record::Trail::default(),
     }
 }
 
@@ -57,7 +58,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
                 thread::yield_now();
                 block_on(waiting).expect("answered");
             }
-            Reservation::Finished(record) => {
+            Reservation::Finished { record, .. } => {
                 assert_eq!(record.attempt, 2);
                 return;
             }
@@ -114,7 +115,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
                             assert!(takeover);
                             Some(lease)
                         }
-                        Reservation::InProgress { .. } | Reservation::Finished(_) => None,
+                        Reservation::InProgress { .. } | Reservation::Finished { .. } => None,
                         other => panic!("unexpected: {other:?}"),
                     }
                 })

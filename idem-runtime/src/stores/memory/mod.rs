@@ -2,6 +2,7 @@
 
 #[cfg(all(test, shuttle))]
 pub(crate) mod interleavings;
+mod options;
 mod slots;
 
 use std::collections::HashMap;
@@ -12,14 +13,18 @@ use std::time::Duration;
 use hashbrown::HashTable;
 use tokio::sync::Notify;
 
+pub use self::options::MemoryOptions;
 use self::slots::{Order, Slot, Slots};
-use crate::clock::{Clock, Instant, SystemClock};
-use crate::future::race;
+use crate::clock::Instant;
+use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, Ruling,
+    Trail, Verdict,
 };
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::store::{
+    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+};
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
@@ -27,6 +32,8 @@ use crate::sync::{Mutex, lock};
 const SHARDS: usize = 64;
 /// How many expired records a reservation cleans up: more than one, so that they can't pile up.
 const SWEEP: usize = 2;
+/// How many slots a page of a list is made from at most.
+const LOOKED_AT: usize = 10_000;
 
 /// A store in the memory of this process, for tests and for duplicates within one process.
 ///
@@ -61,13 +68,9 @@ impl MemoryStore {
     /// processes that die, and for one handle per runtime if a process has several.
     #[must_use]
     pub fn peer(&self) -> Self {
-        let heartbeats = Arc::new(Heartbeats::in_process(self.0.heartbeats.clock_handle()));
+        let ours = &self.0.heartbeats;
+        let heartbeats = Arc::new(Heartbeats::in_process(ours.clock_handle()).held_by(ours.name()));
         Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
-    }
-
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
-    pub async fn flush(&self) {
-        self.0.heartbeats.flush().await;
     }
 
     /// How many records are held, including expired ones that wait for their clean-up.
@@ -79,60 +82,6 @@ impl MemoryStore {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
-}
-
-/// Settings for a [`MemoryStore`].
-///
-/// ```
-/// # use std::time::Duration;
-/// use idem_runtime::{ManualClock, MemoryStore};
-/// let clock = ManualClock::new();
-/// let store = MemoryStore::options().max_records(10_000).namespace("shop").clock(clock.clone()).build();
-/// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
-/// ```
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct MemoryOptions {
-    max_records: usize,
-    namespace: Arc<str>,
-    clock: Option<Arc<dyn Clock>>,
-}
-
-impl Default for MemoryOptions {
-    fn default() -> Self {
-        Self { max_records: 1_000_000, namespace: Arc::default(), clock: None }
-    }
-}
-
-impl MemoryOptions {
-    /// How many records the store holds (default: 1 000 000). A full store refuses new keys.
-    pub fn max_records(self, max_records: usize) -> Self {
-        Self { max_records, ..self }
-    }
-
-    /// The name of this application, for its child keys (default: empty). It enters
-    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
-    pub fn namespace(self, namespace: impl Into<Arc<str>>) -> Self {
-        Self { namespace: namespace.into(), ..self }
-    }
-
-    /// What measures leases and retentions (default: [`SystemClock`]).
-    pub fn clock(self, clock: impl Clock) -> Self {
-        Self { clock: Some(Arc::new(clock)), ..self }
-    }
-
-    /// An empty store with these settings.
-    pub fn build(self) -> MemoryStore {
-        let Self { max_records, namespace, clock } = self;
-        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let records = Arc::new(Records { shards, capacity: max_records, len: AtomicUsize::new(0) });
-        let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        MemoryStore::open(records, Arc::new(Heartbeats::in_process(clock)), namespace)
-    }
 }
 
 impl Default for MemoryStore {
@@ -141,7 +90,7 @@ impl Default for MemoryStore {
     }
 }
 
-forward! { () MemoryStore => shared; }
+store_of_shared!(MemoryStore);
 
 #[derive(Debug)]
 struct Shared {
@@ -176,14 +125,22 @@ struct Waiters {
     count: usize,
 }
 
-impl Default for Shard {
-    fn default() -> Self {
-        let (slots, order, waiters) = Default::default();
-        Self { next_due: Nanos::MAX, places: HashTable::new(), slots, order, waiters }
-    }
-}
-
 impl Shard {
+    /// No records yet; `own` is the text of the store's own handles.
+    fn of(own: &'static str) -> Self {
+        let (order, waiters) = Default::default();
+        Self { next_due: Nanos::MAX, places: HashTable::new(), slots: Slots::of(own), order, waiters }
+    }
+
+    /// The record at `place` as an operator sees it.
+    fn inspect(&self, place: u32, now: Nanos) -> Inspection {
+        let slot = self.slots.get(place);
+        let lapses_in = slot.is_pending().then(|| slot.lapses_in(now));
+        let [first_seen, began] = slot.since(now);
+        let inspection = Inspection::new(self.slots.record(place), slot.expires_in(now), lapses_in);
+        inspection.since(Some(first_seen), Some(began))
+    }
+
     /// The place of a record, which may have expired.
     fn place(&self, key: &Key) -> Option<u32> {
         let hash = key.short_hash();
@@ -196,18 +153,30 @@ impl Shard {
         Some(self.slots.get_mut(place)).filter(|slot| slot.expires_at > now)
     }
 
-    fn insert(&mut self, slot: Slot) {
+    fn insert(&mut self, slot: Slot, trail: Trail) {
         let hash = slot.hash();
         self.next_due = self.next_due.min(slot.listed_at);
         let place = self.slots.insert(slot);
+        self.slots.set_trail(place, trail);
         self.places.insert_unique(spread(hash), place, |place| spread(self.slots.get(*place).hash()));
         self.order.push(place, &self.slots);
     }
 
     /// Restarts the retention of the record at `place`, which has changed.
     fn date(&mut self, place: u32, ttl: Nanos, now: Nanos) {
+        self.slots.get_mut(place).date(ttl, now);
+        self.list(place);
+    }
+
+    /// Ends the retention of the record at `place` now.
+    fn expire(&mut self, place: u32, now: Nanos) {
+        self.slots.get_mut(place).expires_at = now;
+        self.list(place);
+    }
+
+    /// Lists the record at `place` anew if it expires sooner than it is listed.
+    fn list(&mut self, place: u32) {
         let slot = self.slots.get_mut(place);
-        slot.date(ttl, now);
         if slot.expires_at < slot.listed_at {
             // Only if the `ttl` has become shorter, or if the attempt has run for longer than the `ttl`: worth a search.
             slot.listed_at = slot.expires_at;
@@ -276,11 +245,12 @@ impl Shared {
         &self.records.shards[key.shard(SHARDS)]
     }
 
-    fn sweep(&self, shard: &mut Shard, now: Nanos, limit: usize) {
+    fn sweep(&self, shard: &mut Shard, now: Nanos, limit: usize) -> usize {
         let removed = shard.sweep(now, limit);
         if removed > 0 {
             self.records.len.fetch_sub(removed, Ordering::Relaxed);
         }
+        removed
     }
 
     /// Claims room for one more record.
@@ -296,26 +266,34 @@ impl Shared {
         let ttl = span(request.ttl);
         let Some(place) = shard.place(&request.key) else {
             if !self.claim_room() {
-                let message =
-                    format!("the store holds {} records and is full; none is forgotten early", self.records.capacity);
+                let message = format!(
+                    "the store is full: it holds {} records, and none of them has expired",
+                    self.records.capacity
+                );
                 return Err(StoreError::new(StoreErrorKind::Full, message));
             }
             let record = Record::first(request);
             let lease = record.lease(request);
-            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now));
+            let trail = record.trail.clone();
+            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now), trail);
             return Ok(Reservation::Granted { lease, takeover: false });
         };
-        let slot = shard.slots.get_mut(place);
-        let (with, takeover) = if slot.expires_at > now {
-            match slot.record().admit_owned(request, slot.lapses_in(now)) {
-                Admission::Answer(answer) => return Ok(answer),
+        let slot = shard.slots.get(place);
+        let is_first = slot.expires_at <= now;
+        let (with, takeover) = if is_first {
+            (Record::first(request), false)
+        } else {
+            match shard.slots.record(place).admit_owned(request, slot.lapses_in(now)) {
+                Admission::Answer(answer) => return Ok(answer.aged(slot.age(now))),
                 Admission::Replace { with, takeover } => (with, takeover),
             }
-        } else {
-            (Record::first(request), false)
         };
         let lease = with.lease(request);
+        let trail = with.trail.clone();
+        let slot = shard.slots.get_mut(place);
         slot.set(with, &request.key);
+        slot.begin(is_first, now);
+        shard.slots.set_trail(place, trail);
         shard.date(place, ttl, now);
         shard.wake(&request.key);
         Ok(Reservation::Granted { lease, takeover })
@@ -341,6 +319,38 @@ impl Shared {
         shard.date(place, span(lease.ttl), now);
         shard.wake(&lease.key);
         Verdict::Applied
+    }
+
+    /// Walks along the slots, which a record does not change while it is there. A cursor is the next shard and slot.
+    fn look_through(&self, filter: &Filter) -> Result<Page, StoreError> {
+        let from = match &filter.after {
+            None => Some((0, 0)),
+            Some(cursor) => cursor
+                .as_str()
+                .split_once('.')
+                .and_then(|(shard, place)| Some((shard.parse().ok()?, place.parse().ok()?))),
+        };
+        let foreign = || filter.after.as_ref().map_or_else(|| unreachable!("no cursor"), Cursor::is_foreign);
+        let (first, mut from): (usize, u32) = from.ok_or_else(foreign)?;
+        let (now, mut page, mut looked) = (self.now(), Page::default(), 0);
+        for (at, shard) in self.records.shards.iter().enumerate().skip(first) {
+            let shard = lock(shard);
+            for place in from..shard.slots.places() {
+                if looked == LOOKED_AT || page.records.len() == filter.most() {
+                    page.next = Some(Cursor::new(format!("{at}.{place}")));
+                    return Ok(page);
+                }
+                looked += 1;
+                let slot = shard.slots.get(place);
+                if let Some(key) = slot.key().filter(|_| slot.expires_at > now) {
+                    let mut inspection = shard.inspect(place, now);
+                    inspection.record = inspection.record.without_result();
+                    page.add::<StoreError>(filter, key, Ok(Some(inspection)));
+                }
+            }
+            from = 0;
+        }
+        Ok(page)
     }
 
     fn renew_one(&self, lease: &Lease, now: Nanos) -> Verdict {
@@ -383,7 +393,9 @@ impl Store for Shared {
         let now = self.now();
         let mut answer = self.try_reserve(request, now);
         if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
-            self.records.shards.iter().for_each(|shard| self.sweep(&mut lock(shard), now, usize::MAX));
+            for shard in &self.records.shards {
+                self.sweep(&mut lock(shard), now, usize::MAX);
+            }
             answer = self.try_reserve(request, now);
         }
         StoreFuture::ready(answer)
@@ -403,14 +415,15 @@ impl Store for Shared {
         StoreFuture::ready(Ok(self.end(lease, false, |slot| slot.release(release))))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         let now = self.now();
         let shard = self.shard(key);
         let (waiter, woken) = {
             let mut shard = lock(shard);
             let pending = shard.get(key, now).is_some_and(|slot| slot.attempt() == attempt && slot.is_pending());
             if !pending {
-                return StoreFuture::ready(Ok(()));
+                drop(shard);
+                return self.inspect(key);
             }
             let waiters = shard.waiters.entry(key.clone()).or_default();
             waiters.count += 1;
@@ -422,32 +435,57 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let _waiter = waiter;
             race(woken, sleep).await;
-            Ok(())
+            self.inspect(key).await
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         let now = self.now();
-        StoreFuture::ready(Ok(lock(self.shard(key)).get(key, now).map(|slot| Inspection {
-            record: slot.record(),
-            expires_in: slot.expires_in(now),
-            lapses_in: slot.is_pending().then(|| slot.lapses_in(now)),
-        })))
+        let shard = lock(self.shard(key));
+        let place = shard.place(key).filter(|place| shard.slots.get(*place).expires_at > now);
+        StoreFuture::ready(Ok(place.map(|place| shard.inspect(place, now))))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        let now = self.now();
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        let (now, key) = (self.now(), &decision.key);
         let mut shard = lock(self.shard(key));
-        let reopened = shard.get(key, now).filter(|slot| slot.attempt() == attempt).is_some_and(|slot| {
-            let live = slot.is_pending() && !slot.lapses_in(now).is_zero();
-            if !live {
-                let record = slot.record();
-                slot.set(Record { attempts_used: 0, state: State::Released, ..record }, key);
+        let shard = &mut *shard;
+        let Some(place) = shard.place(key) else { return StoreFuture::ready(Ok(Decided::NoRecord)) };
+        let slot = shard.slots.get(place);
+        if slot.expires_at <= now {
+            return StoreFuture::ready(Ok(Decided::NoRecord));
+        }
+        match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
+            Ruling::Answer(refused) => return StoreFuture::ready(Ok(refused)),
+            Ruling::Replace(record) => {
+                let trail = record.trail.clone();
+                shard.slots.get_mut(place).set(record, key);
+                shard.slots.set_trail(place, trail);
             }
-            !live
-        });
+            Ruling::Remove => {
+                shard.expire(place, now);
+                self.sweep(shard, now, usize::MAX);
+            }
+        }
         shard.wake(key);
-        StoreFuture::ready(Ok(if reopened { Verdict::Applied } else { Verdict::Refused }))
+        StoreFuture::ready(Ok(Decided::Applied))
+    }
+
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        let now = self.now();
+        let mut left = batch as usize;
+        for shard in &self.records.shards {
+            left -= self.sweep(&mut lock(shard), now, left);
+        }
+        StoreFuture::ready(Ok(u64::from(batch) - left as u64))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        StoreFuture::ready(self.look_through(filter))
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::ready(Ok(()))
     }
 }
 

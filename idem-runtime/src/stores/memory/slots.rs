@@ -4,6 +4,7 @@
 //! would be up to twice as large as what it holds. A record has only what its state needs: a pending one shares the text of
 //! its key with its call, a finished one keeps key and result in one allocation.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use super::{Nanos, span};
 use crate::codec::CodecName;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, OwnerToken, Record, Release, State, StoredResult};
+use crate::record::{Finish, Holder, OwnerToken, Record, Release, State, StoredResult, Trail};
 
 /// Slots in a chunk. A power of two.
 const CHUNK: usize = 32;
@@ -29,7 +30,27 @@ pub(super) struct Slot {
     pub(super) expires_at: Nanos,
     /// Its position in the [`Order`]; never later than its expiry, and often sooner: a renewed record is not listed anew.
     pub(super) listed_at: Nanos,
+    seen_at: Tick,
+    began_at: Tick,
     body: Body,
+}
+
+/// A point in time for a person, in units of 2^24 nanoseconds (17 ms), which takes half the room of a [`Nanos`]. It comes round
+/// after two years: ages up to that are told.
+#[derive(Clone, Copy)]
+struct Tick(u32);
+
+impl Tick {
+    const BITS: u32 = 24;
+
+    #[expect(clippy::cast_possible_truncation, reason = "it comes round")]
+    fn at(now: Nanos) -> Self {
+        Self((now >> Self::BITS) as u32)
+    }
+
+    fn ago(self, now: Nanos) -> Duration {
+        Duration::from_nanos(u64::from(Self::at(now).0.wrapping_sub(self.0)) << Self::BITS)
+    }
 }
 
 /// The rest of a record, and the first bits of the hash of its key.
@@ -68,15 +89,20 @@ enum Stage {
     Interrupted,
 }
 
-/// The start of a slot's bytes: a fingerprint, if there is one, and the stored form of the key.
+/// The start of a slot's bytes: a fingerprint, if there is one, and the stored form of the key. And where its trail is.
 #[derive(Clone, Copy)]
 struct Head(u16);
 
 impl Head {
     const FINGERPRINTED: u16 = 1 << 15;
+    /// The trail is that of the store's own handles.
+    const OWN_TRAIL: u16 = 1 << 14;
+    /// The trail is in [`Slots::trails`].
+    const OTHER_TRAIL: u16 = 1 << 13;
+    const FLAGS: u16 = Self::FINGERPRINTED | Self::OWN_TRAIL | Self::OTHER_TRAIL;
 
     fn new(key: &Key, fingerprint: Option<&Fingerprint>) -> Self {
-        const { assert!(Key::MAX_BYTES < Self::FINGERPRINTED as usize) };
+        const { assert!(Key::MAX_BYTES < Self::OTHER_TRAIL as usize) };
         let len = u16::try_from(key.as_str().len()).expect("a key has at most `Key::MAX_BYTES`");
         Self(len | if fingerprint.is_some() { Self::FINGERPRINTED } else { 0 })
     }
@@ -86,7 +112,7 @@ impl Head {
     }
 
     fn len(self) -> usize {
-        self.key_at() + usize::from(self.0 & !Self::FINGERPRINTED)
+        self.key_at() + usize::from(self.0 & !Self::FLAGS)
     }
 
     fn key(self, bytes: &[u8]) -> &[u8] {
@@ -121,7 +147,8 @@ impl Form {
                 written = size.to_be_bytes();
                 (Self::TOO_LARGE, &[], &written)
             }
-            StoredResult::Unencodable => (Self::UNENCODABLE, &[], &[]),
+            // Nobody writes the latter.
+            StoredResult::Unencodable | StoredResult::LeftOut { .. } => (Self::UNENCODABLE, &[], &[]),
             StoredResult::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
         };
         let mut bytes = Vec::with_capacity(head.len() + name.len() + rest.len());
@@ -152,20 +179,63 @@ impl Form {
 }
 
 impl Slot {
-    /// A slot that is listed `ttl` from now: its expiry if it is finished at once, so that it need not be moved then.
+    /// A slot that is listed `ttl` from now: its expiry if it is finished at once, so that it need not be moved then. Its trail
+    /// is left out, as everywhere here but in [`Slots`].
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
-        let Record { owner, attempt, attempts_used: starts, fingerprint, state } = record;
+        let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
-        let mut slot = Self { owner, attempt, starts, expires_at: now, listed_at: now + ttl, body };
+        let (seen_at, began_at) = (Tick::at(now), Tick::at(now));
+        let mut slot = Self { owner, attempt, starts, expires_at: now, listed_at: now + ttl, seen_at, began_at, body };
         slot.date(ttl, now);
         slot
     }
 
-    /// Replaces the record, but not its times.
+    /// Replaces the record, but neither its times nor, unless it is set anew, its trail.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
-        let Record { owner, attempt, attempts_used: starts, fingerprint, state } = record;
+        let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
+        let trail = self.head().map_or(0, |head| head.0 & (Head::OWN_TRAIL | Head::OTHER_TRAIL));
         *self = Self { owner, attempt, starts, body, ..*self };
+        if let Some(head) = self.head_mut() {
+            head.0 |= trail;
+        }
+    }
+
+    /// Notes that another attempt begins now: the first one of its key if the record before has expired.
+    pub(super) fn begin(&mut self, is_first: bool, now: Nanos) {
+        self.began_at = Tick::at(now);
+        if is_first {
+            self.seen_at = self.began_at;
+        }
+    }
+
+    fn head(&self) -> Option<Head> {
+        match &self.body {
+            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => Some(*head),
+            Body::Vacant { .. } => None,
+        }
+    }
+
+    fn head_mut(&mut self) -> Option<&mut Head> {
+        match &mut self.body {
+            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => Some(head),
+            Body::Vacant { .. } => None,
+        }
+    }
+
+    /// The key as it is stored; `None` if the slot is vacant.
+    pub(super) fn key(&self) -> Option<&str> {
+        std::str::from_utf8(self.head()?.key(self.bytes())).ok()
+    }
+
+    /// How long ago the key was first seen, and the latest attempt began.
+    pub(super) fn since(&self, now: Nanos) -> [Duration; 2] {
+        [self.seen_at.ago(now), self.age(now)]
+    }
+
+    /// How long ago the latest attempt began.
+    pub(super) fn age(&self, now: Nanos) -> Duration {
+        self.began_at.ago(now)
     }
 
     /// Counts lease and retention from `now`; `ttl` is that of a record that isn't pending.
@@ -217,7 +287,8 @@ impl Slot {
             Body::Vacant { .. } => unreachable!("nobody has the place of a vacant slot"),
         };
         let fingerprint = head.fingerprint(self.bytes());
-        Record { owner: self.owner, attempt: self.attempt, attempts_used: self.starts, fingerprint, state }
+        let (owner, attempt, attempts_used) = (self.owner, self.attempt, self.starts);
+        Record { owner, attempt, attempts_used, fingerprint, state, trail: Trail::NONE }
     }
 
     /// Ends a pending attempt with a result.
@@ -281,7 +352,7 @@ impl fmt::Debug for Slot {
 impl Body {
     fn new(key: &Key, hash: u32, fingerprint: Option<&Fingerprint>, of: &State) -> Self {
         let head = Head::new(key, fingerprint);
-        let bytes = match fingerprint {
+        let bytes: Arc<[u8]> = match fingerprint {
             None => Arc::from(key.shared()),
             Some(fingerprint) => fingerprint.as_bytes().iter().chain(key.as_str().as_bytes()).copied().collect(),
         };
@@ -289,7 +360,14 @@ impl Body {
             State::Pending { lease, ttl, on_crash } => (Stage::Pending(*on_crash), span(*lease), span(*ttl)),
             State::Interrupted => (Stage::Interrupted, 0, 0),
             State::Released => (Stage::Released, 0, 0),
-            State::Completed(_) | State::Failed(_) => unreachable!("a record is reserved or reopened, and then ended"),
+            State::Completed(payload) => {
+                let (form, bytes) = Form::write(&bytes, payload);
+                return Self::Completed { form, head, hash, bytes };
+            }
+            State::Failed(payload) => {
+                let (form, bytes) = Form::write(&bytes, payload);
+                return Self::Failed { form, head, hash, bytes };
+            }
         };
         Self::Open { stage, head, hash, bytes, lease, ttl }
     }
@@ -314,15 +392,64 @@ pub(super) struct Slots {
     /// The first vacant slot.
     vacant: u32,
     taken: usize,
+    /// The text of the store's own handles, which most trails have.
+    own: Option<&'static str>,
+    /// The trails that tell more or other things.
+    trails: BTreeMap<u32, Trail>,
 }
 
 impl Default for Slots {
     fn default() -> Self {
-        Self { chunks: Vec::new(), vacant: NONE, taken: 0 }
+        Self { chunks: Vec::new(), vacant: NONE, taken: 0, own: None, trails: BTreeMap::new() }
     }
 }
 
 impl Slots {
+    /// No slots yet; `own` is the text of the store's own handles.
+    pub(super) fn of(own: &'static str) -> Self {
+        Self { own: Some(own), ..Self::default() }
+    }
+
+    /// The record at `place`, with its trail.
+    pub(super) fn record(&self, place: u32) -> Record {
+        let slot = self.get(place);
+        let trail = match slot.head() {
+            Some(Head(head)) if head & Head::OWN_TRAIL != 0 => {
+                self.own.map(|own| Trail::held(Holder::new(own))).unwrap_or_default()
+            }
+            Some(Head(head)) if head & Head::OTHER_TRAIL != 0 => self.trails.get(&place).cloned().unwrap_or_default(),
+            _ => Trail::NONE,
+        };
+        Record { trail, ..slot.record() }
+    }
+
+    /// Sets the trail of the record at `place`.
+    pub(super) fn set_trail(&mut self, place: u32, trail: Trail) {
+        let is_own = match (trail.handle(), self.own) {
+            (Some(text), Some(own)) => std::ptr::eq(text, own),
+            _ => false,
+        };
+        let flag = match () {
+            () if is_own => Head::OWN_TRAIL,
+            () if trail.is_empty() => 0,
+            () => Head::OTHER_TRAIL,
+        };
+        let Some(head) = self.get_mut(place).head_mut() else { return };
+        let before = head.0;
+        head.0 = (before & !(Head::OWN_TRAIL | Head::OTHER_TRAIL)) | flag;
+        if flag == Head::OTHER_TRAIL {
+            self.trails.insert(place, trail);
+        } else if before & Head::OTHER_TRAIL != 0 {
+            self.trails.remove(&place);
+        }
+    }
+
+    /// How many places there are, vacant ones included.
+    pub(super) fn places(&self) -> u32 {
+        let full = self.chunks.len().saturating_sub(1) * CHUNK;
+        u32::try_from(full + self.chunks.last().map_or(0, Vec::len)).unwrap_or(NONE)
+    }
+
     pub(super) fn get(&self, place: u32) -> &Slot {
         &self.chunks[place as usize / CHUNK][place as usize % CHUNK]
     }
@@ -355,12 +482,13 @@ impl Slots {
 
     pub(super) fn remove(&mut self, place: u32) {
         let next = self.vacant;
+        self.set_trail(place, Trail::NONE);
         self.get_mut(place).body = Body::Vacant { next };
         self.vacant = place;
         self.taken -= 1;
         if self.taken == 0 && self.chunks.len() > 1 {
             // The memory of a burst is given back once it is over.
-            *self = Self::default();
+            *self = Self { own: self.own, ..Self::default() };
         }
     }
 }
@@ -455,7 +583,7 @@ mod tests {
 
     #[test]
     fn a_slot_is_as_small_as_the_docs_say() {
-        assert_eq!(size_of::<Slot>(), 80);
+        assert_eq!(size_of::<Slot>(), 88);
     }
 
     #[test]
@@ -468,6 +596,7 @@ mod tests {
             attempts_used: 1,
             fingerprint: None,
             state,
+            trail: Trail::NONE,
         };
         let mut slot = Slot::new(record, &Key::new("renew", 1).unwrap(), 0, span(ttl), 0);
         for (now, lapses_at) in [(50, 150), (40, 150), (60, 160), (0, 160)] {
@@ -489,6 +618,7 @@ mod tests {
                 attempts_used: 1,
                 fingerprint: None,
                 state: State::Released,
+                trail: Trail::NONE,
             };
             Slot::new(record, &key, 0, ttl, 0)
         };

@@ -1,23 +1,19 @@
-//! One exchange with the server, and what its failures mean.
+//! One exchange with the server.
 
-use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
 use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio_postgres::error::{DbError, SqlState};
 use tokio_postgres::types::{IsNull, ToSql, Type};
 use tokio_postgres::{Error, Row};
 
+use super::failure::Failure;
 use super::sessions::{LONGEST, Sessions, Taken, unless_stuck};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
-use crate::store::{StoreError, StoreErrorKind};
-
-/// What to do about an unexpected pooler.
-const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
+use crate::kit::metered::SENT_IN_TIME;
 
 /// What a statement does if the server runs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,183 +24,16 @@ pub(super) enum Effect {
     Records(usize),
 }
 
-/// For every so many bytes sent, the answer may take one more time limit. What is still under way to the server can't be
-/// seen: the system takes megabytes of it at once.
-const SENT_WITHIN_LIMIT: usize = 256 * 1024;
-
 impl Effect {
     /// How long an exchange may hear nothing, if `limit` is for a short one.
     fn limit(self, limit: Duration) -> Duration {
         match self {
             Self::Records(bytes) => {
-                let times = u32::try_from(1 + bytes / SENT_WITHIN_LIMIT).unwrap_or(u32::MAX);
+                let times = u32::try_from(1 + bytes / SENT_IN_TIME).unwrap_or(u32::MAX);
                 limit.saturating_mul(times)
             }
             _ => limit,
         }
-    }
-}
-
-/// The failure of an operation that was not done, or perhaps was; it may be the answer to many operations.
-#[derive(Clone, Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
-pub(super) struct Failure {
-    pub(super) kind: StoreErrorKind,
-    message: Arc<str>,
-    /// Whether one operation of a batch may be to blame for the whole failure.
-    pub(super) blames_one: bool,
-    /// Whether nothing was written and a retry is likely to succeed.
-    pub(super) is_deadlock: bool,
-    /// Whether the connection is unusable afterwards.
-    gives_up: bool,
-    /// Whether the server may still be working on the operation.
-    is_late: bool,
-    /// Whether an open transaction of another session holds what the operation needs.
-    pub(super) is_locked: bool,
-}
-
-impl Failure {
-    pub(super) fn new(kind: StoreErrorKind, message: impl Into<Arc<str>>) -> Self {
-        Self {
-            kind,
-            message: message.into(),
-            blames_one: false,
-            is_deadlock: false,
-            gives_up: false,
-            is_late: false,
-            is_locked: false,
-        }
-    }
-
-    /// Nothing was sent.
-    pub(super) fn not_sent(reason: &str) -> Self {
-        Self::new(StoreErrorKind::Unavailable, format!("the server can't be asked: {reason}"))
-    }
-
-    /// The answer got lost.
-    pub(super) fn lost() -> Self {
-        Self::new(StoreErrorKind::Unconfirmed, "the answer got lost on its way")
-    }
-
-    /// The same for an operation without a result: its own parameters are never too large.
-    pub(super) fn without_result(self) -> Self {
-        match self.kind {
-            StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
-            _ => self,
-        }
-    }
-
-    fn giving_up(self) -> Self {
-        Self { gives_up: true, ..self }
-    }
-
-    /// The same for a statement of this `effect`: one that only reads leaves nothing unknown.
-    fn of(self, effect: Effect) -> Self {
-        match (effect, self.kind) {
-            (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },
-            _ => self,
-        }
-    }
-
-    /// The server refused. The `DETAIL` of its error is left out: it may quote a result or an owner token.
-    fn refused(error: &DbError) -> Self {
-        let code = error.code();
-        let (kind, advice) = match code.code() {
-            // Only a pooler reports this.
-            "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
-            code => meaning(code, error.message()),
-        };
-        let message = format!("the server refused: {advice} ({}: {})", code.code(), error.message());
-        let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
-        let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
-        let is_locked = *code == SqlState::LOCK_NOT_AVAILABLE;
-        Self {
-            blames_one: is_locked
-                || kind == StoreErrorKind::TooLarge
-                || (kind == StoreErrorKind::Misconfigured && matches!(&code.code()[..2], "22" | "23" | "44" | "P0")),
-            is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
-            gives_up: is_fatal || stale || kind == StoreErrorKind::Unconfirmed,
-            is_locked,
-            ..Self::new(kind, message)
-        }
-    }
-
-    /// An exchange that broke.
-    fn broken(error: &Error) -> Self {
-        match error.as_db_error() {
-            Some(error) => Self::refused(error),
-            // Any other error is a connection that ended or sent nonsense; how far the server got is unknown.
-            None => {
-                Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", told(error))).giving_up()
-            }
-        }
-    }
-
-    /// A connection that could not be opened.
-    pub(super) fn not_connected(error: &Error) -> Self {
-        let failure = match error.as_db_error() {
-            Some(error) => Self::refused(error),
-            None => {
-                let text = error.to_string();
-                // A retry does not help against an untrusted certificate.
-                let cause = error.source().and_then(|cause| cause.downcast_ref::<std::io::Error>());
-                let untrusted = cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::InvalidData);
-                let refused = ["authentication", "invalid configuration", "invalid connection string"];
-                let is_wrong = refused.iter().any(|start| text.starts_with(start))
-                    || (text.contains("TLS") && (untrusted || cause.is_none()));
-                let kind = if is_wrong { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
-                Self::new(kind, format!("the server can't be reached: {}", told(error)))
-            }
-        };
-        failure.of(Effect::Reads)
-    }
-}
-
-/// What an error of the server means, by its `SQLSTATE`, and what to do about it.
-pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static str) {
-    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
-    let read_only = "a read-only server: a standby, or a primary that was replaced; it is asked for anew";
-    match code {
-        "42P01" | "3F000" | "42703" | "42883" => {
-            (Misconfigured, "the table is not there, or is another version's; see `PostgresOptions::ensure_schema`")
-        }
-        "42501" => (Misconfigured, "the login may not use the table"),
-        "28000" | "28P01" => (Misconfigured, "the login is refused"),
-        "3D000" => (Misconfigured, "there is no such database"),
-        "25006" => (Unavailable, read_only),
-        "26000" | "42P05" => (Unavailable, POOLED),
-        "0A000" => (Unavailable, "the table was changed; the statement is prepared anew"),
-        "40003" => (Unconfirmed, "the connection broke before the answer came"),
-        // Nothing was written; there may be room later, or for a smaller record.
-        "53100" => (Full, "its disk is full"),
-        "53200" => (Full, "it has no memory for more"),
-        "53300" => (Unavailable, "it has as many connections as it allows"),
-        "55P03" => (Unavailable, "another session has locked the record, or is about to make it"),
-        "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
-        "57P03" => (Unavailable, "it is starting up or shutting down"),
-        "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-        // How the server reports a value that is too large, or has a part that is.
-        "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
-        code => match code.get(..2).unwrap_or_default() {
-            "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),
-            "54" => (TooLarge, "the result is too large"),
-            "22" | "23" | "42" | "44" | "P0" => (Misconfigured, "it does not accept this operation"),
-            _ => (Unavailable, "nothing was written"),
-        },
-    }
-}
-
-impl From<Failure> for StoreError {
-    fn from(failure: Failure) -> Self {
-        Self::new(failure.kind, &*failure.message)
-    }
-}
-
-/// The text of an error of the driver, not of the server, and its cause. It holds neither values nor passwords.
-pub(super) fn told(error: &Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
     }
 }
 
@@ -256,6 +85,12 @@ impl Database {
 
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
+    }
+
+    /// How many connections operations with large results may take at a time besides a lone one: together they leave about
+    /// half of all to others. There are none to give away among those for renewals.
+    pub(super) fn for_large(&self) -> usize {
+        if self.spare.is_some() { 0 } else { self.sessions.size().saturating_sub(1) / 2 }
     }
 
     /// When bytes were last exchanged.
@@ -317,7 +152,7 @@ impl Database {
         let connection = self.sessions.take().await?;
         let exchange = async { connection.batch_execute(text).await.map_err(|error| Failure::broken(&error)) };
         let done = unless_stuck(&*self.clock, self.timeout, || connection.moved(), exchange).await;
-        let done = done.unwrap_or_else(|| Err(timed_out()));
+        let done = done.unwrap_or_else(|| Err(Failure::timed_out()));
         if done.is_err() {
             // It may be in the middle of a transaction.
             connection.give_up(true);
@@ -365,7 +200,7 @@ impl Ready<'_> {
         let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
         match unless_stuck(&**clock, limit, moved, exchange).await {
             Some(answer) => answer.map_err(|error| Failure::broken(&error)),
-            None => Err(timed_out()),
+            None => Err(Failure::timed_out()),
         }
     }
 
@@ -376,9 +211,4 @@ impl Ready<'_> {
         }
         failure
     }
-}
-
-fn timed_out() -> Failure {
-    let failure = Failure::new(StoreErrorKind::Unconfirmed, "the server did not answer in time").giving_up();
-    Failure { is_late: true, ..failure }
 }

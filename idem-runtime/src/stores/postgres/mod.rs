@@ -4,46 +4,53 @@
 //! replay neither locks nor writes one. Every change of a row is one `UPDATE` that compares the owner token, and every time
 //! is the server's `statement_timestamp()`. No transaction is open while a handler runs.
 
+mod batch;
 mod client;
-mod lanes;
+mod failure;
 mod options;
-mod runtimes;
 mod sessions;
 mod sql;
 mod wake;
-#[cfg(feature = "sqlx")]
+#[cfg(feature = "with-sqlx-0_8")]
 mod with_sqlx;
+#[cfg(feature = "with-tokio-postgres-0_7")]
+mod with_tokio_postgres;
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 mod within;
 
-use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
-use self::client::{Database, Effect, Failure, Hidden};
-use self::lanes::{Lanes, Waiting, Work};
+use self::batch::Lanes;
+use self::batch::operations::{End, Ends, Reserves, by_key};
+use self::client::{Database, Effect, Hidden};
+use self::failure::Failure;
 pub use self::options::PostgresOptions;
-use self::runtimes::{Here, PerRuntime};
 use self::sessions::{Sessions, Source};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
-use self::sql::{Ask, Found, Met, Statement, Statements, corrupt};
+use self::sql::{Ask, Found, Met, Micros, Statement, Statements, corrupt};
 use self::wake::{Listener, Mark, Wakeups};
-#[cfg(feature = "sqlx")]
+#[cfg(feature = "with-sqlx-0_8")]
 pub use self::with_sqlx::InSqlx;
-pub use self::within::InPostgres;
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub use self::within::{InPostgres, Transaction};
 use crate::clock::Clock;
-use crate::future::{all, race};
+use crate::combine::{all, race};
 use crate::key::Key;
+use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
-    Admission, Finish, Inspection, Lease, OwnerToken, Parts, Record, Release, Reservation, ReserveRequest, State,
-    StoredResult, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State,
+    Verdict,
 };
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::store::{
+    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+};
 use crate::sync::{PerProcess, Process};
 
 /// How often a call looks at a record before it gives up. Each retry means that another attempt won, or that another
@@ -51,18 +58,20 @@ use crate::sync::{PerProcess, Process};
 const LOOKS: u32 = 20;
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
-/// The error after the last look.
-const LOOKED: &str = "the record was locked by another session, or changed, each time it was looked at";
 /// How many leases one statement renews: it bounds how long their rows are locked against attempts that finish.
 const RENEWED_AT_ONCE: usize = 500;
 /// How often a lease whose record is locked is tried again, within some 60 ms.
 const RENEWED_AGAIN: u32 = 6;
-/// How many of the last 256 reservations, about, must have been replays for the next one to look before it reserves.
-const MOSTLY: u32 = 128;
 /// Rows that the background purge looks at in one statement.
 const PURGED_AT_ONCE: u32 = 500;
 /// Connections for renewals and late writes. At least one of them only renews.
 const UPKEEP_CONNECTIONS: usize = 2;
+
+/// The error after the last look.
+fn looked_in_vain(kind: StoreErrorKind) -> StoreError {
+    let message = format!("the record stayed locked by another session, or kept changing; gave up after {LOOKS} looks");
+    StoreError::new(kind, message)
+}
 
 /// The pause before look number `look`, counted from zero. The second look comes at once: a row that the first could not
 /// see yet is mostly visible by now.
@@ -82,9 +91,10 @@ async fn pause(clock: &dyn Clock, look: u32) {
 ///   acknowledged; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a standby that is not
 ///   synchronous forgets what had not reached it.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to 1 GB. Rows are deleted
-///   only by [`purge`](PostgresStore::purge) or [`purge_every`](PostgresOptions::purge_every).
+///   only by [`purge`](Store::purge) or [`purge_every`](PostgresOptions::purge_every).
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are sent
-///   together and share one commit; a lone one never waits. A heartbeat is one statement for up to 500 leases.
+///   together and share one commit; a lone one never waits, and a result over 8 KB has a statement of its own. A heartbeat
+///   is one statement for up to 500 leases. Where the server has lz4, it compresses large results by it.
 ///
 /// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
@@ -118,33 +128,14 @@ impl PostgresStore {
     }
 
     /// The statements that create the table in a schema of this name, for your own migrations. They may be run repeatedly.
+    /// [`PostgresOptions::schema_sql`] has more settings.
     ///
     /// ```
     /// # use idem_runtime::PostgresStore;
     /// assert!(PostgresStore::schema_sql("idem").contains(r#"CREATE TABLE IF NOT EXISTS "idem".records"#));
     /// ```
     pub fn schema_sql(schema: &str) -> String {
-        sql::ddl(schema)
-    }
-
-    /// Deletes expired records, looking at `batch` rows at most. Returns how many it deleted.
-    ///
-    /// It is one statement. Rows that another session is writing are left for the next purge, and records that were renewed
-    /// since are put off. Purging changes nothing but the size of the table.
-    ///
-    /// # Errors
-    /// [`StoreError`] if the server did not confirm; the call may be repeated.
-    pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
-        Ok(self.0.purge(batch).await?.0)
-    }
-
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
-    pub async fn flush(&self) {
-        self.0.common.heartbeats.flush().await;
-    }
-
-    fn shared(&self) -> &Shared {
-        &self.0
+        Self::options().schema(schema).schema_sql()
     }
 }
 
@@ -154,7 +145,7 @@ impl fmt::Debug for PostgresStore {
     }
 }
 
-forward! { () PostgresStore => shared; }
+store_of_shared!(PostgresStore);
 
 struct Shared {
     this: Weak<Shared>,
@@ -165,7 +156,9 @@ struct Shared {
     is_upkeep: bool,
     /// Shared with forked processes: it has no connection before its first use in a process.
     upkeep: OnceLock<Arc<Shared>>,
-    mine: PerProcess<Mine>,
+    runtimes: PerRuntime<Local>,
+    /// Ends the background purge when it is dropped.
+    purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
 
 /// The state that is the same for every handle, process and runtime.
@@ -182,16 +175,10 @@ struct Common {
     upkeep: Source,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
+    /// The time from which the next purge goes on.
+    purged_to: AtomicI64,
     /// The process that opened the store.
     process: Process,
-}
-
-/// The state of one process.
-#[derive(Default)]
-struct Mine {
-    runtimes: PerRuntime<Local>,
-    /// Ends the background purge when it is dropped.
-    purger: OnceLock<oneshot::Sender<()>>,
 }
 
 /// The state of one runtime: connections and tasks that end with it.
@@ -218,13 +205,6 @@ struct Server {
     turn: Semaphore,
 }
 
-impl Server {
-    /// Whether the statement changed a row.
-    async fn changes(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<bool, Failure> {
-        Ok(!self.rows(statement, params, Effect::Writes).await?.is_empty())
-    }
-}
-
 impl Ask for Server {
     type Row = tokio_postgres::Row;
     type Error = Failure;
@@ -236,269 +216,6 @@ impl Ask for Server {
         effect: Effect,
     ) -> Result<Vec<tokio_postgres::Row>, Failure> {
         self.database.query(statement, params, effect).await
-    }
-}
-
-/// Reservations.
-struct Reserves {
-    server: Arc<Server>,
-    /// The share of replays among recent reservations, in 256ths.
-    replays: AtomicU32,
-}
-
-/// The order of a batch by key. Every process locks rows in the same order, so that none waits in a circle.
-fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..operations.len()).collect();
-    order.sort_by(|a, b| key(&operations[*a]).cmp(key(&operations[*b])));
-    order
-}
-
-impl Reserves {
-    /// Whether most recent reservations were replays: then a plain look is enough for most.
-    fn expects_replays(&self) -> bool {
-        self.replays.load(Ordering::Relaxed) >= MOSTLY
-    }
-
-    /// Notes how many of `asked` reservations met a finished record.
-    fn note(&self, replays: usize, asked: usize) {
-        let before = self.replays.load(Ordering::Relaxed);
-        let now = u32::try_from(256 * replays / asked.max(1)).unwrap_or(256);
-        // A lone replay among first runs, or a first run among replays, says little.
-        let weight = if asked > 8 { 4 } else { 8 };
-        self.replays.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
-    }
-
-    /// Sends one of the requests for each key that is still `Unseen`, if its caller still waits.
-    async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
-        let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
-        let mut places: HashMap<&str, usize> = HashMap::new();
-        let mut asked: Vec<&ReserveRequest> = Vec::new();
-        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, Met::Unseen)) {
-            of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
-            if let Some(place) = of_key.asked {
-                let request = &batch[place].operation;
-                places.insert(request.key.as_str(), at);
-                asked.push(request);
-            }
-        }
-        if asked.is_empty() {
-            return Ok(());
-        }
-        let column = |of: fn(&ReserveRequest) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
-        let names: Vec<&str> = asked.iter().map(|it| it.key.as_str()).collect();
-        let owners: Vec<&[u8]> = asked.iter().map(|it| &it.owner.as_bytes()[..]).collect();
-        let fingerprints: Vec<_> = asked.iter().map(|it| fingerprint(it)).collect();
-        let on_crash_fail: Vec<bool> = asked.iter().map(|it| on_crash_fail(it)).collect();
-        let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
-        let params: [&(dyn ToSql + Sync); 6] =
-            [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls];
-        for row in &ready.query(&params, Effect::Writes).await? {
-            if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
-                // The old row, purged while this statement made a new one, no longer counts.
-                if !matches!(keys[*at].met, Met::Made) {
-                    keys[*at].met = sql::met_in_a_batch(row);
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The requests in a batch that are for one key.
-struct OfKey<'a> {
-    places: &'a [usize],
-    /// The request that was sent.
-    asked: Option<usize>,
-    met: Met,
-}
-
-fn is_replay(met: &Met) -> bool {
-    matches!(met, Met::LeftOut) || matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
-}
-
-fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
-    request.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..])
-}
-
-fn on_crash_fail(request: &ReserveRequest) -> bool {
-    Parts::of(&Record::first(request)).on_crash_fail
-}
-
-impl Work for Reserves {
-    type Operation = ReserveRequest;
-    type Answer = Met;
-
-    const LANES: usize = 2;
-    const OUTLIVES: bool = false;
-
-    fn database(&self) -> &Database {
-        &self.server.database
-    }
-
-    fn key(request: &ReserveRequest) -> &str {
-        request.key.as_str()
-    }
-
-    fn turn(&self) -> Option<&Semaphore> {
-        // Replays write nothing: they keep the client busy rather than the disk.
-        (!self.expects_replays()).then_some(&self.server.turn)
-    }
-
-    fn bytes(request: &ReserveRequest) -> usize {
-        request.key.as_str().len() + 80
-    }
-
-    async fn one(&self, request: &ReserveRequest) -> Result<Met, Failure> {
-        let key = request.key.as_str();
-        if self.expects_replays() {
-            let rows = self.server.rows(&self.server.sql.look, &[&key], Effect::Reads).await?;
-            if let Some(row) = rows.first() {
-                let met = sql::met(row);
-                self.note(usize::from(is_replay(&met)), 1);
-                return Ok(met);
-            }
-        }
-        let params: [&(dyn ToSql + Sync); 6] = [
-            &key,
-            &Hidden(&request.owner.as_bytes()[..]),
-            &Hidden(fingerprint(request)),
-            &on_crash_fail(request),
-            &sql::millis(request.lease),
-            &sql::millis(request.ttl),
-        ];
-        let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
-        let mut met = Met::Unseen;
-        for row in &rows {
-            if !matches!(met, Met::Made) {
-                met = sql::met(row);
-            }
-        }
-        self.note(usize::from(is_replay(&met)), 1);
-        Ok(met)
-    }
-
-    async fn many(&self, batch: &[Waiting<Self>]) -> Result<Vec<Met>, Failure> {
-        let order = by_key(batch, |it| it.operation.key.as_str());
-        let same = |a: &usize, b: &usize| batch[*a].operation.key == batch[*b].operation.key;
-        let groups = order.chunk_by(same);
-        let mut keys: Vec<OfKey<'_>> = groups.map(|places| OfKey { places, asked: None, met: Met::Unseen }).collect();
-        if self.expects_replays() {
-            let ready = self.server.database.ready(&self.server.sql.look_many).await?;
-            let names: Vec<&str> = keys.iter().map(|it| batch[it.places[0]].operation.key.as_str()).collect();
-            let places: HashMap<&str, usize> = names.iter().enumerate().map(|(at, name)| (*name, at)).collect();
-            for row in &ready.query(&[&names], Effect::Reads).await? {
-                if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
-                    keys[*at].met = sql::met_in_a_batch(row);
-                }
-            }
-        }
-        if keys.iter().any(|it| matches!(it.met, Met::Unseen)) {
-            self.reserve_unseen(batch, &mut keys).await?;
-        }
-        self.note(keys.iter().filter(|it| is_replay(&it.met)).count(), keys.len());
-        let mut answers: Vec<Met> = batch.iter().map(|_| Met::Unseen).collect();
-        for OfKey { places, asked, met } in keys {
-            for place in places {
-                answers[*place] = match (&met, asked) {
-                    // One request made the record; the others meet it.
-                    (Met::Made, Some(asked)) if asked != *place => {
-                        let first = &batch[asked].operation;
-                        Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
-                    }
-                    (met, _) => met.clone(),
-                };
-            }
-        }
-        Ok(answers)
-    }
-}
-
-/// The ends of attempts.
-struct Ends(Arc<Server>);
-
-/// The end of one attempt.
-struct End {
-    key: Key,
-    record: Record,
-    refund: i64,
-    ttl: Duration,
-}
-
-impl Ends {
-    async fn distinct(&self, ends: &[&End]) -> Result<Vec<bool>, Failure> {
-        let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
-        let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
-        let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
-        let owners: Vec<&[u8]> = parts.iter().map(|it| it.owner).collect();
-        let states: Vec<&str> = parts.iter().map(|it| it.state).collect();
-        let refunds: Vec<i64> = ends.iter().map(|it| it.refund).collect();
-        let codecs: Vec<Option<&str>> = parts.iter().map(|it| it.codec).collect();
-        let results: Vec<Option<&[u8]>> = parts.iter().map(|it| it.result.as_deref()).collect();
-        let sizes: Vec<Option<i64>> = parts.iter().map(|it| it.result_bytes).collect();
-        let ttls: Vec<i64> = ends.iter().map(|it| sql::millis(it.ttl)).collect();
-        let numbers: Vec<Option<i64>> = ends.iter().map(|it| sql::number_of(&it.record)).collect();
-        let params: [&(dyn ToSql + Sync); 9] =
-            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls, &numbers];
-        let mut done = vec![false; ends.len()];
-        let bytes = ends.iter().map(|it| Self::bytes(it)).sum();
-        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Records(bytes)).await? {
-            if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
-                done[*i] = true;
-            }
-        }
-        Ok(done)
-    }
-}
-
-impl Work for Ends {
-    type Operation = End;
-    /// Whether it ended a pending record.
-    type Answer = bool;
-
-    const LANES: usize = 1;
-    // An attempt has ended even if the caller that handed over its end is gone.
-    const OUTLIVES: bool = true;
-
-    fn database(&self) -> &Database {
-        &self.0.database
-    }
-
-    fn key(end: &End) -> &str {
-        end.key.as_str()
-    }
-
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
-    }
-
-    fn bytes(end: &End) -> usize {
-        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
-    }
-
-    async fn one(&self, end: &End) -> Result<bool, Failure> {
-        let sql = &self.0.sql;
-        sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
-    }
-
-    async fn many(&self, ends: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
-        let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
-        let order = by_key(&ends, |it| it.key.as_str());
-        let mut done = vec![false; ends.len()];
-        // Of several ends of one key, each has a statement of its own: within one, it would be undefined which of them
-        // counts.
-        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
-        let mut turn = 0;
-        loop {
-            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
-            if some.is_empty() {
-                return Ok(done);
-            }
-            let distinct: Vec<&End> = some.iter().map(|i| ends[*i]).collect();
-            for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
-                done[*i] = was_done;
-            }
-            turn += 1;
-        }
     }
 }
 
@@ -517,8 +234,8 @@ impl Common {
         let database = if is_upkeep { database.for_renewals() } else { database };
         let server = Arc::new(Server { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
         Local {
-            reserves: Lanes::new(Reserves { server: Arc::clone(&server), replays: 0.into() }),
-            ends: Lanes::new(Ends(Arc::clone(&server))),
+            reserves: Lanes::new(Reserves::new(Arc::clone(&server))),
+            ends: Lanes::new(Ends::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
         }
@@ -533,29 +250,29 @@ impl Shared {
             connections,
             is_upkeep,
             upkeep: OnceLock::new(),
-            mine: PerProcess::default(),
+            runtimes: PerRuntime::default(),
+            purger: PerProcess::default(),
         })
     }
 
     /// The state of the current runtime.
     fn here(&self) -> Result<Here<'_, Local>, StoreError> {
-        let mine = self.mine.here();
         let make = |is_first| self.common.local(self.is_upkeep, self.connections, is_first);
-        let here = mine.runtimes.here(make).ok_or_else(|| {
-            let message = "a store in PostgreSQL is used inside of a tokio runtime, and there is none here";
+        let here = self.runtimes.here(make).ok_or_else(|| {
+            let message = "no tokio runtime: call the store from inside one";
             StoreError::new(StoreErrorKind::Misconfigured, message)
         })?;
         if let Some(interval) = self.common.purge_every
             && !self.is_upkeep
         {
-            mine.purger.get_or_init(|| self.start_purger(interval));
+            self.purger.here().get_or_init(|| self.start_purger(interval));
         }
         Ok(here)
     }
 
     /// The same for operations that can be handed over: for a caller outside of any runtime, tasks of another one run them.
     fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
-        self.here().or_else(|error| self.mine.here().runtimes.any().ok_or(error))
+        self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
 
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
@@ -580,7 +297,7 @@ impl Shared {
             let (with, takeover) = if found.is_expired() {
                 (Record::first(request), false)
             } else {
-                match found.record.admit(request, found.lapses_in()) {
+                match found.meet(request) {
                     Admission::Answer(answer) => return Ok(answer),
                     Admission::Replace { with, takeover } => (with, takeover),
                 }
@@ -591,7 +308,7 @@ impl Shared {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
+        Err(looked_in_vain(StoreErrorKind::Unavailable))
     }
 
     /// The record of `key`, unless it has expired.
@@ -599,6 +316,25 @@ impl Shared {
         let here = self.here()?;
         let found = here.server.sql.look_at(&*here.server, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
+    }
+
+    /// Waits until attempt `attempt` of `key` may have ended: until it is notified, or for a while.
+    async fn wait_for_a_sign(&self, key: &Key, attempt: u32, at_most: Duration) -> Result<(), StoreError> {
+        let here = self.here()?;
+        let mark = async {
+            let sql = &here.server.sql;
+            let marks = here.wakeups.listens();
+            let (statement, effect) =
+                if marks { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
+            let rows = here.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
+            let says = |at: usize| rows.first().and_then(|row| row.try_get(at).ok()).unwrap_or(false);
+            Ok(match says(0) {
+                false => Mark::Over,
+                true if marks && says(1) => Mark::Made,
+                true => Mark::Refused,
+            })
+        };
+        Box::pin(here.wakeups.wait(key.as_str(), at_most, mark)).await
     }
 
     /// Turns a pending record into `state`, by compare-and-set on the attempt, or for a release on its owner token. An
@@ -623,7 +359,7 @@ impl Shared {
                 }
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, LOOKED))
+        Err(looked_in_vain(StoreErrorKind::Unavailable))
     }
 
     /// Renews the `leases` at `places` and answers each. A lease that is not renewed is refused, unless only a lock of
@@ -643,20 +379,26 @@ impl Shared {
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
         };
-        let is_in = |attempts: &HashSet<Attempt>, place: usize| attempts.contains(&attempt(&leases[place]));
-        let (done, rest): (Vec<usize>, Vec<usize>) = places.iter().partition(|place| is_in(&renewed, **place));
-        for place in done {
-            answer(place, Verdict::Applied);
+        let mut rest = Vec::new();
+        for (place, is_renewed) in places.iter().zip(renewed) {
+            if is_renewed {
+                answer(*place, Verdict::Applied);
+            } else {
+                rest.push(*place);
+            }
         }
         if rest.is_empty() {
             return Ok(rest);
         }
-        let held = Asked::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?;
-        let (locked, lost): (Vec<usize>, Vec<usize>) = rest.into_iter().partition(|place| is_in(&held, *place));
-        for place in lost {
-            answer(place, Verdict::Refused);
-        }
-        Ok(locked)
+        let mut held = Asked::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?.into_iter();
+        rest.retain(|place| {
+            let is_held = held.next().unwrap_or(false);
+            if !is_held {
+                answer(*place, Verdict::Refused);
+            }
+            is_held
+        });
+        Ok(rest)
     }
 
     /// Retries the locked leases a few times: another statement of the library holds a lock for a moment at most.
@@ -673,14 +415,33 @@ impl Shared {
         Err(StoreError::new(StoreErrorKind::Unavailable, message))
     }
 
-    async fn purge(&self, batch: u32) -> Result<(u64, u64), StoreError> {
+    /// How many records were removed, and how many put off: `batch` together, unless no more are due.
+    async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
+        let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
+        let (mut gone, mut kept) = self.purge_from(from, batch).await?;
+        // Those that were locked before, or are listed for an earlier time since, come last.
+        let rest = u64::from(batch).saturating_sub(gone + kept);
+        if rest > 0 && from != Micros::FIRST {
+            let more = self.purge_from(Micros::FIRST, u32::try_from(rest).unwrap_or(batch)).await?;
+            (gone, kept) = (gone + more.0, kept + more.1);
+        }
+        Ok((gone, kept))
+    }
+
+    /// The same, of records that were listed for `from` or later. The next purge goes on behind them: the index keeps
+    /// entries of removed rows until the next vacuum, and each purge that began with these would read all of them.
+    async fn purge_from(&self, from: Micros, batch: u32) -> Result<(u64, u64), StoreError> {
         let here = self.here()?;
-        let rows = here.server.rows(&here.server.sql.purge, &[&i64::from(batch)], Effect::Writes).await?;
+        let rows = here.server.rows(&here.server.sql.purge, &[&i64::from(batch), &from], Effect::Writes).await?;
         let count = |at: usize| {
             let count: Option<i64> = rows.first().and_then(|row| row.try_get(at).ok());
             u64::try_from(count.unwrap_or_default()).unwrap_or_default()
         };
-        Ok((count(0), count(1)))
+        let (gone, kept) = (count(0), count(1));
+        let last: Option<Micros> = rows.first().and_then(|row| row.try_get(2).ok());
+        let next = last.filter(|_| gone + kept >= u64::from(batch)).unwrap_or(Micros::FIRST);
+        self.common.purged_to.store(next.0, Ordering::Relaxed);
+        Ok((gone, kept))
     }
 
     /// Purges every `interval` until the returned sender is dropped. It uses the connections for upkeep, as the caller's
@@ -692,7 +453,7 @@ impl Shared {
             while race(&mut over, clock.sleep(interval)).await.is_none() {
                 loop {
                     let Some(upkeep) = upkeep.upgrade() else { return };
-                    match upkeep.purge(PURGED_AT_ONCE).await {
+                    match upkeep.purge_batch(PURGED_AT_ONCE).await {
                         Ok((gone, kept)) if gone + kept >= u64::from(PURGED_AT_ONCE) => {}
                         Ok(_) => break,
                         Err(error) => {
@@ -712,13 +473,6 @@ impl Shared {
     }
 }
 
-/// An attempt, as a row names it.
-type Attempt = (String, [u8; OwnerToken::BYTES], i64);
-
-fn attempt(lease: &Lease) -> Attempt {
-    (lease.key.as_str().to_owned(), *lease.owner.as_bytes(), lease.attempt.into())
-}
-
 /// The parameters of a statement about leases.
 struct Asked<'a> {
     keys: Vec<&'a str>,
@@ -736,20 +490,17 @@ impl<'a> Asked<'a> {
         }
     }
 
-    /// The attempts among them that the statement returns.
-    async fn of(
-        &self,
-        database: &Database,
-        statement: &Statement,
-        effect: Effect,
-    ) -> Result<HashSet<Attempt>, Failure> {
+    /// Of each, whether the statement returns its place.
+    async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, Failure> {
         let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
-        let rows = database.renew(statement, &params, effect).await?;
-        let answered = rows.iter().filter_map(|row| {
-            let owner = row.try_get::<_, &[u8]>(1).ok()?.try_into().ok()?;
-            Some((row.try_get(0).ok()?, owner, row.try_get(2).ok()?))
-        });
-        Ok(answered.collect())
+        let mut answered = vec![false; self.keys.len()];
+        for row in &database.renew(statement, &params, effect).await? {
+            let place = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
+            if let Some(it) = place.and_then(|place| answered.get_mut(place)) {
+                *it = true;
+            }
+        }
+        Ok(answered)
     }
 }
 
@@ -813,7 +564,7 @@ impl Store for Shared {
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
-            sql::check_size(finish)?;
+            sql::check_size(finish.result())?;
             self.end(lease, finish.state(), 0).await
         })
     }
@@ -822,23 +573,18 @@ impl Store for Shared {
         StoreFuture::new(self.end(lease, release.state(), i64::from(release == Release::NotStarted)))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let here = self.here()?;
-            let mark = async {
-                let sql = &here.server.sql;
-                let marks = here.wakeups.listens();
-                let (statement, effect) =
-                    if marks { (&sql.mark, Effect::Writes) } else { (&sql.is_pending, Effect::Reads) };
-                let rows = here.server.rows(statement, &[&key.as_str(), &i64::from(attempt)], effect).await?;
-                let says = |at: usize| rows.first().and_then(|row| row.try_get(at).ok()).unwrap_or(false);
-                Ok(match says(0) {
-                    false => Mark::Over,
-                    true if marks && says(1) => Mark::Made,
-                    true => Mark::Refused,
-                })
-            };
-            Box::pin(here.wakeups.wait(key.as_str(), at_most, mark)).await
+            let clock = &*self.common.clock;
+            let until = clock.now().saturating_add(at_most);
+            loop {
+                self.wait_for_a_sign(key, attempt, until.saturating_since(clock.now())).await?;
+                let found = self.look(key).await?.map(Found::inspection);
+                let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
+                if !goes_on || clock.now() >= until {
+                    return Ok(found);
+                }
+            }
         })
     }
 
@@ -846,12 +592,48 @@ impl Store for Shared {
         StoreFuture::new(async move { Ok(self.look(key).await?.map(Found::inspection)) })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        StoreFuture::new(async move {
+            decision.result().map_or(Ok(()), sql::check_size)?;
+            for look in 0..LOOKS {
+                pause(&*self.common.clock, look).await;
+                let here = self.here()?;
+                if let Some(decided) = here.server.sql.try_decide(&*here.server, decision).await? {
+                    return Ok(decided);
+                }
+            }
+            Err(looked_in_vain(StoreErrorKind::Unavailable))
+        })
+    }
+
+    /// One statement, which walks along an index of times from where the last one stopped; at its end once more from the
+    /// beginning. Rows that another session is writing are left for later, and records that were renewed since are put off.
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        StoreFuture::new(async move { Ok(self.purge_batch(batch).await?.0) })
+    }
+
+    /// One statement, which walks along the primary key.
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
         StoreFuture::new(async move {
             let here = self.here()?;
-            let reopen = &here.server.sql.reopen;
-            let reopened = here.server.changes(reopen, &[&key.as_str(), &i64::from(attempt)]).await?;
-            Ok(if reopened { Verdict::Applied } else { Verdict::Refused })
+            let (after, end, looked_at, states) = sql::list(filter);
+            let params: [&(dyn ToSql + Sync); 4] = [&after, &end, &looked_at, &states];
+            let rows = here.server.rows(&here.server.sql.list, &params, Effect::Reads).await?;
+            sql::page(&rows, filter, looked_at).map_err(corrupt)
+        })
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::new(async move {
+            let here = self.here()?;
+            let rows = here.server.rows(&here.server.sql.ping, &[], Effect::Reads).await?;
+            match rows.first().and_then(|row| row.try_get(0).ok()) {
+                Some(false) => Ok(()),
+                _ => {
+                    let message = "the server only reads: it is a standby, or is set so";
+                    Err(StoreError::new(StoreErrorKind::Unavailable, message))
+                }
+            }
         })
     }
 }

@@ -1,19 +1,22 @@
-//! How to connect, and what the server must be.
+//! Settings, opening a store, and what the server must be.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
+#[cfg(feature = "with-deadpool-postgres-0_14")]
 use deadpool_postgres::Pool;
 use tokio_postgres::Config;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
 use super::client::Effect;
+use super::failure::misconfigured;
 use super::sessions::{LONGEST, Source, Tls};
 use super::sql::{self, Ask as _, Statements};
 use super::wake::Listener;
 use super::{Common, PostgresStore, Server, Shared};
 use crate::clock::SystemClock;
-use crate::store::{Heartbeats, StoreError, StoreErrorKind};
+use crate::store::{Heartbeats, StoreError};
 use crate::sync::Process;
 
 /// The oldest server that knows all statements used here.
@@ -42,7 +45,9 @@ const UPKEEP_LOCK_TIMEOUT_MS: u32 = 100;
 pub struct PostgresOptions {
     schema: String,
     namespace: String,
+    holder: String,
     ensure_schema: bool,
+    partitions: u16,
     pool_size: usize,
     response_timeout: Duration,
     behind_pgbouncer: bool,
@@ -54,7 +59,9 @@ impl Default for PostgresOptions {
         Self {
             schema: sql::SCHEMA.to_owned(),
             namespace: String::new(),
+            holder: String::new(),
             ensure_schema: false,
+            partitions: 0,
             pool_size: 6,
             response_timeout: Duration::from_secs(5),
             behind_pgbouncer: false,
@@ -74,11 +81,18 @@ impl PostgresOptions {
     /// The name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
     /// Two applications with tables of their own may have the same scope and key: with different names they never pass the
     /// same child key to a third party. Nothing else depends on it. Don't change it once child keys are in use: another
-    /// name gives other child keys, even to an operation that is retried. [`Within::namespace`](crate::Within::namespace)
+    /// name gives other child keys, even to an operation that is retried. [`Within::namespace`](crate::within::Within::namespace)
     /// is the same inside of a transaction.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
+    }
+
+    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// [`Holder`](crate::store::Holder).
+    #[must_use]
+    pub fn holder(self, name: impl Into<String>) -> Self {
+        Self { holder: name.into(), ..self }
     }
 
     /// Creates the schema and the table if they are missing; any number of processes may do so at once. The login then
@@ -88,8 +102,31 @@ impl PostgresOptions {
         Self { ensure_schema: true, ..self }
     }
 
+    /// The number of hash partitions of the table that [`ensure_schema`](PostgresOptions::ensure_schema) creates, up to 128
+    /// (default: 0, a plain table). From some ten million records on, 16 of them keep each index small, and let the server
+    /// clean up several at once; below, they only cost. docs/operations.md has the figures.
+    ///
+    /// Only the creation takes it: a store opens a table of any number of partitions, whatever is said here. A table that is
+    /// there is never changed.
+    #[must_use]
+    pub fn partitions(self, partitions: u16) -> Self {
+        Self { partitions, ..self }
+    }
+
+    /// The statements that create the table with these settings, for your own migrations. They may be run repeatedly.
+    ///
+    /// ```
+    /// # use idem_runtime::PostgresStore;
+    /// let sql = PostgresStore::options().schema("shop_idem").partitions(16).schema_sql();
+    /// assert!(sql.contains(r#"FOR VALUES WITH (MODULUS 16, REMAINDER 0)"#));
+    /// ```
+    pub fn schema_sql(&self) -> String {
+        sql::ddl(&self.schema, self.partitions)
+    }
+
     /// The most connections for calls, in each runtime (default: 6); up to two for renewals and late writes and one that
-    /// listens are extra. Operations of any number of tasks share them.
+    /// listens are extra. Operations of any number of tasks share them; those with results over 8 KB use half of them at a
+    /// time.
     #[must_use]
     pub fn pool_size(self, pool_size: usize) -> Self {
         Self { pool_size: pool_size.max(1), ..self }
@@ -113,7 +150,7 @@ impl PostgresOptions {
     }
 
     /// Deletes expired records in the background, in batches, every `interval` (default: never, only
-    /// [`PostgresStore::purge`] does). The task ends with the store.
+    /// [`Store::purge`](crate::Store::purge) does). The task ends with the store.
     #[must_use]
     pub fn purge_every(self, interval: Duration) -> Self {
         Self { purge_every: Some(interval), ..self }
@@ -145,14 +182,17 @@ impl PostgresOptions {
         self.open(calls, Source::Config(Box::new(upkeep), tls), listener).await
     }
 
-    /// Uses the user's own pool, which may serve other work too.
+    /// Uses your own pool, which may serve other work too.
+    ///
+    /// The type is that of deadpool-postgres 0.14 (feature `with-deadpool-postgres-0_14`).
     ///
     /// Its size, its TLS and its login are the pool's own. Its connections can't listen, so a duplicate that waits for a
     /// running attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
     ///
     /// # Errors
     /// As [`PostgresStore::connect`].
-    pub async fn with_pool(self, pool: Pool) -> Result<PostgresStore, StoreError> {
+    #[cfg(feature = "with-deadpool-postgres-0_14")]
+    pub async fn connect_with(self, pool: Pool) -> Result<PostgresStore, StoreError> {
         self.open(Source::Pool(pool.clone()), Source::LikePool(pool), None).await
     }
 
@@ -194,9 +234,12 @@ impl PostgresOptions {
             let limit = sql::MAX_SCHEMA_BYTES;
             return Err(misconfigured(format!("the name of the schema must have 1 to {limit} bytes, and no NUL")));
         }
+        if self.partitions > sql::MAX_PARTITIONS {
+            return Err(misconfigured(format!("a table has {} hash partitions at most", sql::MAX_PARTITIONS)));
+        }
         let clock = Arc::new(SystemClock::default());
         let common = Common {
-            heartbeats: Arc::new(Heartbeats::new(clock.clone())),
+            heartbeats: Arc::new(Heartbeats::new(clock.clone()).held_by(&self.holder)),
             clock,
             namespace: self.namespace.into(),
             response_timeout: self.response_timeout,
@@ -207,6 +250,7 @@ impl PostgresOptions {
             upkeep,
             listener,
             purge_every: self.purge_every,
+            purged_to: AtomicI64::new(sql::Micros::FIRST.0),
             process: Process::this(),
         };
         let shared = Shared::new(Arc::new(common), self.pool_size, false);
@@ -220,9 +264,9 @@ impl PostgresOptions {
                          `PostgresOptions::ensure_schema`, or with the statements of `PostgresStore::schema_sql`"
                     )));
                 }
-                here.server.database.execute(&sql::ensure(schema)).await?;
+                here.server.database.execute(&sql::ensure(schema, self.partitions)).await?;
                 if here.server.check(schema).await?.is_none() {
-                    return Err(misconfigured("the table was made, but is not there".to_owned()));
+                    return Err(misconfigured("the table is missing although it was created just now".to_owned()));
                 }
             }
         }
@@ -245,7 +289,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
         let _ = rustls::crypto::ring::default_provider().install_default();
         match tokio_postgres_rustls::MakeRustlsConnect::with_native_certs() {
             Ok((tls, _)) => Ok(Tls::On(tls)),
-            Err(_) => Err(misconfigured("the system has no certificates to trust, so TLS can't be used".to_owned())),
+            Err(_) => Err(misconfigured("the system has no trusted certificates, which TLS needs".to_owned())),
         }
     }
 }
@@ -254,7 +298,7 @@ impl Server {
     /// Whether the table exists. Anything else that is wrong is an error.
     async fn check(&self, schema: &str) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
-        let unusable = || misconfigured("the server does not answer as PostgreSQL does".to_owned());
+        let unusable = || misconfigured("the server is not PostgreSQL: it answers otherwise".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
         let read = || -> Result<_, tokio_postgres::Error> {
             let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
@@ -287,8 +331,8 @@ impl Server {
         }
         if there && comment.is_none_or(|comment| !is_ours(comment)) {
             return Err(misconfigured(format!(
-                "the table `records` in the schema `{schema}` is not `{}`, as its comment would say; it is another \
-                 version's or somebody else's, and is left alone",
+                "the table `records` in the schema `{schema}` is of another version, or not of this library: its \
+                 comment is not `{}`; it is left alone",
                 sql::TABLE_VERSION
             )));
         }
@@ -305,8 +349,4 @@ impl Server {
 /// Whether the comment on a table names this version; the rest of the comment is the administrator's.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
-}
-
-fn misconfigured(message: String) -> StoreError {
-    StoreError::new(StoreErrorKind::Misconfigured, message)
 }

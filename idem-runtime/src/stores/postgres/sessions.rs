@@ -14,10 +14,10 @@ use tokio_postgres::config::{Host, SslMode, SslNegotiation};
 use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
 use tokio_postgres::{Client, Config, Error, NoTls, Socket};
 
-use super::client::Failure;
+use super::failure::Failure;
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
-use crate::future::race;
+use crate::combine::race;
 use crate::kit::metered::{Meter, Metered, Moment};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
@@ -137,6 +137,7 @@ pub(super) struct Sessions {
     source: Source,
     /// The latest one is used first: a lone task then uses one backend, which is awake.
     idle: Mutex<Vec<Session>>,
+    size: usize,
     room: Semaphore,
     limit: Duration,
     exchanged: Exchanged,
@@ -144,7 +145,16 @@ pub(super) struct Sessions {
 
 impl Sessions {
     pub(super) fn new(source: Source, size: usize, limit: Duration, clock: Arc<dyn Clock>) -> Self {
-        Self { source, idle: Mutex::default(), room: Semaphore::new(size), limit, exchanged: Exchanged::new(clock) }
+        let (room, exchanged) = (Semaphore::new(size), Exchanged::new(clock));
+        Self { source, idle: Mutex::default(), size, room, limit, exchanged }
+    }
+
+    /// The most connections. Other work may use some of the user's own.
+    pub(super) fn size(&self) -> usize {
+        match &self.source {
+            Source::Pool(pool) => pool.status().max_size,
+            _ => self.size,
+        }
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -161,7 +171,7 @@ impl Sessions {
         if let Some(taken) = self.take_idle() {
             return Ok(taken);
         }
-        let late = || Err(Failure::not_sent("no connection was free, or could be made, in time"));
+        let late = || Err(Failure::not_sent("no connection became free or could be opened in time"));
         let taken = unless_stuck(self.clock(), self.limit, || self.moved(), async {
             match &self.source {
                 Source::Pool(pool) => self.take_theirs(pool).await,
@@ -207,7 +217,7 @@ impl Sessions {
             }
             drop(Object::take(object));
         }
-        Err(Failure::not_sent("every connection breaks as soon as it is made"))
+        Err(Failure::not_sent("every new connection broke at once"))
     }
 
     async fn connect(&self) -> Result<Session, Failure> {

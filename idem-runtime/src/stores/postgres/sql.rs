@@ -9,14 +9,17 @@
 
 use std::error::Error;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use tokio_postgres::Row;
-use tokio_postgres::types::{FromSql, ToSql, Type};
+use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
-use crate::record::{Finish, Inspection, Parts, Record, ReserveRequest, State, StoredResult, signed_millis};
-use crate::store::{StoreError, StoreErrorKind};
+use crate::record::{
+    Action, Admission, Decided, Decision, Inspection, Parts, Reading, Record, ReserveRequest, Ruling, State,
+    StoredResult, signed_millis,
+};
+use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 use std::time::Duration;
 
 /// The default schema.
@@ -38,20 +41,50 @@ fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// The statements of [`DDL`] for a schema of this name.
-pub(super) fn ddl(schema: &str) -> String {
-    DDL.replace("\"idem\"", &quoted(schema))
+/// The most hash partitions. Each statement locks all of them, and the server has room for 64 locks a connection.
+pub(super) const MAX_PARTITIONS: u16 = 128;
+/// The storage parameters in [`DDL`]. A partitioned table takes none: its partitions have them.
+const STORAGE: &str = " WITH (fillfactor = 30)";
+
+/// The statements of [`DDL`] for a schema of this name, and a table of so many hash partitions (0: a plain table).
+pub(super) fn ddl(schema: &str, partitions: u16) -> String {
+    let ddl = match partitions {
+        0 => DDL.to_owned(),
+        partitions => {
+            let partition = |n| {
+                format!(
+                    "CREATE TABLE IF NOT EXISTS \"idem\".records_{n} PARTITION OF \"idem\".records\n    \
+                     FOR VALUES WITH (MODULUS {partitions}, REMAINDER {n}){STORAGE};\n"
+                )
+            };
+            let created: String = (0..partitions).map(partition).collect();
+            // After the choice of a compression: a partition inherits the one that its table has by then.
+            DDL.replace(&format!("{STORAGE};\n"), " PARTITION BY HASH (key);\n")
+                .replace("CREATE INDEX", &format!("{created}\nCREATE INDEX"))
+        }
+    };
+    let name = quoted(schema);
+    let mut text = String::new();
+    for (n, part) in ddl.split("\"idem\"").enumerate() {
+        if n > 0 {
+            // A quote within a text that is itself in a text is written four times.
+            let is_in_text = text.ends_with("''") || text.ends_with("''ALTER TABLE ");
+            text += &if is_in_text { name.replace('\'', "''''") } else { name.clone() };
+        }
+        text += part;
+    }
+    text
 }
 
 /// The same, safe to run from many processes at once. It is one text, so that it is one transaction.
-pub(super) fn ensure(schema: &str) -> String {
+pub(super) fn ensure(schema: &str, partitions: u16) -> String {
     // `IF NOT EXISTS` alone looks before it creates: two processes that look at once both create.
-    format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema))
+    format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema, partitions))
 }
 
 /// Refuses a result that no row can hold.
-pub(super) fn check_size(finish: &Finish) -> Result<(), StoreError> {
-    let bytes = finish.result().stored_bytes();
+pub(super) fn check_size(result: &StoredResult) -> Result<(), StoreError> {
+    let bytes = result.stored_bytes();
     if bytes > MAX_RESULT_BYTES {
         let message = format!("the result has {bytes} bytes, a row holds {MAX_RESULT_BYTES}");
         return Err(StoreError::new(StoreErrorKind::TooLarge, message));
@@ -102,19 +135,26 @@ pub(super) struct Statements {
     pub(super) end: Statement,
     /// The same for arrays of them.
     pub(super) end_many: Statement,
-    /// `keys, owners, attempts`: renews leases.
+    /// `keys, owners, attempts`: renews leases. Answers the places of those that it has renewed, counted from 1.
     pub(super) renew: Statement,
-    /// The same: the leases whose renewal was prevented only by a lock on their row.
+    /// The same: the places of leases whose renewal was prevented only by a lock on their row.
     pub(super) held: Statement,
     /// `key, attempt`: marks the row, so that the end of the attempt is published. Answers whether it is pending, and
     /// whether it is marked.
     pub(super) mark: Statement,
     /// `key, attempt`: whether the attempt is pending.
     pub(super) is_pending: Statement,
-    /// `key, attempt`: lets the next delivery run again.
-    pub(super) reopen: Statement,
-    /// `how many`: deletes expired rows, and lists renewed ones for later; answers how many of each.
+    /// The columns of [`DECIDE`]: replaces a record as an operator has decided, if it is still the one that was met.
+    pub(super) decide: Statement,
+    /// The columns of [`FORGET`]: removes it.
+    pub(super) forget: Statement,
+    /// `how many, from when`: deletes expired rows that were listed for then or later, and lists renewed ones for later.
+    /// Answers how many of each, and for when the last of them was listed.
     pub(super) purge: Statement,
+    /// The columns of [`LIST`]: the records under some keys, and a last row with the last key and the number of rows looked at.
+    pub(super) list: Statement,
+    /// Whether the server only reads.
+    pub(super) ping: Statement,
     /// The lock timeout of this session.
     pub(super) lock_timeout: Statement,
     /// The name of the schema: what the server is, and what the table is.
@@ -125,23 +165,36 @@ pub(super) struct Statements {
 /// result left out is read alone.
 const IN_A_BATCH: usize = 4096;
 /// The columns that a row is read from, in this order.
-const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.starts, r.fingerprint, r.on_crash_fail, r.lease_ms, \
-                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp()";
+const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
+                      r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp(), \
+                      r.holder, r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at";
 /// The same for a record that was just made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
+                    NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text, NULL::text, \
                     NULL::timestamptz, NULL::timestamptz";
 /// The index of the key, where it follows [`RECORD`].
-const KEY_AT: usize = 15;
+const KEY_AT: usize = 21;
 /// In a statement that reads many records, the index of whether the result was left out.
-const LEFT_OUT_AT: usize = 16;
+const LEFT_OUT_AT: usize = 22;
+/// In a list, the index of the size of a result; in its last row, of how many rows were looked at.
+const SIZE_AT: usize = 22;
 
 /// The parameters of a reservation.
-const RESERVE: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8];
-const RESERVE_WITHIN: [Type; 7] =
-    [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::INT8];
-const RESERVE_MANY: [Type; 6] =
-    [Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::BYTEA_ARRAY, Type::BOOL_ARRAY, Type::INT8_ARRAY, Type::INT8_ARRAY];
+const RESERVE: [Type; 8] =
+    [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::TEXT, Type::TEXT];
+const RESERVE_WITHIN: [Type; 9] =
+    [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::TEXT, Type::TEXT, Type::INT8];
+const RESERVE_MANY: [Type; 8] = [
+    Type::TEXT_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::INT8_ARRAY,
+    Type::INT8_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+];
 /// The parameters of the end of an attempt.
 const END: [Type; 9] =
     [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8, Type::INT8];
@@ -156,7 +209,7 @@ const END_MANY: [Type; 9] = [
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
-const REPLACE: [Type; 12] = [
+const REPLACE: [Type; 16] = [
     Type::TEXT,
     Type::BYTEA,
     Type::BYTEA,
@@ -169,7 +222,37 @@ const REPLACE: [Type; 12] = [
     Type::INT8,
     Type::TEXT,
     Type::BOOL,
+    Type::TEXT,
+    Type::TEXT,
+    Type::TEXT,
+    Type::TEXT,
 ];
+
+/// The parameters of a decision: key, new owner, state, attempts, codec, result and its size, then those of [`FORGET`] from the
+/// second on, and who decided and why.
+const DECIDE: [Type; 14] = [
+    Type::TEXT,
+    Type::BYTEA,
+    Type::TEXT,
+    Type::INT8,
+    Type::TEXT,
+    Type::BYTEA,
+    Type::INT8,
+    Type::BYTEA,
+    Type::INT8,
+    Type::TEXT,
+    Type::INT8,
+    Type::BOOL,
+    Type::TEXT,
+    Type::TEXT,
+];
+/// The parameters of a removal: key, then owner, attempt, state and attempts that were met, and whether the lease may be live.
+const FORGET: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL];
+
+/// The parameters of a list: after which key, before which key, how many rows to look at, states.
+const LIST: [Type; 4] = [Type::TEXT, Type::TEXT, Type::INT8, Type::TEXT_ARRAY];
+/// How many rows a page of a list is made from at most.
+const LOOKED_AT: usize = 2000;
 
 impl Statements {
     /// The statements for the table in `schema`.
@@ -179,13 +262,13 @@ impl Statements {
         let channel = channel(schema).replace('\'', "''");
         let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
         let now = "statement_timestamp()";
-        let asked = "(key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms)";
+        let asked = "(key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, holder, traceparent)";
         let make = |from: &str| {
             format!(
-                "INSERT INTO {table} AS r (key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, format, state, attempt, \
-                 starts, lapses_at, expires_at, listed_at) \
-                 SELECT u.key, u.owner, u.fingerprint, u.on_crash_fail, u.lease_ms, u.ttl_ms, {VERSION}, 'P', 1, 1, \
-                 {now} + {}, {now} + {}, {now} + {} FROM {from} AS u {asked} \
+                "INSERT INTO {table} AS r (key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, holder, traceparent, \
+                 format, state, attempt, attempts_used, first_seen_at, began_at, lapses_at, expires_at, listed_at) \
+                 SELECT u.key, u.owner, u.fingerprint, u.on_crash_fail, u.lease_ms, u.ttl_ms, u.holder, u.traceparent, \
+                 {VERSION}, 'pending', 1, 1, {now}, {now}, {now} + {}, {now} + {}, {now} + {} FROM {from} AS u {asked} \
                  ON CONFLICT (key) DO NOTHING RETURNING r.key",
                 ms("u.lease_ms"),
                 ms("u.lease_ms + u.ttl_ms"),
@@ -198,9 +281,10 @@ impl Statements {
         // A row that another session has locked, for a moment or in a forgotten `psql`, must not hold up the others in the
         // statement, nor the connection. A row whose `xmax` is zero was never locked since it was written. Any other row is
         // locked for this statement first, unless another session holds it.
+        // By key, as rows of two partitions may have the same `ctid`.
         let free = |asked: &str| {
             format!(
-                "(r.xmax = '0'::xid OR r.ctid = ANY (ARRAY(SELECT f.ctid FROM {asked} JOIN {table} AS f ON f.key = a.key \
+                "(r.xmax = '0'::xid OR r.key = ANY (ARRAY(SELECT f.key FROM {asked} JOIN {table} AS f ON f.key = a.key \
                  WHERE f.xmax <> '0'::xid FOR NO KEY UPDATE OF f SKIP LOCKED)))"
             )
         };
@@ -208,64 +292,66 @@ impl Statements {
         // A release passes no attempt number.
         let end = |from: &str, free: &str| {
             format!(
-                "UPDATE {table} AS r SET state = u.state, starts = greatest(r.starts - u.refund, 0), \
+                "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
                  on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
                  result_bytes = u.result_bytes, lapses_at = {now}, expires_at = {now} + {ttl}, \
                  listed_at = least(r.listed_at, {now} + {ttl}) FROM {from} \
                  AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
                  WHERE r.key = u.key AND r.owner = u.owner AND r.attempt = coalesce(u.attempt, r.attempt) \
-                 AND r.state = 'P' AND {there} AND {free} RETURNING r.key, {wake}",
+                 AND r.state = 'pending' AND {there} AND {free} RETURNING r.key, {wake}",
                 ttl = ms("u.ttl_ms"),
             )
         };
         let look = format!("SELECT {RECORD} FROM {table} AS r WHERE r.key = $1");
         let is_large = format!("octet_length(r.result) > {IN_A_BATCH}");
         let bounded = RECORD.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
-        let look_many = format!("SELECT {bounded}, r.key, {is_large} FROM {table} AS r WHERE r.key = ANY($1)");
+        // By a join, as `key = ANY($1)` would look for every key in every partition.
+        let many =
+            format!("{bounded}, r.key, {is_large} FROM unnest($1) AS a (key) JOIN {table} AS r ON r.key = a.key");
+        let look_many = format!("SELECT {many}");
         let reserve = format!(
             "WITH made AS ({}) SELECT {RECORD} FROM {table} AS r WHERE r.key = $1 \
              UNION ALL SELECT {MADE} FROM made",
-            make("(VALUES ($1, $2, $3, $4, $5, $6))"),
+            make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"),
         );
         let reserve_many = format!(
-            "WITH made AS ({}) SELECT {bounded}, r.key, {is_large} FROM {table} AS r WHERE r.key = ANY($1) \
-             UNION ALL SELECT {MADE}, made.key, false FROM made",
-            make("unnest($1, $2, $3, $4, $5, $6)"),
+            "WITH made AS ({}) SELECT {many} UNION ALL SELECT {MADE}, made.key, false FROM made",
+            make("unnest($1, $2, $3, $4, $5, $6, $7, $8)"),
         );
         // The lock, and not the row, tells whether another transaction is using the key: its row is invisible, and can't be
         // waited for with a time limit. The lock ends with its transaction.
         let reserve_within = format!(
-            "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($7) AS is_held), made AS ({}) \
+            "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9) AS is_held), made AS ({}) \
              SELECT {RECORD}, made.key IS NOT NULL, held.is_held \
              FROM held LEFT JOIN made ON true LEFT JOIN {table} AS r ON r.key = $1",
-            make("(SELECT $1, $2, $3, $4, $5, $6 FROM held WHERE held.is_held)"),
+            make("(SELECT $1, $2, $3, $4, $5, $6, $7, $8 FROM held WHERE held.is_held)"),
         );
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
-             attempt = $7, starts = $8, state = 'P', codec = NULL, result = NULL, result_bytes = NULL, \
+             attempt = $7, attempts_used = $8, state = 'pending', codec = NULL, result = NULL, result_bytes = NULL, \
+             holder = $13, traceparent = $14, decided_by = $15, decided_reason = $16, began_at = {now}, \
+             first_seen_at = CASE WHEN $12 THEN {now} ELSE r.first_seen_at END, \
              lapses_at = {now} + {}, expires_at = {now} + {}, listed_at = least(r.listed_at, {now} + {}) \
              WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND \
              CASE WHEN $12 THEN r.expires_at <= {now} \
-             ELSE r.expires_at > {now} AND (r.state <> 'P' OR r.lapses_at <= {now}) END AND {free_one} RETURNING {wake}",
+             ELSE r.expires_at > {now} AND (r.state <> 'pending' OR r.lapses_at <= {now}) END AND {free_one} RETURNING {wake}",
             ms("$5"),
             ms("$5 + $6"),
             ms("$6"),
         );
-        let held =
-            format!("r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'P' AND {there}");
+        let held = format!(
+            "r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'pending' AND {there}"
+        );
+        let asked = "unnest($1, $2, $3) WITH ORDINALITY AS u (key, owner, attempt, place)";
         // A renewal that a later one has overtaken must not shorten the lease.
         let renew = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
-             expires_at = greatest(r.expires_at, {now} + {}) FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
-             WHERE {held} AND {free_many} RETURNING r.key, r.owner, r.attempt",
+             expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} WHERE {held} AND {free_many} RETURNING u.place",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
-        let held = format!(
-            "SELECT r.key, r.owner, r.attempt FROM unnest($1, $2, $3) AS u (key, owner, attempt) \
-             JOIN {table} AS r ON {held}"
-        );
-        let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'P' AND {there}");
+        let held = format!("SELECT u.place FROM {asked} JOIN {table} AS r ON {held}");
+        let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'pending' AND {there}");
         let mark = format!(
             "WITH marked AS \
              (UPDATE {table} AS r SET waited = true WHERE {pending} AND NOT r.waited AND {free_one} RETURNING 1) \
@@ -273,21 +359,44 @@ impl Statements {
              OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
         );
         let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
-        let reopen = format!(
-            "UPDATE {table} AS r SET state = 'R', starts = 0, on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, \
-             codec = NULL, result = NULL, result_bytes = NULL \
-             WHERE r.key = $1 AND r.attempt = $2 AND {there} AND (r.state <> 'P' OR r.lapses_at <= {now}) \
-             RETURNING {wake}"
+        // The last parameter says whether its lease may be live.
+        let met = |first: u32| {
+            format!(
+                "r.key = $1 AND r.owner = ${first} AND r.attempt = ${} AND r.state = ${} AND r.attempts_used = ${} \
+                 AND {there} AND (${} OR r.state <> 'pending' OR r.lapses_at <= {now}) AND {free_one}",
+                first + 1,
+                first + 2,
+                first + 3,
+                first + 4,
+            )
+        };
+        let decide = format!(
+            "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, result = $6, \
+             result_bytes = $7, on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
+             decided_reason = $14 WHERE {} RETURNING {wake}",
+            met(8),
         );
+        let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2));
         // Rows that another session is writing are left for the next time, so that a purge never waits.
         let purge = format!(
-            "WITH due AS MATERIALIZED (SELECT r.key FROM {table} AS r WHERE r.listed_at <= {now} AND r.format = {VERSION} \
-             ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
-             gone AS (DELETE FROM {table} AS r USING due WHERE r.key = due.key AND r.expires_at <= {now} RETURNING 1), \
+            "WITH due AS MATERIALIZED (SELECT r.key, r.listed_at, r.expires_at <= {now} AS is_over FROM {table} AS r \
+             WHERE r.listed_at >= $2 AND r.listed_at <= {now} AND r.format = {VERSION} ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
+             gone AS (DELETE FROM {table} AS r USING due WHERE r.key = due.key AND due.is_over RETURNING 1), \
              kept AS (UPDATE {table} AS r SET listed_at = r.expires_at FROM due \
-             WHERE r.key = due.key AND r.expires_at > {now} RETURNING 1) \
-             SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept)"
+             WHERE r.key = due.key AND NOT due.is_over RETURNING 1) \
+             SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
+        // Bounded by the rows that it looks at. The last row tells how far it came.
+        let unread = RECORD.replace("r.result,", "NULL::bytea,");
+        let list = format!(
+            "WITH looked AS MATERIALIZED (SELECT r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, \
+             r.on_crash_fail, r.lease_ms, r.ttl_ms, r.codec, r.result_bytes, r.lapses_at, r.expires_at, r.holder, \
+             r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at, r.key, \
+             octet_length(r.result)::bigint AS size FROM {table} AS r WHERE r.key > $1 AND r.key < $2 ORDER BY r.key \
+             LIMIT $3) SELECT {unread}, r.key, r.size FROM looked AS r WHERE r.format <> {VERSION} \
+             OR (r.expires_at > {now} AND r.state = ANY($4)) UNION ALL SELECT {MADE}, max(key), count(*) FROM looked"
+        );
+        let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
         // By joins, under one snapshot: `to_regclass` sees a table committed since, whose comment would be missing.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
@@ -318,8 +427,11 @@ impl Statements {
             held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
-            reopen: statement(reopen, by_attempt),
-            purge: statement(purge, &[Type::INT8]),
+            decide: statement(decide, &DECIDE),
+            forget: statement(forget, &FORGET),
+            purge: statement(purge, &[Type::INT8, Type::TIMESTAMPTZ]),
+            list: statement(list, &LIST),
+            ping: statement(ping.to_owned(), &[]),
             lock_timeout: statement("SELECT current_setting('lock_timeout')".to_owned(), &[]),
             check: statement(check.to_owned(), &[Type::TEXT]),
         }
@@ -364,7 +476,7 @@ impl Statements {
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 12] = [
+        let params: [&(dyn ToSql + Sync); 16] = [
             &request.key.as_str(),
             &Hidden(parts.owner),
             &Hidden(parts.fingerprint),
@@ -372,13 +484,63 @@ impl Statements {
             &millis(request.lease),
             &millis(request.ttl),
             &parts.attempt,
-            &parts.starts,
+            &parts.attempts_used,
             &Hidden(seen.owner),
             &seen.attempt,
             &seen.state,
             &met.is_expired(),
+            &parts.holder,
+            &parts.traceparent,
+            &parts.decided_by,
+            &parts.decided_reason,
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
+    }
+
+    /// Does what an operator has decided with the record of its key. `None` if that has changed meanwhile, or is locked.
+    pub(super) async fn try_decide<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
+    where
+        StoreError: From<A::Error>,
+    {
+        let key = decision.key.as_str();
+        let found = self.look_at(at, key).await?.filter(|found| !found.is_expired());
+        let Some(found) = found else { return Ok(Some(Decided::NoRecord)) };
+        let with = match found.record.decide(decision, found.lapses_in()) {
+            Ruling::Answer(refused) => return Ok(Some(refused)),
+            Ruling::Replace(with) => Some(with),
+            Ruling::Remove => None,
+        };
+        let seen = Parts::of(&found.record);
+        let may_live = decision.action == Action::BreakLease;
+        let rows = match &with {
+            Some(with) => {
+                let parts = Parts::of(with);
+                let params: [&(dyn ToSql + Sync); 14] = [
+                    &key,
+                    &Hidden(parts.owner),
+                    &parts.state,
+                    &parts.attempts_used,
+                    &parts.codec,
+                    &Hidden(parts.result.as_deref()),
+                    &parts.result_bytes,
+                    &Hidden(seen.owner),
+                    &seen.attempt,
+                    &seen.state,
+                    &seen.attempts_used,
+                    &may_live,
+                    &parts.decided_by,
+                    &parts.decided_reason,
+                ];
+                let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
+                at.rows(&self.decide, &params, Effect::Records(bytes)).await?
+            }
+            None => {
+                let params: [&(dyn ToSql + Sync); 6] =
+                    [&key, &Hidden(seen.owner), &seen.attempt, &seen.state, &seen.attempts_used, &may_live];
+                at.rows(&self.forget, &params, Effect::Writes).await?
+            }
+        };
+        Ok((!rows.is_empty()).then_some(Decided::Applied))
     }
 
     /// Ends the attempt that `record` names, if it is pending. Returns whether it was.
@@ -422,6 +584,9 @@ pub(super) fn corrupt(error: FormatError) -> StoreError {
 pub(super) struct Micros(pub(super) i64);
 
 impl Micros {
+    /// Before all other times: `-infinity`.
+    pub(super) const FIRST: Self = Self(i64::MIN);
+
     fn since(self, earlier: Self) -> Duration {
         Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or_default())
     }
@@ -437,6 +602,19 @@ impl<'a> FromSql<'a> for Micros {
     }
 }
 
+impl ToSql for Micros {
+    fn to_sql(&self, _: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn Error + Sync + Send>> {
+        out.extend_from_slice(&self.0.to_be_bytes());
+        Ok(IsNull::No)
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
+    }
+
+    to_sql_checked!();
+}
+
 /// A record as a statement found it, expired or not.
 #[derive(Clone, Debug)]
 pub(super) struct Found {
@@ -445,6 +623,8 @@ pub(super) struct Found {
     pub(super) expires_at: Micros,
     /// The server's clock when it was found.
     pub(super) now: Micros,
+    pub(super) first_seen_at: Micros,
+    pub(super) began_at: Micros,
 }
 
 impl Found {
@@ -464,15 +644,26 @@ impl Found {
         }
     }
 
+    /// What a reservation does with it.
+    pub(super) fn meet(&self, request: &ReserveRequest) -> Admission {
+        match self.record.admit(request, self.lapses_in()) {
+            Admission::Answer(answer) => Admission::Answer(answer.aged(self.now.since(self.began_at))),
+            replace @ Admission::Replace { .. } => replace,
+        }
+    }
+
     pub(super) fn inspection(self) -> Inspection {
         let lapses_in = matches!(self.record.state, State::Pending { .. }).then(|| self.lapses_in());
-        Inspection { expires_in: self.expires_in(), lapses_in, record: self.record }
+        let [first_seen, began] = [self.first_seen_at, self.began_at].map(|at| Some(self.now.since(at)));
+        let expires_in = self.expires_in();
+        Inspection::new(self.record, expires_in, lapses_in).since(first_seen, began)
     }
 
     /// The record of a reservation that was just made, as the other requests for the key meet it.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
-        Self { record, lapses_at, expires_at, now: Micros(0) }
+        let now = Micros(0);
+        Self { record, lapses_at, expires_at, now, first_seen_at: now, began_at: now }
     }
 }
 
@@ -511,7 +702,7 @@ pub(super) fn met(row: &impl Cells) -> Met {
     match row.cell::<Option<i16>>(0) {
         // A row of a record that was just made is all nulls. A row that lacks only the format is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
-        Ok(Some(format)) => Met::Found(found(row, format).map(Box::new)),
+        Ok(Some(format)) => Met::Found(found(row, format, Reading::Whole).map(Box::new)),
         _ => Met::Found(Err(FormatError::Damaged)),
     }
 }
@@ -548,19 +739,64 @@ pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
     Ok(Within { is_held, met })
 }
 
-fn found(row: &impl Cells, format: i16) -> Result<Found, FormatError> {
-    let parts = parts(row, format)?;
+fn found(row: &impl Cells, format: i16, reading: Reading) -> Result<Found, FormatError> {
+    let record = Parts { reading, ..parts(row, format)? }.record()?;
     let time = |at: usize| row.cell::<Micros>(at);
-    Ok(Found { record: parts.record()?, lapses_at: time(12)?, expires_at: time(13)?, now: time(14)? })
+    let (lapses_at, expires_at, now) = (time(12)?, time(13)?, time(14)?);
+    Ok(Found { record, lapses_at, expires_at, now, first_seen_at: time(19)?, began_at: time(20)? })
+}
+
+/// Reads the rows of [`Statements::list`].
+pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page, FormatError> {
+    let mut page = Page::default();
+    let mut entries = Vec::with_capacity(rows.len());
+    let mut last = None;
+    for row in rows {
+        let key: Option<&str> = row.cell(KEY_AT)?;
+        match (key, row.cell::<Option<i16>>(0)?) {
+            (Some(key), Some(format)) => entries.push((key, row, format)),
+            (key, None) => last = key.filter(|_| row.cell::<i64>(SIZE_AT) == Ok(looked_at)),
+            (None, Some(_)) => return Err(FormatError::Damaged),
+        }
+    }
+    entries.sort_by_key(|(key, ..)| *key);
+    for (key, row, format) in entries {
+        if page.records.len() == filter.most() {
+            page.next = page.records.last().map(|(key, _)| Cursor::new(key.as_str()));
+            return Ok(page);
+        }
+        let size = row.cell::<Option<i64>>(SIZE_AT)?.and_then(|size| u64::try_from(size).ok());
+        page.add(filter, key, found(row, format, Reading::WithoutResult(size)).map(|found| Some(found.inspection())));
+    }
+    page.next = last.map(Cursor::new);
+    Ok(page)
+}
+
+/// The parameters of [`Statements::list`] for `filter`: after which key, before which key, how many rows, which states.
+pub(super) fn list(filter: &Filter) -> (String, String, i64, Vec<&'static str>) {
+    let prefix = filter.prefix();
+    // What sorts right behind everything with this prefix, which ends with a `/`.
+    let end = format!("{}0", &prefix[..prefix.len() - 1]);
+    let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix).to_owned();
+    let is_selective = !filter.standings.is_empty() || filter.older_than.is_some();
+    let looked_at = if is_selective { LOOKED_AT } else { filter.most() };
+    let mut states: Vec<_> = Standing::ALL.into_iter().filter(|it| filter.takes(*it)).map(Standing::state).collect();
+    states.dedup();
+    (after, end, i64::try_from(looked_at).unwrap_or(i64::MAX), states)
 }
 
 fn parts(row: &impl Cells, format: i16) -> Result<Parts<'_>, FormatError> {
     Ok(Parts {
+        reading: Reading::Whole,
+        holder: row.cell(15)?,
+        traceparent: row.cell(16)?,
+        decided_by: row.cell(17)?,
+        decided_reason: row.cell(18)?,
         format: format.into(),
         state: row.cell(1)?,
         owner: row.cell(2)?,
         attempt: row.cell(3)?,
-        starts: row.cell(4)?,
+        attempts_used: row.cell(4)?,
         fingerprint: row.cell(5)?,
         on_crash_fail: row.cell(6)?,
         lease_ms: row.cell(7)?,

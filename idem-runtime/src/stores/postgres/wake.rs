@@ -18,7 +18,7 @@ use tokio_postgres::{AsyncMessage, Config, NoTls, Socket};
 use super::sessions::Tls;
 use super::sql;
 use crate::clock::Clock;
-use crate::future::race;
+use crate::combine::race;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 

@@ -18,8 +18,8 @@ use super::PostgresStore;
 use super::sql::{Cells, Statement};
 use super::within::{InPostgres, Refused, Session};
 use crate::clock::{Clock, SystemClock};
+use crate::combine::race;
 use crate::engine::Outcome;
-use crate::future::race;
 use crate::record::format::FormatError;
 use crate::store::StoreError;
 use crate::within::sealed::Sealed;
@@ -28,36 +28,17 @@ use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journal
 /// How long to wait for the connection: a body that holds it while it calls a handler that needs it waits for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
-/// A transaction of `sqlx`; see [`PostgresStore::within_sqlx`](super::PostgresStore::within_sqlx).
+/// A transaction of `sqlx`; see [`PostgresStore::within`].
 #[derive(Clone, Copy)]
 pub struct InSqlx<'a, 'c>(pub(super) &'a Mutex<sqlx::Transaction<'c, Postgres>>);
 
-impl PostgresStore {
-    /// The same for a transaction of `sqlx`, which the body and the record share through a lock. The body must not hold the
-    /// lock while it calls another handler in the same transaction.
-    ///
-    /// ```no_run
-    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// use sqlx::{Postgres, Transaction};
-    /// use tokio::sync::Mutex;
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
-    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
-    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
-    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
-    /// }
-    ///
-    /// let tx = Mutex::new(pool.begin().await?);
-    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
-    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
-    /// # Ok(()) }
-    /// ```
-    pub fn within_sqlx<'a, 'c>(
-        tx: &'a tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>,
-    ) -> Within<InPostgres<InSqlx<'a, 'c>>> {
-        Within(InPostgres::new(InSqlx(tx)))
+impl Sealed for &Mutex<sqlx::Transaction<'_, Postgres>> {}
+
+impl<'a, 'c> super::within::Transaction for &'a Mutex<sqlx::Transaction<'c, Postgres>> {
+    type Session = InSqlx<'a, 'c>;
+
+    fn session(self) -> Self::Session {
+        InSqlx(self)
     }
 }
 
@@ -179,7 +160,7 @@ impl PostgresStore {
     /// use tokio::sync::Mutex;
     /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
     ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within_sqlx(tx), scope = "pay")]
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
     /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
     ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
     ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())

@@ -1,29 +1,27 @@
 //! Records inside the user's transaction.
 
 use std::fmt;
-use std::pin::pin;
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Waker};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
-use tokio_postgres::{Client, Transaction};
 
-use super::client::{Effect, Hidden, meaning, told};
+use super::client::{Effect, Hidden};
+use super::failure::meaning;
 use super::sql::{self, Ask, Cells, Found, Met, Statement, Statements, corrupt};
-use super::{LOOKED, LOOKS, PostgresStore, pause};
+use super::{LOOKS, PostgresStore, looked_in_vain, pause};
 use crate::clock::SystemClock;
-use crate::engine::Outcome;
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest,
+    State, Verdict,
 };
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
-use crate::within::{self, HELD_BY_ANOTHER, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
+use crate::within::{self, HELD_BY_ANOTHER, Within};
 
 /// How many tables keep their statements. With a schema for each tenant, each call may need another one.
 const TABLES: usize = 16;
@@ -34,6 +32,7 @@ pub struct InPostgres<S> {
     session: S,
     table: Arc<Table>,
     namespace: Box<str>,
+    holder: Box<str>,
 }
 
 impl PostgresStore {
@@ -45,6 +44,7 @@ impl PostgresStore {
     /// transaction.
     ///
     /// ```no_run
+    /// # #[cfg(feature = "with-tokio-postgres-0_7")]
     /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     /// use idem_runtime::{PostgresStore, idempotent};
     /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
@@ -59,11 +59,42 @@ impl PostgresStore {
     /// tx.commit().await?; // The payment and its record, or neither.
     /// # Ok(()) }
     /// ```
-    pub fn within<'a>(
-        tx: &'a tokio_postgres::Transaction<'a>,
-    ) -> Within<InPostgres<&'a tokio_postgres::Transaction<'a>>> {
-        Within(InPostgres::new(tx))
+    ///
+    /// A transaction of sqlx is shared by the body and the record through a lock, which the body must not hold while it calls
+    /// another handler in the same transaction.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "with-sqlx-0_8")]
+    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// use sqlx::{Postgres, Transaction};
+    /// use tokio::sync::Mutex;
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
+    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
+    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
+    /// }
+    ///
+    /// let tx = Mutex::new(pool.begin().await?);
+    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
+    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
+    /// # Ok(()) }
+    /// ```
+    pub fn within<T: Transaction>(tx: T) -> Within<InPostgres<T::Session>> {
+        Within(InPostgres::new(tx.session()))
     }
+}
+
+/// An open transaction of a driver, for [`PostgresStore::within`]: a reference to the `Transaction` of tokio-postgres 0.7 or of
+/// deadpool-postgres 0.14, or to a `tokio::sync::Mutex` with the one of sqlx 0.8. Each has a feature of its name.
+pub trait Transaction: within::sealed::Sealed {
+    #[doc(hidden)]
+    type Session: Session;
+
+    #[doc(hidden)]
+    fn session(self) -> Self::Session;
 }
 
 /// The connection of a transaction: what a driver has to provide.
@@ -140,68 +171,7 @@ impl From<Refused> for StoreError {
             _ => StoreErrorKind::Aborted,
         };
         let code = code.map(|code| format!("{code}: ")).unwrap_or_default();
-        Self::new(kind, format!("the transaction can't go on, roll it back: {advice} ({code}{message})"))
-    }
-}
-
-impl within::sealed::Sealed for &Transaction<'_> {}
-
-impl Session for &Transaction<'_> {
-    type Row = tokio_postgres::Row;
-
-    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Self::Row>, Refused> {
-        let typed: Vec<_> = params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
-        Ok(self.query_typed(&statement.text, &typed).await?)
-    }
-
-    async fn execute(&self, text: &str) -> Result<(), Refused> {
-        Ok(self.batch_execute(text).await?)
-    }
-
-    fn identity(&self) -> usize {
-        std::ptr::from_ref(*self).addr()
-    }
-
-    async fn save(&self) -> Result<(), Refused> {
-        send(self, "SAVEPOINT idem");
-        Ok(())
-    }
-
-    async fn rewind(&self) -> Result<(), Refused> {
-        send(self, "ROLLBACK TO SAVEPOINT idem");
-        Ok(())
-    }
-
-    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
-        begun();
-        send(self, "RELEASE SAVEPOINT idem");
-        Ok(())
-    }
-
-    async fn undo(&self) -> Result<(), Refused> {
-        self.undo_at_once();
-        Ok(())
-    }
-
-    fn undo_at_once(&self) {
-        send(self, "ROLLBACK TO SAVEPOINT idem; RELEASE SAVEPOINT idem");
-    }
-}
-
-/// Queues `text` on the connection, before every later statement, and does not wait for it. If it fails, the transaction
-/// can't go on, which the next statement reports.
-fn send(tx: &Transaction<'_>, text: &str) {
-    let sent = pin!(tx.batch_execute(text));
-    // The first poll hands it over.
-    drop(sent.poll(&mut Context::from_waker(Waker::noop())));
-}
-
-impl From<tokio_postgres::Error> for Refused {
-    fn from(error: tokio_postgres::Error) -> Self {
-        match error.as_db_error() {
-            Some(error) => Self { code: Some(error.code().code().to_owned()), message: error.message().to_owned() },
-            None => Self { code: None, message: told(&error) },
-        }
+        Self::new(kind, format!("the transaction can't continue; roll it back: {advice} ({code}{message})"))
     }
 }
 
@@ -245,7 +215,7 @@ impl Table {
 
 impl<S> InPostgres<S> {
     pub(super) fn new(session: S) -> Self {
-        Self { session, table: Table::of(sql::SCHEMA), namespace: Box::default() }
+        Self { session, table: Table::of(sql::SCHEMA), namespace: Box::default(), holder: Box::default() }
     }
 }
 
@@ -262,6 +232,15 @@ impl<S> Within<InPostgres<S>> {
     #[must_use]
     pub fn namespace(mut self, namespace: &str) -> Self {
         self.0.namespace = namespace.into();
+        self
+    }
+
+    /// The name of this program in its records, beside host and process (default: none); see
+    /// [`PostgresOptions::holder`](super::PostgresOptions::holder). Each name is kept for the life of the process: it is not for
+    /// what differs from call to call.
+    #[must_use]
+    pub fn holder(mut self, name: &str) -> Self {
+        self.0.holder = name.into();
         self
     }
 }
@@ -316,6 +295,10 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         &self.namespace
     }
 
+    fn holder(&self) -> &str {
+        &self.holder
+    }
+
     fn place(&self) -> &str {
         &self.table.schema
     }
@@ -347,18 +330,20 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         let clock = SystemClock::default();
         for look in 0..LOOKS {
             pause(&clock, look).await;
-            let params: [&(dyn ToSql + Sync); 7] = [
+            let params: [&(dyn ToSql + Sync); 9] = [
                 &request.key.as_str(),
                 &Hidden(parts.owner),
                 &Hidden(parts.fingerprint),
                 &parts.on_crash_fail,
                 &sql::millis(request.lease),
                 &sql::millis(request.ttl),
+                &parts.holder,
+                &parts.traceparent,
                 &self.table.lock(&request.key),
             ];
             let rows = self.rows(&self.table.statements.reserve_within, &params, Effect::Writes).await?;
             let Some(said) = rows.first().map(sql::within) else {
-                return Err(StoreError::new(StoreErrorKind::Aborted, "the server answered nothing to a reservation"));
+                return Err(StoreError::new(StoreErrorKind::Aborted, "the server returned no row for a reservation"));
             };
             let said = said.map_err(corrupt)?;
             let found = match said.met {
@@ -371,7 +356,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
             let (with, takeover) = if found.is_expired() {
                 (first.clone(), false)
             } else {
-                match found.record.admit(request, found.lapses_in()) {
+                match found.meet(request) {
                     Admission::Answer(answer) => return Ok(answer),
                     Admission::Replace { with, takeover } => (with, takeover),
                 }
@@ -383,11 +368,11 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
-        Err(StoreError::new(StoreErrorKind::Aborted, LOOKED))
+        Err(looked_in_vain(StoreErrorKind::Aborted))
     }
 
     async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
-        sql::check_size(finish)?;
+        sql::check_size(finish.result())?;
         self.end(lease, finish.state(), 0).await
     }
 
@@ -416,99 +401,15 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         Ok(self.look(key).await?.map(Found::inspection))
     }
 
-    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
-        let params: [&(dyn ToSql + Sync); 2] = [&key.as_str(), &i64::from(attempt)];
-        let rows = self.rows(&self.table.statements.reopen, &params, Effect::Writes).await?;
-        Ok(if rows.is_empty() { Verdict::Refused } else { Verdict::Applied })
-    }
-}
-
-impl PostgresStore {
-    /// Begins a transaction, does `work` in it and commits it. Returns how the delivery ended and what to do with its
-    /// message.
-    ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and
-    /// the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
-    /// alone. If the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was
-    /// committed.
-    ///
-    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit
-    /// or in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
-    /// happened in the database. The isolation level is the session's default.
-    ///
-    /// ```no_run
-    /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{Disposition, PostgresStore, idempotent};
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
-    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
-    /// }
-    ///
-    /// let (paid, outcome) = PostgresStore::transact(client, async |tx| pay(tx, order).await).await;
-    /// match outcome.disposition() {
-    ///     Disposition::Ack => println!("the payment and its record are committed: {paid:?}"),
-    ///     Disposition::Retry { after } => println!("deliver it again after {after:?}"),
-    ///     Disposition::DeadLetter => println!("set it aside: {paid:?}"),
-    /// }
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// # Cancel safety
-    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
-    pub async fn transact<T, E, W>(client: &mut Client, work: W) -> (Result<T, E>, Outcome)
-    where
-        W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E> + Clone,
-        E: From<tokio_postgres::Error>,
-    {
-        let is_conflict = |error: &tokio_postgres::Error| error.code().is_some_and(|code| is_conflict(code.code()));
-        let mut next = 1;
-        loop {
-            let tx = match client.transaction().await {
-                Ok(tx) => tx,
-                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
-            };
-            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
-            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
-            match result {
-                Ok(done) => match commit(tx).await {
-                    Ok(()) => return (Ok(done), outcome.committed()),
-                    Err(error) if is_conflict(&error) && next < TRIES => {}
-                    Err(error) => return (Err(error.into()), not_committed(outcome)),
-                },
-                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
-                Err(error) => {
-                    tx.rollback().await.ok();
-                    let recorded = record_failed(client, &journal).await;
-                    return (Err(error), rolled_back(outcome, &recorded));
-                }
+    async fn decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        decision.result().map_or(Ok(()), sql::check_size)?;
+        for _ in 0..LOOKS {
+            if let Some(decided) = self.table.statements.try_decide(self, decision).await? {
+                return Ok(decided);
             }
-            within::pause_before(next).await;
-            next += 1;
         }
+        Err(looked_in_vain(StoreErrorKind::Aborted))
     }
-}
-
-/// Commits, unless a statement has failed: the server would roll back, and report success.
-async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
-    tx.batch_execute("SELECT 1").await?;
-    tx.commit().await
-}
-
-/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
-async fn record_failed(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
-    if journal.failed.is_empty() {
-        return Ok(false);
-    }
-    let tx = client.transaction().await.map_err(Refused::from)?;
-    for failed in &journal.failed {
-        let Within(at) = Within(InPostgres::new(&tx)).schema(&failed.place);
-        failed.write(&at).await?;
-    }
-    commit(tx).await.map_err(Refused::from)?;
-    Ok(true)
 }
 
 #[cfg(test)]

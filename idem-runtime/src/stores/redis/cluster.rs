@@ -17,12 +17,13 @@ use std::time::Duration;
 use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
 use tokio::sync::{Notify, watch};
 
-use super::connect::prepare;
-use super::connection::{Background, Connection, Failure, Place, Refusal, elsewhere};
-use super::dispatch::{Answer, Replicas, Terms};
+use super::batch::{Answer, Name, Replicas, Terms};
+use super::connection::{Background, Connection, Place, elsewhere};
+use super::failure::{Failure, Refusal};
 use super::limits::Limits;
+use super::options::prepare;
 use super::route::{Node, Op};
-use crate::future::{all, race};
+use crate::combine::{all, race};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
@@ -91,6 +92,16 @@ impl Member {
     pub(super) fn connection(&self) -> &Connection {
         self.node.connection()
     }
+
+    pub(super) fn node(&self) -> &Node {
+        &self.node
+    }
+
+    /// Its address, as a text.
+    pub(super) fn name(&self) -> String {
+        let (host, port) = &self.address;
+        format!("{host}:{port}")
+    }
 }
 
 impl Cluster {
@@ -156,7 +167,7 @@ impl Cluster {
             })
             .collect();
         if tries.is_empty() {
-            let message = "the cluster is down, or nobody serves its slots";
+            let message = "the cluster is down: no node serves its slots";
             return Err(StoreError::new(StoreErrorKind::Unavailable, message));
         }
         let (usable, mut rest) = first(tries).await;
@@ -285,9 +296,9 @@ impl Cluster {
         map.members.values().nth(turn).map(|member| member.client.clone())
     }
 
-    /// Runs `op` on the node that serves `key`.
-    pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
-        let slot = slot(key);
+    /// Runs `op` on the node that serves `name`.
+    pub(super) async fn run(&self, name: Name<'_>, op: Op<'_>) -> Answer {
+        let slot = slot_of(name);
         let Some(mut member) = self.owner(slot).await else {
             self.doubt.notify_one();
             return Err(Failure::NotSent("no node of the cluster is known".into()));
@@ -439,6 +450,13 @@ fn text(value: &Value) -> Option<String> {
         Value::SimpleString(text) | Value::VerbatimString { text, .. } => Some(text.clone()),
         _ => None,
     }
+}
+
+/// The slot of a key.
+pub(super) fn slot_of(name: Name<'_>) -> u16 {
+    let mut key = Vec::with_capacity(256);
+    name.write(&mut key);
+    slot(&key)
 }
 
 /// The slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys come from users

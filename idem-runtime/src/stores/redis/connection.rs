@@ -1,6 +1,7 @@
 //! One multiplexed connection, reopened when it breaks.
 
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -9,10 +10,11 @@ use redis::{Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, Server
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
+use super::failure::Failure;
 use super::sentinel::Sentinels;
 use super::stream::{self, Opened, Pulse};
 use crate::clock::{Clock, Instant, Sleep};
-use crate::future::race;
+use crate::combine::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
@@ -21,91 +23,9 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 /// The most connections that an exchange waits for: each may lead to a primary that is replaced meanwhile.
 const CONNECTIONS: usize = 4;
 /// The most time limits that an exchange may take while something moves on its connection.
-pub(super) const SLOWEST: u32 = 15;
+const LONGEST: u32 = 15;
 /// A timer this late shows that the runtime was busy elsewhere, and did not read either.
 const LATE: Duration = Duration::from_millis(100);
-
-/// Why an exchange failed.
-#[derive(Clone, Debug)]
-pub(super) enum Failure {
-    /// The server refused this operation and wrote nothing for it.
-    Refused(Refusal),
-    /// No connection, or none that took the operation in time: nothing was sent.
-    NotSent(Arc<str>),
-    /// No connection is possible here: nothing was sent, and nothing will be.
-    Unusable(Arc<str>),
-    /// The exchange broke off: it may have taken effect.
-    Broken(Arc<RedisError>),
-    /// No answer in time: it may have taken effect.
-    TimedOut,
-    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: it may have
-    /// taken effect.
-    Lost,
-    /// The server gave this answer, but too few replicas have it: it may get lost with the server. And the server's reason,
-    /// if it gave one.
-    Unreplicated(Box<Value>, Option<Arc<str>>),
-}
-
-/// An error that the server answered.
-#[derive(Clone, Debug)]
-pub(super) struct Refusal {
-    pub(super) code: Arc<str>,
-    pub(super) message: Arc<str>,
-}
-
-impl Refusal {
-    /// Reads an error as a script passes it on: the first word is its code.
-    pub(super) fn read(text: &str) -> Self {
-        let (code, message) = text.split_once(' ').unwrap_or((text, ""));
-        Self { code: code.into(), message: message.into() }
-    }
-}
-
-impl From<&ServerError> for Refusal {
-    fn from(error: &ServerError) -> Self {
-        Self { code: error.code().into(), message: error.details().unwrap_or_default().into() }
-    }
-}
-
-impl From<&ServerError> for Failure {
-    fn from(error: &ServerError) -> Self {
-        Self::Refused(error.into())
-    }
-}
-
-impl Failure {
-    /// Whether the server has forgotten a script; nothing was written then.
-    pub(super) fn is_unknown_script(&self) -> bool {
-        matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
-    }
-
-    /// The connection could not be opened, so nothing was sent. The server may have said why.
-    fn not_opened(error: RedisError) -> Self {
-        match error.kind() {
-            ErrorKind::Server(_) => Self::of(error),
-            _ => Self::NotSent(error.to_string().into()),
-        }
-    }
-
-    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection is
-    /// being set up; either way nothing was written.
-    fn of(error: RedisError) -> Self {
-        match error.kind() {
-            ErrorKind::Server(_) => Self::Refused(Refusal {
-                code: error.code().unwrap_or_default().into(),
-                message: error.detail().unwrap_or_default().into(),
-            }),
-            ErrorKind::AuthenticationFailed
-            | ErrorKind::InvalidClientConfig
-            | ErrorKind::Client
-            | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
-            _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
-            _ if error.is_timeout() => Self::TimedOut,
-            // A closed connection looks the same whether or not the command was written.
-            _ => Self::Broken(Arc::new(error)),
-        }
-    }
-}
 
 /// A user's connection: multiplexed, so that clones share it.
 trait Multiplexed: ConnectionLike + Send + Sync {
@@ -188,6 +108,8 @@ struct Own {
     timeout: Duration,
     place: Place,
     open: Mutex<Open>,
+    /// Counts the connections opened.
+    opened: AtomicU64,
 }
 
 #[derive(Default)]
@@ -228,7 +150,7 @@ impl Connection {
 
     /// A connection to the server at `place`, opened at first use.
     pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
-        let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default() };
+        let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default(), opened: AtomicU64::new(0) };
         Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
     }
 
@@ -283,7 +205,15 @@ impl Connection {
         };
         let moves = pulse
             .is_some_and(|pulse| self.clock.now().saturating_since(pulse.moved_at()) <= pulse.patience(self.timeout));
-        if moves { self.timeout.saturating_mul(SLOWEST) } else { self.timeout }
+        if moves { self.timeout.saturating_mul(LONGEST) } else { self.timeout }
+    }
+
+    /// Which connection this is by now, counted from 1: another one may lead to another server.
+    pub(super) fn generation(&self) -> u64 {
+        match &self.end {
+            End::Theirs(_) => 1,
+            End::Ours(own) => own.opened.load(Ordering::Relaxed).max(1),
+        }
     }
 
     /// A forked process must not write to the socket of its parent.
@@ -291,12 +221,12 @@ impl Connection {
         if self.process.is_this() {
             return Ok(());
         }
-        let reason = "the connection belongs to the process that this one was forked off; use another runtime here, and \
-                      another connection if it is your own";
+        let reason = "the connection was opened before a fork, by the parent process; use a new runtime here, and a \
+                      new connection if you opened it yourself";
         Err(Failure::Unusable(reason.into()))
     }
 
-    /// Runs `exchange`. Gives up once nothing has moved on its connection for the time limit, or after [`SLOWEST`] time
+    /// Runs `exchange`. Gives up once nothing has moved on its connection for the time limit, or after [`LONGEST`] time
     /// limits; time in which the runtime was busy elsewhere does not count. `is_news`: the bytes of this connection are not
     /// seen, so its answers count as movement.
     async fn in_time<T>(
@@ -306,7 +236,7 @@ impl Connection {
         exchange: impl Future<Output = Result<T, RedisError>>,
     ) -> Result<T, Failure> {
         let started = self.clock.now();
-        let mut end = started.saturating_add(self.timeout.saturating_mul(SLOWEST));
+        let mut end = started.saturating_add(self.timeout.saturating_mul(LONGEST));
         let mut until = started.saturating_add(self.timeout);
         let (mut exchange, mut now) = (pin!(exchange), started);
         loop {
@@ -374,7 +304,7 @@ impl Own {
             // Closed when the task is done.
             let _ = connecting.changed().await;
         }
-        Err((ErrorKind::Io, "each new connection was outdated at once").into())
+        Err((ErrorKind::Io, "every new connection was replaced at once").into())
     }
 
     fn get(&self) -> Option<Way> {
@@ -394,6 +324,7 @@ impl Own {
             match connected {
                 Ok((opened, version)) => {
                     open.generation += 1;
+                    self.opened.store(open.generation, Ordering::Relaxed);
                     open.failed = None;
                     open.way = Some(Way::new(open.generation, version, opened));
                 }
@@ -459,7 +390,7 @@ async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisE
     let role = connection.req_packed_command(&redis::cmd("ROLE")).await?;
     match role.extract_error()? {
         Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master") => Ok(()),
-        _ => Err((ErrorKind::Io, "the server that the sentinels name does not say that it is the primary").into()),
+        _ => Err((ErrorKind::Io, "the server that the sentinels name does not report itself as the primary").into()),
     }
 }
 

@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::connection::{Failure, Refusal};
-use super::{failed, too_large};
+use super::failure::{Failure, Refusal, failed, too_large};
 use crate::clock::{Clock, Instant};
 use crate::store::StoreError;
 use crate::sync::lock;

@@ -3,19 +3,22 @@
 //! A record is one string in the [format](crate::record::format) that all byte stores share.
 //! `SET key record NX GET PX retention` reserves a key or returns its record in one round trip. The only clock is the
 //! server's: each renewal sets the full retention anew, so the age of a lease is the retention minus what is left of it.
-//! Only changes of an existing record need a script. Each script checks the owner token; those of a renewal and of a
+//! Only changes of an existing record need a script, and a completion does not if the server has `SET … IFEQ` and the record is
+//! still what its reservation wrote. Each script checks the owner token; those of a renewal and of a
 //! completion also check the attempt's number.
 //!
-//! The topology varies beneath: a [route](route) chooses the server of an operation, a [dispatch](dispatch) batches the
+//! The topology varies beneath: a [route](route) chooses the server of an operation, [batches](batch) carry the
 //! operations of many tasks, a [connection](connection) is reopened when it breaks.
 
+mod batch;
 mod cluster;
-mod connect;
 mod connection;
-mod dispatch;
+mod failure;
 mod limits;
-mod lines;
+mod line;
+mod options;
 mod route;
+mod scripts;
 mod sentinel;
 mod stream;
 mod wake;
@@ -26,23 +29,28 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use redis::{Cmd, Value};
-use tokio::runtime::Handle;
 
-use self::connect::Plan;
-pub use self::connect::RedisOptions;
-use self::connection::{Failure, Refusal};
-use self::dispatch::{Answer, Ask, Completion, DAMAGED, Replicas, Scripts, Terms};
-use self::limits::Limits;
-use self::lines::{Found, Line, Lines};
+use self::batch::{Answer, Ask, Finishing, Name, Replicas, Reserving, Running, Terms};
+use self::cluster::slot_of;
+use self::failure::{Failure, corrupt, damaged, failed, unexpected};
+use self::limits::{Limits, SURE};
+use self::line::{Line, Plan};
+pub use self::options::RedisOptions;
 use self::route::Op;
-use crate::clock::{Clock, Instant};
+use self::scripts::{Script, Scripts};
+use crate::clock::{Clock, Instant, wall_millis};
 use crate::key::Key;
+use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::format::{self, millis};
 use crate::record::{
-    Admission, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Action, Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation,
+    ReserveRequest, ReservedAt, Ruling, State, Verdict,
 };
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::store::{
+    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+};
 use crate::sync::{PerProcess, lock};
 
 /// How often a reservation looks at a record that keeps changing. Each retry means that another attempt won, so the loop
@@ -53,23 +61,26 @@ const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 /// How many leases one script call renews: it bounds how long the server does nothing else.
 const RENEWED_AT_ONCE: usize = 100;
+/// How many keys one `SCAN` looks at, about: it bounds how long the server does nothing else.
+const SCANNED_AT_ONCE: usize = 250;
 /// How many leases of other handles are remembered as held.
 const REMEMBERED: usize = 1024;
 
 /// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster.
 ///
-/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; scripts that compare the owner token decide the
-///   rest. Each names keys of one slot only.
+/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts that
+///   compare the owner token decide the rest. Each names keys of one slot only.
 /// - *Clock*: the server's. A clock step of the server shifts leases and retentions; after a failover the new primary's
-///   clock counts.
+///   clock counts. Only for people, `SET … IFEQ` notes when the attempt began, by the wall clock of its process.
 /// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
 ///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning. Replication
 ///   is asynchronous, so a failover forgets what the new primary had not received yet, unless
 ///   [`min_replicas`](RedisOptions::min_replicas) makes every answer wait for the replicas.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to what the server takes
 ///   (`proto-max-bulk-len`, default: 512 MB).
-/// - *Cost*: two round trips for a first run, one for a replay. A heartbeat is one exchange (per node), whatever the number
-///   of leases; in a cluster each lease is a script call of its own. Commands of concurrent tasks share a pipeline; a lone
+/// - *Cost*: two round trips for a first run, one for a replay. With `SET … IFEQ` a completion that somebody waits for takes
+///   another one. A heartbeat is one exchange (per node), whatever the number
+///   of leases; in a cluster those of one slot share a script call. Commands of concurrent tasks share a pipeline; a lone
 ///   command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
 /// Clones share their connections, which are multiplexed and reconnect. Each tokio runtime that uses the store has
@@ -111,15 +122,6 @@ impl RedisStore {
     pub fn options() -> RedisOptions {
         RedisOptions::default()
     }
-
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`].
-    pub async fn flush(&self) {
-        self.0.core.heartbeats.flush().await;
-    }
-
-    fn shared(&self) -> &Shared {
-        &self.0
-    }
 }
 
 impl fmt::Debug for RedisStore {
@@ -128,13 +130,13 @@ impl fmt::Debug for RedisStore {
     }
 }
 
-forward! { () RedisStore => shared; }
+store_of_shared!(RedisStore);
 
 /// One handle of a store. Its connections are its own, so that other handles don't delay it.
 struct Shared {
     this: Weak<Shared>,
     core: Arc<Core>,
-    lines: Arc<Lines>,
+    lines: PerRuntime<Line>,
     /// The handle for upkeep; `None` if this is it.
     upkeep: Option<OnceLock<Arc<Shared>>>,
 }
@@ -155,12 +157,6 @@ impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("prefix", &self.core.prefix).finish_non_exhaustive()
     }
-}
-
-/// A script, and the hash that the server knows it by.
-struct Script {
-    source: &'static str,
-    sha: String,
 }
 
 impl Core {
@@ -199,34 +195,41 @@ impl Core {
 }
 
 impl Shared {
-    /// The first handle of a store, with the line of the runtime that connected it.
-    fn new(core: Arc<Core>, connected: (Handle, Line)) -> Arc<Self> {
+    /// The first handle of a store, with the line of the current runtime, which connected it.
+    fn new(core: Arc<Core>, connected: Line) -> Arc<Self> {
         let store = Self::on(core, Some(OnceLock::new()));
-        store.lines.add(connected);
+        store.lines.here(|_| connected);
         store
     }
 
     fn on(core: Arc<Core>, upkeep: Option<OnceLock<Arc<Self>>>) -> Arc<Self> {
-        Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: Arc::default(), upkeep })
+        Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: PerRuntime::default(), upkeep })
     }
 
     /// The connections of the current runtime.
-    fn line(&self) -> Result<Found<'_>, StoreError> {
+    fn line(&self) -> Result<Here<'_, Line>, StoreError> {
         let Core { plan, terms, replicas, .. } = &*self.core;
-        self.lines.here(|| plan.line(terms, *replicas, self.upkeep.is_none())).map_err(failed)
+        // A connection refuses by itself to be used in another process than its own.
+        let line = self.lines.here_or_inherited(|_| plan.line(terms, *replicas, self.upkeep.is_none()));
+        line.ok_or_else(|| failed(Failure::Unusable("no tokio runtime: call the store from inside one".into())))
     }
 
-    fn name_of(&self, key: &Key) -> String {
-        [&self.core.prefix, key.as_str()].concat()
+    /// How old a record is whose attempt `began` then. It has the server's time, and the answer does not say what time it is
+    /// there: the wall clock of this host does, as exactly as the two clocks agree.
+    fn age(&self, began: Option<u64>) -> Option<Duration> {
+        let now = u64::try_from(wall_millis(self.core.clock())).unwrap_or_default();
+        began.map(|began| Duration::from_millis(now.saturating_sub(began)))
+    }
+
+    fn name_of<'a>(&'a self, key: &'a Key) -> Name<'a> {
+        Name { prefix: &self.core.prefix, key: key.as_str() }
     }
 
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let line = self.line()?;
-        let key = self.name_of(&request.key);
-        let (value, retention) = {
-            let first = Record::first(request);
-            (format::encode(&first), millis(first.retention(request.ttl)))
-        };
+        let name = self.name_of(&request.key);
+        let first = Record::first(request);
+        let reserving = Reserving { name, record: &first, ttl_ms: millis(first.retention(request.ttl)) };
         // The record found in place of the one met before, and the rest of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
@@ -238,16 +241,26 @@ impl Shared {
             }
             let (found, left) = match changed.take() {
                 Some((found, left)) => (found, Some(left)),
-                None => match Self::look(&line, &key, &value, retention, request.owner).await.map_err(failed)? {
-                    Value::Nil => {
-                        let lease = Record::first(request).lease(request);
-                        return Ok(Reservation::Granted { lease, takeover: false });
+                None => {
+                    match looked(line.route.run(name, Op::Reserve(reserving)).await, request.owner).map_err(failed)? {
+                        Value::Nil => {
+                            let mut lease = first.lease(request);
+                            lease.reserved_at = ReservedAt::new(now(self.core.clock()));
+                            return Ok(Reservation::Granted { lease, takeover: false });
+                        }
+                        Value::BulkString(found) => (Bytes::from(found), None),
+                        other => return Err(unexpected(&other)),
                     }
-                    Value::BulkString(found) => (Bytes::from(found), None),
-                    other => return Err(unexpected(&other)),
-                },
+                }
             };
-            let record = format::decode(&found).map_err(corrupt)?;
+            let (seen, [_, began]) = (format::identity(&found).unwrap_or_default(), format::times(&found));
+            let record = format::decode_owned(found).map_err(corrupt)?;
+            if record.is_finished() {
+                match record.admit_owned(request, Duration::ZERO) {
+                    Admission::Answer(answer) => return Ok(answer.aged(self.age(began))),
+                    Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
+                }
+            }
             let pending = record.is_pending();
             let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
             if pending && let Some(lapses_in) = holds.or_else(|| self.core.known_to_hold(record.owner)) {
@@ -265,7 +278,7 @@ impl Shared {
             }
             let asked_at = self.core.now();
             // Boxed: most calls don't get here, but would carry its size inline.
-            let taken = Box::pin(self.take(&line, &key, &found, &record, &meeting, request.owner)).await?;
+            let taken = Box::pin(self.take(&line, name, &seen, &record, &meeting, request.owner)).await?;
             match (taken, meeting) {
                 (Taken::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
                 (Taken::Lapsed, Admission::Answer(answer)) => return Ok(answer),
@@ -278,26 +291,12 @@ impl Shared {
                 }
                 (Taken::Changed(now), _) => changed = now,
                 (taken, meeting) => {
-                    let message = format!("the server answered {taken:?} to {meeting:?}");
+                    let message = format!("the server gave the unexpected answer {taken:?} to {meeting:?}");
                     return Err(StoreError::new(StoreErrorKind::Unconfirmed, message));
                 }
             }
         }
-        Err(StoreError::new(StoreErrorKind::Unavailable, "the record changed each time it was looked at"))
-    }
-
-    /// Reserves a key that has no record, or reads its record.
-    async fn look(line: &Line, key: &str, value: &[u8], ttl_ms: u64, owner: OwnerToken) -> Answer {
-        let key = key.as_bytes();
-        match line.route.run(key, Op::Reserve { key, value, ttl_ms }).await {
-            // "In progress" may come from an unreplicated record. A result or our own reservation may not: the caller
-            // relies on it.
-            Err(Failure::Unreplicated(found, why)) => match *found {
-                Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
-                found => Err(Failure::Unreplicated(Box::new(found), why)),
-            },
-            answer => answer,
-        }
+        Err(keeps_changing())
     }
 
     /// Replaces the record `met` if it is still the same and its lease has lapsed; without a replacement in `meeting`, only
@@ -305,8 +304,8 @@ impl Shared {
     async fn take(
         &self,
         line: &Line,
-        key: &str,
-        found: &Bytes,
+        name: Name<'_>,
+        seen: &[u8],
         met: &Record,
         meeting: &Admission,
         owner: OwnerToken,
@@ -320,14 +319,13 @@ impl Shared {
             Admission::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
             Admission::Answer(_) => (Vec::new(), 0),
         };
-        let seen = [&found[5..6], &found[8..format::HEADER_BYTES]].concat();
-        let asked = ask(&self.core.scripts().take, key, |command| {
-            command.arg(&seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
+        let asked = ask(&self.core.scripts().take, name, |command| {
+            command.arg(seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
             command.arg(&*self.core.terms.channel);
         });
-        let taken = line.route.run(key.as_bytes(), Op::Write(asked.that_brings_a_record())).await;
+        let taken = line.route.run(name, Op::Write(asked.that_brings_a_record())).await;
         let taken = match taken {
-            // As in `look`: the lease is another attempt's.
+            // As in `looked`: the lease is another attempt's.
             Err(Failure::Unreplicated(taken, why)) => match *taken {
                 Value::Int(1..) if met.owner != owner => *taken,
                 Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
@@ -351,41 +349,242 @@ impl Shared {
         }
     }
 
-    /// Renews `leases` in one call of the script.
-    async fn renew_some(
+    /// The record of `name`, with its bytes, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
+    async fn look_at(
+        &self,
+        line: &Line,
+        name: Name<'_>,
+        op: fn(Ask) -> Op<'static>,
+    ) -> Result<Option<(Bytes, Inspection)>, StoreError> {
+        let asked = ask(&self.core.scripts().inspect, name, |_| {});
+        let found = line.route.run(name, op(asked.that_brings_a_record())).await;
+        let found = found.map_err(failed)?;
+        let Value::Array(parts) = found else { return Err(unexpected(&found)) };
+        let [value, Value::Int(left), Value::Int(expires_at)] = &parts[..] else {
+            return Err(unexpected(&Value::Array(parts)));
+        };
+        let value = match value {
+            Value::Nil => return Ok(None),
+            Value::BulkString(value) => Bytes::copy_from_slice(value),
+            other => return Err(unexpected(other)),
+        };
+        let record = format::decode(&value).map_err(corrupt)?;
+        Ok(Some((value.clone(), inspection(record, &value, *left, *expires_at)?)))
+    }
+
+    /// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and the place of its scan.
+    async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
+        if !filter.scan {
+            let message = "Redis has no order of keys to walk by: ask for a scan of all keys (`Filter::scan`), which may miss \
+                           records and repeat them";
+            return Err(StoreError::new(StoreErrorKind::Unsupported, message));
+        }
+        let (server, place) = match &filter.after {
+            None => ("", "0"),
+            Some(cursor) => cursor.as_str().rsplit_once('|').ok_or_else(|| cursor.is_foreign())?,
+        };
+        if place.is_empty() || !place.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(filter.after.as_ref().map_or_else(keeps_changing, Cursor::is_foreign));
+        }
+        let line = self.line()?;
+        let line = &*line;
+        let prefix = &*self.core.prefix;
+        let mut command = redis::cmd("SCAN");
+        command.arg(place).arg("MATCH").arg(format!("{}*", escaped(&[prefix, &filter.prefix()].concat())));
+        command.arg("COUNT").arg(SCANNED_AT_ONCE);
+        let asked = line.route.ask_in_turn(server, Ask::plain(command)).await;
+        let (server, found, following) = asked.map_err(failed)?;
+        let (place, keys) = scanned(&found).ok_or_else(|| unexpected(&found))?;
+        let names: Vec<String> = keys.into_iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+        let mut looks: Vec<_> = names.iter().map(|key| Box::pin(self.glance(line, Name { prefix: "", key }))).collect();
+        let looks = crate::combine::all(&mut looks).await;
+        let mut page = Page::default();
+        for (name, look) in names.iter().zip(looks) {
+            match look {
+                // What somebody else keeps under such a name.
+                Err(error) if error.kind() != StoreErrorKind::Corrupt => return Err(error),
+                found => page.add(filter, name.strip_prefix(prefix).unwrap_or_default(), found),
+            }
+        }
+        page.next = match (place, following) {
+            ("0", following) => following.map(|server| Cursor::new(format!("{server}|0"))),
+            (place, _) => Some(Cursor::new(format!("{server}|{place}"))),
+        };
+        Ok(page)
+    }
+
+    /// The record of `name`, without its result.
+    async fn glance(&self, line: &Line, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
+        let asked = ask(&self.core.scripts().glance, name, |command| {
+            command.arg(format::START_BYTES);
+        });
+        let found = line.route.run(name, Op::Read(asked)).await.map_err(failed)?;
+        let Value::Array(parts) = &found else { return Err(unexpected(&found)) };
+        let [Value::BulkString(start), Value::Int(len), Value::Int(left), Value::Int(expires_at)] = &parts[..] else {
+            return Err(unexpected(&found));
+        };
+        if *len == 0 {
+            return Ok(None);
+        }
+        let start = Bytes::copy_from_slice(start);
+        let record = format::decode_start(&start, usize::try_from(*len).unwrap_or_default()).map_err(corrupt)?;
+        inspection(record, &start, *left, *expires_at).map(Some)
+    }
+
+    /// Looks, decides, and writes if the record is still the one that was looked at.
+    async fn try_decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        let line = self.line()?;
+        let (limits, clock) = (&self.core.limits, self.core.clock());
+        let name = self.name_of(&decision.key);
+        for _ in 0..LOOKS {
+            let Some((found, Inspection { record, lapses_in, .. })) = self.look_at(&line, name, Op::Read).await? else {
+                return Ok(Decided::NoRecord);
+            };
+            let value = match record.decide(decision, lapses_in.unwrap_or_default()) {
+                Ruling::Answer(refused) => return Ok(refused),
+                Ruling::Replace(with) => format::encode(&with),
+                Ruling::Remove => Vec::new(),
+            };
+            limits.check(value.len(), clock)?;
+            let seen = format::identity(&found).unwrap_or_default();
+            let lapsed = match record.state {
+                State::Pending { ttl, .. } if decision.action != Action::BreakLease => millis(ttl).to_string(),
+                _ => String::new(),
+            };
+            let asked = ask(&self.core.scripts().decide, name, |command| {
+                command.arg(&seen[..]).arg(&lapsed).arg(&value).arg(&*self.core.terms.channel);
+            });
+            let decided = line.route.run(name, Op::Write(asked)).await;
+            match written(&limits.learn(value.len(), decided, clock)?)? {
+                Verdict::Applied => return Ok(Decided::Applied),
+                Verdict::Refused => {}
+            }
+        }
+        Err(keeps_changing())
+    }
+
+    /// Renews those of `leases` at the places in `group`, in one call of the script; in a cluster they are of one slot.
+    async fn renew_group(
         &self,
         line: &Line,
         leases: &[Lease],
-        mut answer: impl FnMut(usize, Verdict),
+        group: &[Placed],
+        answer: &Answers<'_>,
     ) -> Result<(), StoreError> {
-        let names: Vec<String> = leases.iter().map(|lease| self.name_of(&lease.key)).collect();
-        let Some(first) = names.first() else { return Ok(()) };
-        let ask = Ask::script(&self.core.scripts().renew, names.iter(), |command| {
-            for lease in leases {
-                let attempt = [&lease.owner.as_bytes()[..], &lease.attempt.to_be_bytes()].concat();
-                command.arg(attempt).arg(millis(lease.duration.saturating_add(lease.ttl)));
+        match self.ask_to_renew(line, leases, group).await {
+            // Nothing was renewed; each lease can be by itself.
+            Err(failure) if failure.is_split_slot() && group.len() > 1 => {
+                let each = group.chunks(1).map(|one| async move {
+                    let answers = self.ask_to_renew(line, leases, one).await;
+                    renewed(one, answers, answer)
+                });
+                join_all(each).await.into_iter().collect()
+            }
+            answers => renewed(group, answers, answer),
+        }
+    }
+
+    fn ask_to_renew<'a>(&'a self, line: &'a Line, leases: &'a [Lease], group: &[Placed]) -> Running<'a> {
+        let some = || group.iter().map(|(_, at)| &leases[*at]);
+        let names = some().map(|lease| self.name_of(&lease.key));
+        let asked = Ask::script(&self.core.scripts().renew, names, |command| {
+            for lease in some() {
+                let mut attempt = [0; 20];
+                attempt[..16].copy_from_slice(lease.owner.as_bytes());
+                attempt[16..].copy_from_slice(&lease.attempt.to_be_bytes());
+                command.arg(&attempt[..]).arg(millis(lease.duration.saturating_add(lease.ttl)));
             }
         });
-        let renewed = line.route.run(first.as_bytes(), Op::Renew(ask)).await.map_err(failed)?;
-        let answers = match renewed {
-            Value::BulkString(answers) if answers.len() == leases.len() => answers,
-            other => return Err(unexpected(&other)),
-        };
-        let mut result = Ok(());
-        for (at, byte) in answers.into_iter().enumerate() {
-            match byte {
-                b'1' => answer(at, Verdict::Applied),
-                b'0' => answer(at, Verdict::Refused),
-                _ => result = Err(damaged()),
-            }
-        }
-        result
+        line.route.run(self.name_of(&leases[group[0].1].key), Op::Renew(asked))
     }
 }
 
+/// The slot of a lease's key, if that matters, and the lease's place among all.
+type Placed = (u16, usize);
+
+/// Passes the answers to one call on.
+fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<(), StoreError> {
+    let answers = match answers.map_err(failed)? {
+        Value::BulkString(answers) if answers.len() == group.len() => answers,
+        other => return Err(unexpected(&other)),
+    };
+    let mut result = Ok(());
+    for ((_, at), byte) in group.iter().zip(answers) {
+        match byte {
+            b'1' => answer(*at, Verdict::Applied),
+            b'0' => answer(*at, Verdict::Refused),
+            _ => result = Err(damaged()),
+        }
+    }
+    result
+}
+
+/// A record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock; each is negative if there is no
+/// such time.
+fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Result<Inspection, StoreError> {
+    // Negative without an expiry: a record that has no lease is then kept for ever.
+    let expires_in = u64::try_from(left).map_or(Duration::MAX, Duration::from_millis);
+    let [mut seen, mut began] = format::times(value);
+    let lapses_in = match record.state {
+        State::Pending { .. } if left < 0 => return Err(damaged()),
+        State::Pending { lease, ttl, .. } => {
+            // Not renewed yet: its retention runs since the attempt began.
+            let since = u64::try_from(expires_at).ok().and_then(|at| at.checked_sub(millis(lease) + millis(ttl)));
+            began = began.or(since);
+            seen = seen.or(began);
+            Some(expires_in.saturating_sub(ttl))
+        }
+        _ => None,
+    };
+    let now = expires_at.checked_sub(left).filter(|_| left >= 0 && expires_at >= 0);
+    let now = now.and_then(|now| u64::try_from(now).ok());
+    let ago = |at: Option<u64>| Some(Duration::from_millis(now?.saturating_sub(at?)));
+    Ok(Inspection::new(record, expires_in, lapses_in).since(ago(seen), ago(began)))
+}
+
+/// A text as a pattern that matches it alone.
+fn escaped(text: &str) -> String {
+    let is_special = |c: char| matches!(c, '*' | '?' | '[' | ']' | '^' | '-' | '\\');
+    text.chars().flat_map(|c| is_special(c).then_some('\\').into_iter().chain([c])).collect()
+}
+
+/// The next place and the keys in an answer of `SCAN`.
+fn scanned(answer: &Value) -> Option<(&str, Vec<&[u8]>)> {
+    let Value::Array(parts) = answer else { return None };
+    let [Value::BulkString(place), Value::Array(keys)] = &parts[..] else { return None };
+    // May have the same key twice.
+    let mut keys = keys
+        .iter()
+        .map(|it| {
+            let Value::BulkString(key) = it else { return None };
+            Some(key.as_slice())
+        })
+        .collect::<Option<Vec<_>>>()?;
+    keys.sort_unstable();
+    keys.dedup();
+    Some((std::str::from_utf8(place).ok()?, keys))
+}
+
+fn keeps_changing() -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, format!("the record kept changing; gave up after {LOOKS} looks"))
+}
+
 /// Calls a script on one key.
-fn ask(script: &Script, key: &str, args: impl FnOnce(&mut Cmd)) -> Ask {
-    Ask::script(script, std::iter::once(key), args)
+fn ask(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd)) -> Ask {
+    Ask::script(script, std::iter::once(name), args)
+}
+
+/// When `lease` was reserved, in milliseconds since 1970, if its record may still be what the reservation wrote: a renewal,
+/// which is due after a third of the lease, changes it.
+fn unchanged_since(lease: &Lease, clock: &dyn Clock) -> Option<u64> {
+    let reserved_at = lease.reserved_at.millis()?;
+    let age = Duration::from_millis(now(clock).saturating_sub(reserved_at));
+    (age < lease.duration / 3).then_some(reserved_at)
+}
+
+/// Milliseconds since 1970 by the wall clock of this process.
+fn now(clock: &dyn Clock) -> u64 {
+    u64::try_from(wall_millis(clock)).unwrap_or_default()
 }
 
 /// Whether `answer` would differ if the lease of the record still held.
@@ -393,13 +592,22 @@ fn depends_on_lease(answer: &Reservation) -> bool {
     matches!(answer, Reservation::Interrupted { .. } | Reservation::AttemptsExhausted { .. })
 }
 
+/// The answer to a reservation. "In progress" may come from an unreplicated record. A result or our own reservation may not:
+/// the caller relies on it.
+fn looked(answer: Answer, owner: OwnerToken) -> Answer {
+    match answer {
+        Err(Failure::Unreplicated(found, why)) => match *found {
+            Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
+            found => Err(Failure::Unreplicated(Box::new(found), why)),
+        },
+        answer => answer,
+    }
+}
+
 /// Whether the record is an unfinished attempt of another owner, running or abandoned.
 fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
-    match format::decode(&Bytes::copy_from_slice(found)) {
-        Ok(record) => !record.is_finished() && record.owner != owner,
-        // Both ways lead to an error; the decoder's says more.
-        Err(_) => true,
-    }
+    // Both ways lead to an error; the decoder's says more.
+    format::is_unfinished_of_another(found, owner).unwrap_or(true)
 }
 
 /// Whether the record found in place of another is an attempt of another owner whose lease still holds.
@@ -462,16 +670,18 @@ impl Store for Shared {
             let line = self.line()?;
             let line = &*line;
             // All calls are sent at once, in one exchange (per node), and each is answered as soon as its answer arrives.
-            // Calls are short, so that the server is not blocked.
-            let at_once = if self.core.terms.one_key { 1 } else { RENEWED_AT_ONCE };
-            let mut calls: Vec<_> = leases
-                .chunks(at_once)
-                .enumerate()
-                .map(|(chunk, some)| {
-                    Box::pin(self.renew_some(line, some, move |at, write| answer(chunk * at_once + at, write)))
-                })
-                .collect();
-            crate::future::all(&mut calls).await.into_iter().collect()
+            // Calls are short, so that the server is not blocked. In a cluster a call names keys of one slot.
+            let is_cluster = self.core.terms.one_key;
+            let slot = |lease: &Lease| if is_cluster { slot_of(self.name_of(&lease.key)) } else { 0 };
+            let mut places: Vec<Placed> = leases.iter().enumerate().map(|(at, lease)| (slot(lease), at)).collect();
+            if is_cluster {
+                places.sort_unstable();
+            }
+            let groups = places.chunk_by(|a, b| a.0 == b.0).flat_map(|of_slot| of_slot.chunks(RENEWED_AT_ONCE));
+            let calls = groups.map(|group| self.renew_group(line, leases, group, answer));
+            // Polls only the calls that are woken: of many thousands, looking at each whenever one is answered takes longer
+            // than the servers do.
+            join_all(calls).await.into_iter().collect()
         })
     }
 
@@ -479,12 +689,17 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let line = self.line()?;
             let (limits, clock) = (&self.core.limits, self.core.clock());
-            let key = self.name_of(&lease.key);
-            let value = format::encode(&Record::after(lease, finish.state()));
-            limits.check(value.len(), clock)?;
-            let completion = Completion { key: key.as_bytes(), value: &value, ttl_ms: millis(lease.ttl) };
-            let answer = line.route.run(key.as_bytes(), Op::Finish(completion)).await;
-            written(&limits.learn(value.len(), answer, clock)?)
+            let record = Record::after(lease, finish.state());
+            let bytes = format::len(&record);
+            limits.check(bytes, clock)?;
+            // A large value is not sent twice if the record differs.
+            let reserved_at = unchanged_since(lease, clock).filter(|_| bytes < SURE);
+            let reserved = reserved_at.map(|at| (Record::reserved(lease), at));
+            let reserved = reserved.as_ref().map(|(record, at)| (record, *at));
+            let name = self.name_of(&lease.key);
+            let finishing = Finishing { name, record: &record, reserved, ttl_ms: millis(lease.ttl) };
+            let answer = line.route.run(name, Op::Finish(finishing)).await;
+            written(&limits.learn(bytes, answer, clock)?)
         })
     }
 
@@ -496,146 +711,64 @@ impl Store for Shared {
                 Release::NotStarted => ("R", 1),
                 Release::Interrupted => ("I", 0),
             };
-            let key = self.name_of(&lease.key);
-            let asked = ask(&self.core.scripts().release, &key, |command| {
+            let name = self.name_of(&lease.key);
+            let asked = ask(&self.core.scripts().release, name, |command| {
                 command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
                 command.arg(&*self.core.terms.channel);
             });
-            let released = line.route.run(key.as_bytes(), Op::Write(asked.that_is_kept())).await;
+            let released = line.route.run(name, Op::Write(asked.that_is_kept())).await;
             written(&released.map_err(failed)?)
         })
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let line = self.line()?;
+            let (line, clock) = (self.line()?, self.core.clock());
             let name = self.name_of(key);
-            let mark = async {
-                let asked = ask(&self.core.scripts().watch, &name, |command| {
-                    command.arg(&attempt.to_be_bytes()[..]);
-                });
-                let pending = line.route.run(name.as_bytes(), Op::Read(asked)).await;
-                Ok(written(&pending.map_err(failed)?)? == Verdict::Applied)
-            };
-            line.wakeups.wait(&name, at_most, self.core.clock(), mark).await
+            let until = clock.now().saturating_add(at_most);
+            loop {
+                let mark = async {
+                    let asked = ask(&self.core.scripts().watch, name, |command| {
+                        command.arg(&attempt.to_be_bytes()[..]);
+                    });
+                    let pending = line.route.run(name, Op::Read(asked)).await;
+                    Ok(written(&pending.map_err(failed)?)? == Verdict::Applied)
+                };
+                line.wakeups.wait(&name.to_string(), until.saturating_since(clock.now()), clock, mark).await?;
+                // The caller relies on a result: replicas have to confirm it, as in `looked`.
+                let found = self.look_at(&line, name, Op::Write).await?.map(|(_, inspection)| inspection);
+                let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
+                if !goes_on || clock.now() >= until {
+                    return Ok(found);
+                }
+            }
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let line = self.line()?;
-            let name = self.name_of(key);
-            let asked = ask(&self.core.scripts().inspect, &name, |_| {});
-            let found = line.route.run(name.as_bytes(), Op::Read(asked.that_brings_a_record())).await;
-            let found = found.map_err(failed)?;
-            let Value::Array(parts) = found else { return Err(unexpected(&found)) };
-            let [value, Value::Int(left)] = &parts[..] else { return Err(unexpected(&Value::Array(parts))) };
-            let value = match value {
-                Value::Nil => return Ok(None),
-                Value::BulkString(value) => Bytes::copy_from_slice(value),
-                other => return Err(unexpected(other)),
-            };
-            let record = format::decode(&value).map_err(corrupt)?;
-            // Negative without an expiry: a record that has no lease is then kept for ever.
-            let expires_in = u64::try_from(*left).map_or(Duration::MAX, Duration::from_millis);
-            let lapses_in = match record.state {
-                State::Pending { .. } if *left < 0 => return Err(damaged()),
-                State::Pending { ttl, .. } => Some(expires_in.saturating_sub(ttl)),
-                _ => None,
-            };
-            Ok(Some(Inspection { record, expires_in, lapses_in }))
+            Ok(self.look_at(&line, self.name_of(key), Op::Read).await?.map(|(_, inspection)| inspection))
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        StoreFuture::new(self.try_decide(decision))
+    }
+
+    /// The server removes what has expired.
+    fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
+        StoreFuture::ready(Ok(0))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        StoreFuture::new(self.scan(filter))
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             let line = self.line()?;
-            let name = self.name_of(key);
-            let asked = ask(&self.core.scripts().reopen, &name, |command| {
-                command.arg(&attempt.to_be_bytes()[..]).arg(&*self.core.terms.channel);
-            });
-            let reopened = line.route.run(name.as_bytes(), Op::Write(asked)).await;
-            written(&reopened.map_err(failed)?)
+            line.route.ask_all(&Ask::plain(redis::cmd("PING"))).await.map_err(failed)
         })
     }
 }
-
-fn corrupt(error: format::FormatError) -> StoreError {
-    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
-}
-
-/// An answer that no command of this store can have. The value may be a payload and is not shown.
-fn unexpected(value: &Value) -> StoreError {
-    let kind = match value {
-        Value::Nil => "nil",
-        Value::Int(_) => "a number",
-        Value::BulkString(_) => "a string",
-        Value::Array(_) => "an array",
-        _ => "something else",
-    };
-    StoreError::new(StoreErrorKind::Unconfirmed, format!("the server answered {kind} where that makes no sense"))
-}
-
-/// A pending record without an expiry: the expiry was removed, or the record was restored without one.
-fn damaged() -> StoreError {
-    StoreError::new(
-        StoreErrorKind::Corrupt,
-        "the record is pending and has lost its expiry, so nobody can tell whether its lease holds; it is left alone: \
-         delete the key once no handler is running for it",
-    )
-}
-
-fn too_large(bytes: usize, most: usize) -> StoreError {
-    let message = format!("the server takes values of {most} bytes at most, and this one has {bytes}");
-    StoreError::new(StoreErrorKind::TooLarge, message)
-}
-
-fn failed(failure: Failure) -> StoreError {
-    match failure {
-        // A script is never half done: it checks everything before its first write.
-        Failure::Refused(refusal) => refused(&refusal),
-        Failure::NotSent(reason) => {
-            StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
-        }
-        Failure::Unusable(reason) => {
-            StoreError::new(StoreErrorKind::Misconfigured, format!("the server can't be reached: {reason}"))
-        }
-        Failure::Broken(error) => {
-            StoreError::new(StoreErrorKind::Unconfirmed, "the connection broke before the answer came")
-                .with_source(error)
-        }
-        Failure::TimedOut => StoreError::new(StoreErrorKind::Unconfirmed, "the server did not answer in time"),
-        Failure::Lost => StoreError::new(StoreErrorKind::Unconfirmed, "the answer got lost on its way"),
-        Failure::Unreplicated(_, why) => {
-            let why = why.map_or_else(|| "it in time".to_owned(), |said| format!("it: the server refused: {said}"));
-            let message = format!("fewer replicas than `min_replicas` confirmed {why}");
-            StoreError::new(StoreErrorKind::Unconfirmed, message)
-        }
-    }
-}
-
-fn refused(Refusal { code, message }: &Refusal) -> StoreError {
-    let (kind, what) = match &**code {
-        DAMAGED => return damaged(),
-        "WRONGTYPE" => (StoreErrorKind::Corrupt, "the server refused"),
-        "OOM" => (StoreErrorKind::Full, "the server is full"),
-        "NOAUTH" | "WRONGPASS" | "NOPERM" => {
-            (StoreErrorKind::Misconfigured, "the server refused the login or what it may do")
-        }
-        // A command that is forbidden in a script has no error code of its own.
-        "ERR" if FORBIDDEN.iter().any(|words| message.contains(words)) => {
-            (StoreErrorKind::Misconfigured, "the server does not allow what the store has to do")
-        }
-        _ => (StoreErrorKind::Unavailable, "the server refused"),
-    };
-    StoreError::new(kind, format!("{what}: {code} {message}"))
-}
-
-/// How servers report in a script that the login lacks a right, or that a command does not exist: it may have been renamed.
-const FORBIDDEN: [&str; 5] = [
-    "The user executing the script can't",
-    "ACL failure in script",
-    "ACL permissions",
-    "unknown command",
-    "Unknown Redis command",
-];

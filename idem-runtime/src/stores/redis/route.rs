@@ -3,10 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use redis::Value;
+
+use super::batch::{Ask, Dispatch, Finishing, Name, Replicas, Reserving, Running, Terms};
 use super::cluster::Cluster;
 use super::connection::{Background, Connection};
-use super::dispatch::{Answer, Ask, Completion, Dispatch, Replicas, Terms};
+use super::failure::Failure;
 use super::limits::SURE;
+use crate::combine::all;
 
 /// One server, and a store's connections to it.
 pub(super) struct Node {
@@ -20,15 +24,11 @@ pub(super) struct Node {
     large: Dispatch,
 }
 
-/// An operation, for one key.
+/// An operation, for one key (or for several of one slot, if it renews leases).
 #[derive(Clone)]
 pub(super) enum Op<'a> {
-    Reserve {
-        key: &'a [u8],
-        value: &'a [u8],
-        ttl_ms: u64,
-    },
-    Finish(Completion<'a>),
+    Reserve(Reserving<'a>),
+    Finish(Finishing<'a>),
     /// A command that renews leases.
     Renew(Ask),
     /// Any other command that replicas have to confirm.
@@ -70,32 +70,33 @@ impl Node {
         self.confirmed.as_ref().unwrap_or(&self.plain)
     }
 
-    fn finishing(&self, completion: &Completion<'_>) -> &Dispatch {
-        if completion.value.len() < SURE { self.writing() } else { &self.large }
+    fn finishing(&self, finishing: &Finishing<'_>) -> &Dispatch {
+        if finishing.value_len() < SURE { self.writing() } else { &self.large }
     }
 
     fn renewing(&self) -> &Dispatch {
         self.renewing.as_ref().unwrap_or_else(|| self.writing())
     }
 
-    pub(super) async fn run(&self, op: Op<'_>) -> Answer {
+    /// Hands `op` over.
+    pub(super) fn run<'a>(&'a self, op: Op<'a>) -> Running<'a> {
         match op {
-            Op::Reserve { key, value, ttl_ms } => self.writing().reserve(key, value, ttl_ms).await,
-            Op::Finish(completion) => self.finishing(&completion).finish(&completion).await,
-            Op::Renew(ask) => self.renewing().command(ask).await,
-            Op::Write(ask) => self.writing().command(ask).await,
-            Op::Read(ask) => self.plain.command(ask).await,
+            Op::Reserve(reserving) => self.writing().reserve(&reserving),
+            Op::Finish(finishing) => self.finishing(&finishing).finish(&finishing),
+            Op::Renew(ask) => self.renewing().command(ask),
+            Op::Write(ask) => self.writing().command(ask),
+            Op::Read(ask) => self.plain.command(ask),
         }
     }
 
     /// Runs `op` while the slot of its key is still migrating to this server.
-    pub(super) async fn run_asking(&self, op: Op<'_>) -> Answer {
+    pub(super) fn run_asking<'a>(&'a self, op: Op<'a>) -> Running<'a> {
         match op {
-            Op::Reserve { key, value, ttl_ms } => self.writing().reserve_asking(key, value, ttl_ms).await,
-            Op::Finish(completion) => self.finishing(&completion).finish_asking(&completion).await,
-            Op::Renew(ask) => self.renewing().command_asking(ask).await,
-            Op::Write(ask) => self.writing().command_asking(ask).await,
-            Op::Read(ask) => self.plain.command_asking(ask).await,
+            Op::Reserve(reserving) => self.writing().reserve_asking(&reserving),
+            Op::Finish(finishing) => self.finishing(&finishing).finish_asking(&finishing),
+            Op::Renew(ask) => self.renewing().command_asking(ask),
+            Op::Write(ask) => self.writing().command_asking(ask),
+            Op::Read(ask) => self.plain.command_asking(ask),
         }
     }
 }
@@ -108,11 +109,43 @@ pub(super) enum Route {
 }
 
 impl Route {
-    /// Runs `op`, whose key is `key`.
-    pub(super) async fn run(&self, key: &[u8], op: Op<'_>) -> Answer {
+    /// Runs `op`, whose key is `name`. Over one server it is handed over at once; await it as soon as it is made.
+    pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> Running<'a> {
         match self {
-            Self::One(node, _) => node.run(op).await,
-            Self::Cluster(cluster) => Box::pin(cluster.run(key, op)).await,
+            Self::One(node, _) => node.run(op),
+            Self::Cluster(cluster) => Running::alone(cluster.run(name, op)),
+        }
+    }
+
+    /// Asks each server, at once. Fails if one of them does.
+    pub(super) async fn ask_all(&self, ask: &Ask) -> Result<(), Failure> {
+        match self {
+            Self::One(node, _) => node.run(Op::Read(ask.clone())).await.map(drop),
+            Self::Cluster(cluster) => {
+                let primaries = cluster.primaries();
+                if primaries.is_empty() {
+                    return Err(Failure::NotSent("no node of the cluster is known".into()));
+                }
+                let mut asked: Vec<_> =
+                    primaries.iter().map(|primary| primary.node().run(Op::Read(ask.clone()))).collect();
+                all(&mut asked).await.into_iter().try_for_each(|answer| answer.map(drop))
+            }
+        }
+    }
+
+    /// Asks one server: the one of this name, or the next one that is there. Returns its name, its answer, and the name of the
+    /// server that follows. A lone server has no name.
+    pub(super) async fn ask_in_turn(&self, name: &str, ask: Ask) -> Result<(String, Value, Option<String>), Failure> {
+        match self {
+            Self::One(node, _) => Ok((String::new(), node.run(Op::Read(ask)).await?, None)),
+            Self::Cluster(cluster) => {
+                let mut primaries = cluster.primaries();
+                primaries.sort_by_key(|primary| primary.name());
+                let mut rest = primaries.iter().skip_while(|primary| *primary.name() < *name);
+                let asked = rest.next().ok_or_else(|| Failure::NotSent("no node of the cluster is known".into()))?;
+                let answer = asked.node().run(Op::Read(ask)).await?;
+                Ok((asked.name(), answer, rest.next().map(|next| next.name())))
+            }
         }
     }
 }

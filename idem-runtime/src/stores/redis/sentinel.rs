@@ -15,9 +15,10 @@ use futures_util::stream::Stream;
 use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from_redis_value};
 use tokio::sync::{Notify, watch};
 
-use super::connection::{Background, Connection, Failure, Place, elsewhere};
+use super::connection::{Background, Connection, Place, elsewhere};
+use super::failure::Failure;
 use crate::clock::Clock;
-use crate::future::{all, race};
+use crate::combine::{all, race};
 use crate::sync::lock;
 
 /// The time limit of one sentinel; an unreachable one must not delay the others for long.
@@ -110,11 +111,11 @@ impl Sentinels {
         Err(match refused {
             Some(refusal) => RedisError::from((
                 ErrorKind::AuthenticationFailed,
-                "the sentinels refuse",
+                "the sentinels refused the request",
                 format!("{} {}", refusal.code, refusal.message),
             )),
             None if nameless => {
-                (ErrorKind::MasterNameNotFoundBySentinel, "the sentinels know no primary of this name").into()
+                (ErrorKind::MasterNameNotFoundBySentinel, "the sentinels know no primary of that name").into()
             }
             None => self.unreachable().await,
         })
@@ -142,7 +143,7 @@ impl Sentinels {
                 if let Some(before) = before {
                     tracing::info!(
                         name = self.name, from = %format_args!("{}:{}", before.host, before.port),
-                        to = %format_args!("{}:{}", latest.host, latest.port), "the sentinels name another primary"
+                        to = %format_args!("{}:{}", latest.host, latest.port), "the sentinels now name another primary"
                     );
                 }
                 *known = Some(latest.clone());

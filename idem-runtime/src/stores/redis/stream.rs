@@ -13,12 +13,10 @@ use tokio::net::TcpStream;
 
 use super::connection::Background;
 use crate::clock::{Clock, Instant};
-use crate::kit::metered::{Meter, Metered, Moment};
+use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};
 
 /// How many commands the driver of a connection accepts before callers queue for it.
 const DRIVER_QUEUE: usize = 1024;
-/// For every so many bytes sent without an answer, one more time limit: the system takes them at once, the network may not.
-const SENT_IN_TIME: u64 = 256 * 1024;
 
 /// When something last moved on a connection.
 #[derive(Debug)]
@@ -42,7 +40,7 @@ impl Pulse {
 
     /// How long nothing may move, for an exchange with this `timeout`.
     pub(super) fn patience(&self, timeout: Duration) -> Duration {
-        let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME;
+        let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME as u64;
         timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
     }
 }
@@ -165,9 +163,8 @@ mod tls {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
-        let name = ServerName::try_from(host.to_owned()).map_err(|_| {
-            RedisError::from((ErrorKind::InvalidClientConfig, "the host is no name that TLS can check"))
-        })?;
+        let name = ServerName::try_from(host.to_owned())
+            .map_err(|_| RedisError::from((ErrorKind::InvalidClientConfig, "TLS can't check the name of the host")))?;
         TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| match error.kind() {
             // A retry does not help against an untrusted certificate.
             io::ErrorKind::InvalidData => (ErrorKind::InvalidClientConfig, "TLS", error.to_string()).into(),

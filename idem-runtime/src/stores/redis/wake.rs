@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use super::cluster::Cluster;
 use super::connection::{Background, Place};
 use crate::clock::{Clock, Sleep, SystemClock};
-use crate::future::race;
+use crate::combine::race;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 

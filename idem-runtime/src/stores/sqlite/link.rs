@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use rusqlite::config::DbConfig;
 
-use super::connect::{Connected, misconfigured};
+use super::failure::misconfigured;
+use super::file::Connected;
 use crate::store::StoreError;
 use crate::sync::{Process, lock};
 
@@ -24,7 +25,7 @@ static CLOSING: Mutex<()> = Mutex::new(());
 const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// The connection of one thread.
+/// A connection, which one thread uses at a time.
 pub(super) struct Link {
     process: Process,
     connected: Mutex<Option<Connected>>,
@@ -38,6 +39,15 @@ impl Link {
     /// The connection, if there is one. This lock is held to use the connection or to close it.
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<Connected>> {
         lock(&self.connected)
+    }
+
+    /// The same, unless another thread holds the lock.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Option<Connected>>> {
+        match self.connected.try_lock() {
+            Ok(connected) => Some(connected),
+            Err(TryLockError::Poisoned(connected)) => Some(connected.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Connects, unless there is a connection.
@@ -71,11 +81,7 @@ impl Link {
 
     /// Closes an inherited connection, unless its process was using it.
     fn let_go(&self) -> Result<(), StoreError> {
-        let mut connected = match self.connected.try_lock() {
-            Ok(connected) => connected,
-            Err(TryLockError::Poisoned(connected)) => connected.into_inner(),
-            Err(TryLockError::WouldBlock) => return Err(forked_at_work()),
-        };
+        let Some(mut connected) = self.try_lock() else { return Err(forked_at_work()) };
         let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
         // Otherwise the close would look whether it is the last one, and remove the WAL of the connections that remain.
         let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
@@ -111,8 +117,8 @@ fn list() -> Result<MutexGuard<'static, Vec<Weak<Link>>>, StoreError> {
 
 fn forked_at_work() -> StoreError {
     misconfigured(
-        "this process was forked while its parent was at work in SQLite, which can't be used here any more: fork before \
-         stores are opened, or while nothing is asked of them"
+        "this process was forked while a store of its parent was in use, so SQLite can't be used here: fork before \
+         stores are opened, or while no call is under way"
             .to_owned(),
     )
 }

@@ -1,14 +1,16 @@
 //! Records in a SQLite file.
 //!
-//! A record is a row, and each operation is a statement or two on it ([`table`]). Concurrent calls share transactions, and
-//! with them the wait for the disk ([`threads`]).
+//! A record is a row, and each operation is a statement or two on it ([`sql`]). Concurrent calls share transactions, and
+//! with them the wait for the disk ([`batch`]).
 
-mod connect;
+mod batch;
+mod failure;
+mod file;
 mod link;
-mod queue;
-mod session;
-mod table;
-mod threads;
+mod options;
+mod spare;
+mod sql;
+#[cfg(feature = "with-rusqlite-0_40")]
 mod within;
 
 use std::fmt;
@@ -17,16 +19,19 @@ use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use self::connect::Database;
-pub use self::connect::{SqliteOptions, Synchronous};
-use self::queue::{Answer, Ask};
-use self::threads::{Core, Lane};
+use self::batch::queue::{Answer, Ask};
+use self::batch::{Core, Lane};
+use self::file::Database;
+pub use self::options::{SqliteOptions, Synchronous};
+#[cfg(feature = "with-rusqlite-0_40")]
 pub use self::within::InSqlite;
 use crate::clock::Clock;
-use crate::future::race;
+use crate::combine::race;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
-use crate::store::{Answers, Heartbeats, Store, StoreError, StoreErrorKind, StoreFuture, forward};
+use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::store::{
+    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+};
 use crate::sync::PerProcess;
 
 /// A store in a SQLite file, which the processes of one host share.
@@ -44,13 +49,16 @@ use crate::sync::PerProcess;
 ///   Expired records are cleaned up as new ones arrive, and by [`purge`](SqliteStore::purge); their room is used again, the
 ///   file never shrinks.
 /// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay; one transaction for a
-///   heartbeat of up to some thousand leases. A duplicate that waits is woken at once by its own store, and within some
+///   heartbeat of up to some thousand leases, and more of them for more: each ends after some 8 ms and lets other writers
+///   through. A duplicate that waits is woken at once by its own store, and within some
 ///   5 ms by others.
 ///
 /// The records are in one table, `idem_records`, which may lie beside tables of the application's own. The file is put in
 /// WAL mode and stays in it. Removing or replacing it while it is open makes every call fail; copy it with SQLite's own
-/// means. Clones share up to three threads, which do all work on the file: one writes, one reads, and one renews leases and
-/// makes late writes.
+/// means. Clones share up to three threads, which work on the file: one writes, one reads, and one renews leases and makes
+/// late writes. Only a replay for which nobody else has to wait is read on the thread of its caller, if its result is not
+/// longer than 16 KB and reads take some microseconds, as they do while the file is in memory. From a slow disk few are: it
+/// may hold up callers for a twentieth of the time.
 ///
 /// **Tables of your own in the same file.** Only one transaction writes at a time. While one of yours is open, no key is
 /// reserved, no result recorded and no lease renewed; replays go on. So a lease must be longer than your longest write
@@ -62,7 +70,7 @@ use crate::sync::PerProcess;
 ///
 /// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. The
 /// child first closes the connections of the stores that it has inherited. It can do so only if no call, no renewal and no
-/// late write was under way at the fork ([`flush`](SqliteStore::flush) first). Otherwise every call in the child is
+/// late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise every call in the child is
 /// [`StoreErrorKind::Misconfigured`]: SQLite's record of its locks is wrong there and would lose writes. The same holds for
 /// your own connections to the file, which a store does not know: close them before you fork.
 ///
@@ -97,30 +105,19 @@ impl SqliteStore {
         SqliteOptions::default()
     }
 
-    fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
-        Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(Heartbeats::new(clock)), Lane::Calls))
-    }
-
-    /// Waits until late writes and renewals are done (see [`Heartbeats::flush`]), and all earlier requests to the file.
-    pub async fn flush(&self) {
-        self.0.heartbeats.flush().await;
-        self.0.core().pass().await;
-    }
-
-    /// Looks at up to `batch` records that may have expired and removes those that have. Returns how many it removed. Every
-    /// reservation that is written does the same for two records, so this is for a store that is no longer used.
+    /// The statements that create the table of this name, for your own migrations. [`open`](SqliteStore::open) runs the same.
     ///
-    /// # Errors
-    /// [`StoreError`] if the file did not confirm.
-    pub async fn purge(&self, batch: u32) -> Result<u64, StoreError> {
-        match self.0.core().ask(Lane::Calls, Ask::Purge(batch)).await? {
-            Answer::Removed(removed) => Ok(removed),
-            other => Err(nonsense(&other)),
-        }
+    /// ```
+    /// # use idem_runtime::SqliteStore;
+    /// assert!(SqliteStore::schema_sql("idem_records").contains(r#"CREATE TABLE IF NOT EXISTS "idem_records""#));
+    /// ```
+    pub fn schema_sql(table: &str) -> String {
+        sql::ddl(table)
     }
 
-    fn shared(&self) -> &Shared {
-        &self.0
+    fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
+        let heartbeats = Heartbeats::new(clock).held_by(&core.database.options.holder);
+        Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(heartbeats), Lane::Calls))
     }
 }
 
@@ -130,7 +127,7 @@ impl fmt::Debug for SqliteStore {
     }
 }
 
-forward! { () SqliteStore => shared; }
+store_of_shared!(SqliteStore);
 
 struct Shared {
     this: Weak<Shared>,
@@ -183,6 +180,14 @@ impl Shared {
         self.core().ask(self.lane, ask)
     }
 
+    /// The record of `key`.
+    async fn look(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
+        match core.ask(self.lane, Ask::Inspect(key.clone())).await? {
+            Answer::Inspection(inspection) => Ok(inspection),
+            other => Err(nonsense(&other)),
+        }
+    }
+
     /// Asks for a compare-and-set.
     async fn write(&self, ask: Ask) -> Result<Verdict, StoreError> {
         match self.ask(ask).await? {
@@ -194,7 +199,7 @@ impl Shared {
 
 /// The error for an answer to another question. The answer may hold a payload and is not shown.
 fn nonsense(_: &Answer) -> StoreError {
-    StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another question")
+    StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another request")
 }
 
 impl Store for Shared {
@@ -228,7 +233,7 @@ impl Store for Shared {
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
-            match self.core().reserve(self.lane, request.clone()).await? {
+            match self.core().reserve(self.lane, request).await? {
                 Answer::Reservation(reservation) => Ok(reservation),
                 other => Err(nonsense(&other)),
             }
@@ -247,7 +252,7 @@ impl Store for Shared {
         StoreFuture::new(self.write(Ask::Release(lease.clone(), release)))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let core = self.core();
             // Counted before the first look: from now on the reader looks for commits of others.
@@ -257,28 +262,58 @@ impl Store for Shared {
                 loop {
                     let mut woken = pin!(waiter.woken());
                     woken.as_mut().enable();
-                    match core.ask(self.lane, Ask::IsPending(key.clone(), attempt)).await? {
-                        Answer::IsPending(true) => woken.await,
-                        Answer::IsPending(false) => return Ok(()),
-                        other => return Err(nonsense(&other)),
+                    match self.look(core, key).await? {
+                        Some(found) if found.record.is_pending() && found.attempt() == attempt => woken.await,
+                        found => return Ok(found),
                     }
                 }
             };
-            race(ended, self.heartbeats.clock().sleep(at_most)).await.unwrap_or(Ok(()))
+            match race(ended, self.heartbeats.clock().sleep(at_most)).await {
+                Some(ended) => ended,
+                None => self.look(core, key).await,
+            }
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        StoreFuture::new(async move { self.look(self.core(), key).await })
+    }
+
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
         StoreFuture::new(async move {
-            match self.ask(Ask::Inspect(key.clone())).await? {
-                Answer::Inspection(inspection) => Ok(inspection),
+            match self.core().ask(self.lane, Ask::Decide(decision.clone())).await? {
+                Answer::Decided(decided) => Ok(decided),
                 other => Err(nonsense(&other)),
             }
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(Ask::Reopen(key.clone(), attempt)))
+    /// Every reservation that is written does the same for two records, so this is for a store that is no longer used.
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        StoreFuture::new(async move {
+            match self.core().ask(self.lane, Ask::Purge(batch)).await? {
+                Answer::Removed(removed) => Ok(removed),
+                other => Err(nonsense(&other)),
+            }
+        })
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        StoreFuture::new(async move {
+            match self.ask(Ask::List(filter.clone())).await? {
+                Answer::Page(page) => Ok(page),
+                other => Err(nonsense(&other)),
+            }
+        })
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::new(async move {
+            match self.ask(Ask::Ping).await? {
+                Answer::Pong => Ok(()),
+                other => Err(nonsense(&other)),
+            }
+        })
     }
 }
 
@@ -290,7 +325,7 @@ pub fn meet_row(
     request: &ReserveRequest,
     now: i64,
 ) -> (Result<Option<Inspection>, StoreError>, Result<Reservation, StoreError>) {
-    let mut table = table::Table::new(connection, table::NAME);
-    let seen = table.inspect(&request.key, now).map_err(|trouble| connect::failed(&trouble));
-    (seen, table.reserve(request, now).map_err(|trouble| connect::failed(&trouble)))
+    let mut table = sql::Table::new(connection, sql::NAME);
+    let seen = table.inspect(&request.key, now).map_err(|trouble| failure::failed(&trouble));
+    (seen, table.reserve(request, now).map_err(|trouble| failure::failed(&trouble)))
 }

@@ -6,12 +6,12 @@ use std::time::Duration;
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 
 use super::SqliteStore;
-use super::connect::{failed, misconfigured};
-use super::table::{self, Form, Table, Trouble};
+use super::failure::{failed, misconfigured};
+use super::sql::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
 use crate::engine::Outcome;
 use crate::key::Key;
-use crate::record::{Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
 
@@ -24,11 +24,12 @@ pub struct InSqlite<'a> {
     connection: &'a Connection,
     table: String,
     namespace: String,
+    holder: String,
 }
 
 impl<'a> InSqlite<'a> {
     pub(super) fn new(connection: &'a Connection) -> Self {
-        Self { connection, table: table::NAME.to_owned(), namespace: String::new() }
+        Self { connection, table: sql::NAME.to_owned(), namespace: String::new(), holder: String::new() }
     }
 }
 
@@ -83,6 +84,15 @@ impl Within<InSqlite<'_>> {
         namespace.clone_into(&mut self.0.namespace);
         self
     }
+
+    /// The name of this program in its records, beside host and process (default: none); see
+    /// [`SqliteOptions::holder`](super::SqliteOptions::holder). Each name is kept for the life of the process: it is not for
+    /// what differs from call to call.
+    #[must_use]
+    pub fn holder(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.0.holder);
+        self
+    }
 }
 
 impl fmt::Debug for InSqlite<'_> {
@@ -96,7 +106,7 @@ fn aborted(trouble: &Trouble) -> StoreError {
     let error = failed(trouble);
     match error.kind() {
         StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed => {
-            StoreError::new(StoreErrorKind::Aborted, format!("the transaction can't go on, roll it back: {error}"))
+            StoreError::new(StoreErrorKind::Aborted, format!("the transaction can't continue; roll it back: {error}"))
         }
         _ => error,
     }
@@ -118,7 +128,7 @@ impl InSqlite<'_> {
     }
 
     fn on_table<T>(&self, work: impl Fn(&mut Table<'_>, i64) -> Result<T, Trouble>) -> Result<T, StoreError> {
-        table::check_name(&self.table).map_err(misconfigured)?;
+        sql::check_name(&self.table).map_err(misconfigured)?;
         self.check_open()?;
         let attempt = || work(&mut Table::new(self.connection, &self.table), wall_millis(&SystemClock::default()));
         let tried = attempt();
@@ -127,9 +137,9 @@ impl InSqlite<'_> {
             Err(trouble) => trouble,
         };
         // Checked only now: in all but the first transaction the table exists.
-        let form = table::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
+        let form = sql::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
         if form == Form::Absent {
-            table::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
+            sql::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
             let tried = attempt();
             return tried.map_err(|trouble| aborted(&trouble));
         }
@@ -151,6 +161,10 @@ impl within::Transaction for InSqlite<'_> {
 
     fn namespace(&self) -> &str {
         &self.namespace
+    }
+
+    fn holder(&self) -> &str {
+        &self.holder
     }
 
     fn place(&self) -> &str {
@@ -176,7 +190,7 @@ impl within::Transaction for InSqlite<'_> {
 
     fn undo_at_once(&self) {
         if let Err(error) = self.savepoint("ROLLBACK TO idem; RELEASE idem") {
-            tracing::debug!(%error, "a call could not be undone; its transaction is over");
+            tracing::debug!(%error, "the writes of a call could not be undone: its transaction has ended");
         }
     }
 
@@ -202,8 +216,8 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.inspect(key, now))
     }
 
-    async fn reopen(&self, key: &Key, attempt: u32) -> Result<Verdict, StoreError> {
-        self.on_table(|table, now| table.reopen(key, attempt, now))
+    async fn decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        self.on_table(|table, now| table.decide(decision, now))
     }
 }
 

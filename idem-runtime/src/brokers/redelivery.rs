@@ -1,0 +1,233 @@
+//! For how long a broker may deliver a message again, against the retention of records.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::policy::Policy;
+
+/// For how long after its first delivery a broker may deliver a message again; for [`Policy::check_redelivery`].
+///
+/// Each constructor takes what the configuration of the broker says. The time counts from when the message was published, and a
+/// record's `ttl` from completion, which is later: a `ttl` as long as [`longest`](Redelivery::longest) suffices.
+///
+/// A producer that publishes the same operation again, hours later, is not bounded by any of this.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Redelivery {
+    broker: &'static str,
+    /// `None`: for ever.
+    retention: Option<Duration>,
+    /// For how much longer than `retention` a message may be kept.
+    segment: Duration,
+    /// After how long a consumer group that is away starts again at the beginning.
+    offsets_retention: Option<Duration>,
+    /// For how long a dead-letter queue keeps it.
+    dlq: Option<Duration>,
+}
+
+impl Redelivery {
+    /// `segment.ms` of Kafka where nothing else is configured.
+    const KAFKA_SEGMENT: Duration = Duration::from_secs(7 * 86_400);
+
+    const fn of(broker: &'static str, retention: Option<Duration>) -> Self {
+        Self { broker, retention, segment: Duration::ZERO, offsets_retention: None, dlq: None }
+    }
+
+    /// Amazon SQS: the queue's `MessageRetentionPeriod` (4 days unless configured, 14 days at most). If its messages are
+    /// redriven from a dead-letter queue, add [`dlq`](Redelivery::dlq).
+    pub const fn sqs(retention: Duration) -> Self {
+        Self::of("SQS", Some(retention))
+    }
+
+    /// Kafka: the topic's `retention.ms` ([`Duration::MAX`] for -1, and for a compacted topic), and the broker's
+    /// `offsets.retention.minutes`. A reset of offsets brings back whatever the topic keeps, and so does a group that was away
+    /// for the retention of its offsets. A message is deleted with its segment, so it may stay for `segment.ms` longer:
+    /// see [`segment`](Redelivery::segment).
+    pub const fn kafka(retention: Duration, offsets_retention: Duration) -> Self {
+        let retention = if retention.as_nanos() == Duration::MAX.as_nanos() { None } else { Some(retention) };
+        let kafka = Self::of("Kafka", retention);
+        Self { segment: Self::KAFKA_SEGMENT, offsets_retention: Some(offsets_retention), ..kafka }
+    }
+
+    /// Kafka: the topic's `segment.ms` (default: 7 days).
+    #[must_use]
+    pub const fn segment(self, segment: Duration) -> Self {
+        Self { segment, ..self }
+    }
+
+    /// NATS JetStream: the stream's `max_age`; zero is for ever, as there. A consumer that is created anew may start at the
+    /// beginning.
+    pub const fn jetstream(max_age: Duration) -> Self {
+        Self::of("JetStream", if max_age.is_zero() { None } else { Some(max_age) })
+    }
+
+    /// RabbitMQ: the message TTL of the queue or of its policy. A queue without one is [`unbounded`](Redelivery::unbounded). If
+    /// messages come back from a dead-letter queue, add [`dlq`](Redelivery::dlq).
+    pub const fn rabbitmq(ttl: Duration) -> Self {
+        Self::of("RabbitMQ", Some(ttl))
+    }
+
+    /// Google Pub/Sub: the longer one of the retentions of the subscription (7 days unless configured) and of its topic (31 days
+    /// at most): a `seek` brings back what was acknowledged.
+    pub const fn pubsub(retention: Duration) -> Self {
+        Self::of("Pub/Sub", Some(retention))
+    }
+
+    /// Any other broker or client that delivers nothing again after `longest`.
+    pub const fn at_most(longest: Duration) -> Self {
+        Self::of("the broker", Some(longest))
+    }
+
+    /// A broker that keeps messages until somebody deletes them: a Redis stream that is not trimmed, a queue without a message
+    /// TTL. No `ttl` suffices.
+    pub const fn unbounded() -> Self {
+        Self::of("the broker", None)
+    }
+
+    /// Messages that fail go to a dead-letter queue which keeps them for `retention`, and somebody may put them back. Then the
+    /// whole retention of the queue starts again: once here, and once more each time that the same message is put back.
+    #[must_use]
+    pub const fn dlq(self, retention: Duration) -> Self {
+        Self { dlq: Some(retention), ..self }
+    }
+
+    /// How long a message may be delivered again; `None` if there is no end.
+    pub const fn longest(&self) -> Option<Duration> {
+        let Some(retention) = self.retention else { return None };
+        let kept = retention.saturating_add(self.segment);
+        match self.dlq {
+            Some(dlq) => Some(kept.saturating_add(dlq).saturating_add(kept)),
+            None => Some(kept),
+        }
+    }
+}
+
+impl Policy {
+    /// Whether a record is remembered for as long as its broker may deliver the message again: for the start of a program.
+    ///
+    /// # Errors
+    /// [`RedeliveryProblem`] says both times, and what to do.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use idem_runtime::Policy;
+    /// use idem_runtime::brokers::Redelivery;
+    ///
+    /// const DAY: Duration = Duration::from_secs(86_400);
+    /// const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(32));
+    ///
+    /// // 14 days in the queue, 4 in the dead-letter queue, and 14 again once it is put back.
+    /// PAYMENTS.check_redelivery(&Redelivery::sqs(DAY * 14).dlq(DAY * 4))?;
+    ///
+    /// let problem = PAYMENTS.ttl(DAY * 7).check_redelivery(&Redelivery::sqs(DAY * 14)).unwrap_err();
+    /// assert!(problem.to_string().starts_with("`ttl` is 7 d, and SQS may deliver a message again for up to 14 d"));
+    /// # Ok::<(), idem_runtime::brokers::RedeliveryProblem>(())
+    /// ```
+    pub const fn check_redelivery(&self, redelivery: &Redelivery) -> Result<(), RedeliveryProblem> {
+        let (ttl, redelivery) = (self.ttl, *redelivery);
+        match redelivery.longest() {
+            None => Err(RedeliveryProblem::Unbounded { ttl, redelivery }),
+            Some(longest) if ttl.as_nanos() < longest.as_nanos() => {
+                Err(RedeliveryProblem::TtlTooShort { ttl, longest, redelivery })
+            }
+            Some(_) => Ok(()),
+        }
+    }
+}
+
+/// A `ttl` after which the broker may still deliver the message, so that its body would run again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum RedeliveryProblem {
+    /// The record is forgotten before the message.
+    #[non_exhaustive]
+    TtlTooShort {
+        /// For how long the record is remembered.
+        ttl: Duration,
+        /// For how long the message may be delivered.
+        longest: Duration,
+        /// What that is made of.
+        redelivery: Redelivery,
+    },
+    /// The message may be delivered again for ever.
+    #[non_exhaustive]
+    Unbounded {
+        /// For how long the record is remembered.
+        ttl: Duration,
+        /// What was said of the broker.
+        redelivery: Redelivery,
+    },
+}
+
+impl fmt::Display for RedeliveryProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TtlTooShort { ttl, longest, redelivery } => write!(
+                f,
+                "`ttl` is {}, and {} may deliver a message again for up to {}{}: a duplicate that comes after `ttl` runs the \
+                 body again; give a `ttl` of at least {}, or let the broker keep messages for less long",
+                Days(*ttl),
+                redelivery.broker,
+                Days(*longest),
+                Parts(redelivery),
+                Days(*longest),
+            ),
+            Self::Unbounded { ttl, redelivery } => write!(
+                f,
+                "`ttl` is {}, and {} may deliver a message again at any time, so no `ttl` suffices: make the effect refuse a \
+                 second time by itself (a unique key in your database that is never deleted, written in your own transaction), \
+                 or let the broker delete messages after some time",
+                Days(*ttl),
+                redelivery.broker,
+            ),
+        }
+    }
+}
+
+impl std::error::Error for RedeliveryProblem {}
+
+/// What the time of a redelivery is made of, if that is not one number.
+struct Parts<'a>(&'a Redelivery);
+
+impl fmt::Display for Parts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Redelivery { retention, segment, offsets_retention, dlq, .. } = self.0;
+        let Some(retention) = retention else { return Ok(()) };
+        if segment.is_zero() && dlq.is_none() {
+            return Ok(());
+        }
+        write!(f, " ({} of retention", Days(*retention))?;
+        if !segment.is_zero() {
+            write!(f, ", {} more for its segment", Days(*segment))?;
+        }
+        if let Some(dlq) = dlq {
+            let kept = Days(retention.saturating_add(*segment));
+            write!(f, ", {} in the dead-letter queue, and {kept} again once it is put back", Days(*dlq))?;
+        }
+        if let Some(offsets) = offsets_retention {
+            write!(f, "; a group that is away for {} reads all of it again", Days(*offsets))?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// A time in the units of a configuration: `7 d`, `1 d 12 h`.
+struct Days(Duration);
+
+impl fmt::Display for Days {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut seconds, mut written) = (self.0.as_secs(), 0);
+        for (unit, length) in [("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)] {
+            let count = seconds / length;
+            seconds %= length;
+            if count > 0 {
+                write!(f, "{}{count} {unit}", if written > 0 { " " } else { "" })?;
+                written += 1;
+            }
+        }
+        match (written, self.0.subsec_millis()) {
+            (0, millis) => write!(f, "{millis} ms"),
+            (_, 0) => Ok(()),
+            (_, millis) => write!(f, " {millis} ms"),
+        }
+    }
+}

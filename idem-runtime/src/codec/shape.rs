@@ -1,0 +1,82 @@
+//! A hash of what a value is made of: the kinds of its parts and the names of its types, fields and variants, in the order in
+//! which they are written.
+//!
+//! Both sides note what they do, the one that writes what `Serialize` says and the one that reads what `Deserialize` asks for.
+//! Where the bytes have no names, bytes of another type are told by nothing else.
+
+use std::cell::Cell;
+
+/// What is noted. The numbers are a part of the written form.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+pub(super) enum Kind {
+    Bool = 1,
+    I8 = 2,
+    I16 = 3,
+    I32 = 4,
+    I64 = 5,
+    I128 = 6,
+    U8 = 7,
+    U16 = 8,
+    U32 = 9,
+    U64 = 10,
+    U128 = 11,
+    F32 = 12,
+    F64 = 13,
+    Char = 14,
+    Str = 15,
+    Bytes = 16,
+    None = 17,
+    Some = 18,
+    Unit = 19,
+    UnitStruct = 20,
+    NewtypeStruct = 21,
+    Seq = 22,
+    Tuple = 23,
+    TupleStruct = 24,
+    Map = 25,
+    Struct = 26,
+    Enum = 27,
+    UnitVariant = 28,
+    NewtypeVariant = 29,
+    TupleVariant = 30,
+    StructVariant = 31,
+    /// Of whatever has parts.
+    End = 32,
+}
+
+/// FNV-1a with 64 bits (draft-eastlake-fnv): nobody picks types so that they collide.
+pub(super) struct Shape(Cell<u64>);
+
+impl Shape {
+    #[cfg(feature = "postcard")]
+    pub(super) const BYTES: usize = 8;
+
+    #[cfg(feature = "postcard")]
+    pub(super) const fn new() -> Self {
+        Self(Cell::new(0xcbf2_9ce4_8422_2325))
+    }
+
+    fn byte(&self, byte: u8) {
+        self.0.set((self.0.get() ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    }
+
+    pub(super) fn kind(&self, kind: Kind) {
+        self.byte(kind as u8);
+    }
+
+    pub(super) fn name(&self, name: &str) {
+        name.bytes().for_each(|byte| self.byte(byte));
+        // In no text.
+        self.byte(0xff);
+    }
+
+    pub(super) fn len(&self, len: usize) {
+        (len as u64).to_le_bytes().into_iter().for_each(|byte| self.byte(byte));
+    }
+
+    #[cfg(feature = "postcard")]
+    pub(super) fn finish(&self) -> [u8; Self::BYTES] {
+        self.0.get().to_le_bytes()
+    }
+}

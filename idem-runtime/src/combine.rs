@@ -1,0 +1,48 @@
+//! Combinators for futures.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::task::Poll;
+
+/// The output of `future` if it is ready by its second poll, which follows at once. Much comes by then for which a timer would be
+/// made in vain: hyper reads the body of a request once it was asked for.
+#[cfg(feature = "http")]
+pub(crate) async fn soon<F: Future + Unpin>(mut future: F) -> Option<F::Output> {
+    let mut is_polled = false;
+    poll_fn(|cx| match Pin::new(&mut future).poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending if is_polled => Poll::Ready(None),
+        Poll::Pending => {
+            is_polled = true;
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        }
+    })
+    .await
+}
+
+/// The output of `future`, or `None` if `limit` is over first.
+pub(crate) async fn race<F: Future>(future: F, mut limit: impl Future<Output = ()> + Unpin) -> Option<F::Output> {
+    let mut future = pin!(future);
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => Pin::new(&mut limit).poll(cx).map(|()| None),
+    })
+    .await
+}
+
+/// The outputs of all `futures`, in their order; the futures run concurrently.
+#[cfg(any(feature = "conformance", feature = "postgres", feature = "redis"))]
+pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
+    let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
+    poll_fn(|cx| {
+        for (future, output) in futures.iter_mut().zip(&mut outputs).filter(|(_, output)| output.is_none()) {
+            if let Poll::Ready(ready) = Pin::new(future).poll(cx) {
+                *output = Some(ready);
+            }
+        }
+        if outputs.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    outputs.into_iter().flatten().collect()
+}

@@ -1,0 +1,263 @@
+//! What a record tells a person: who holds it, since when, and what an operator said.
+
+use super::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
+use crate::clock::Instant;
+use crate::key::Key;
+use crate::policy::OnCrash;
+use crate::record::{
+    Decided, Decision, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest, Traceparent, Trail,
+    Verdict,
+};
+
+const FIRST: Holder<'static> = Holder::new("host-1/17/first \u{fc}");
+const SECOND: Holder<'static> = Holder::new("host-2/18/second");
+
+fn traceparent(digit: char) -> Traceparent {
+    let [trace, span] = [32, 16].map(|len| String::from(digit).repeat(len));
+    format!("00-{trace}-{span}-01").parse().expect("a `traceparent`")
+}
+
+impl Case {
+    async fn tells(&self, key: &Key, trail: &Trail, when: &str) {
+        assert_eq!(self.recorded(key).await.record.trail, *trail, "{when}");
+    }
+
+    async fn held_by(&self, key: &Key, holder: Holder<'_>) -> Lease {
+        let request = ReserveRequest { lease: LONG, ..self.request(key) }.holder(holder);
+        self.reserved(&request, 1, "a key that was never used").await
+    }
+}
+
+pub(super) async fn holder_survives(case: &Case) {
+    for end in ["finished", "failed", "released", "interrupted"] {
+        let key = case.key(end);
+        let request = case.request(&key).holder(FIRST);
+        let lease = case.reserved(&request, 1, "a key that was never used").await;
+        assert_eq!(lease.trail, request.trail, "the lease tells who holds it");
+        case.tells(&key, &request.trail, "reserved").await;
+        assert_eq!(case.renew(&lease).await, Verdict::Applied);
+        case.tells(&key, &request.trail, "renewed").await;
+        let ended = match end {
+            "finished" => case.finish(&lease, &completed("1")).await,
+            "failed" => case.finish(&lease, &Finish::Failed(stored("1"))).await,
+            "released" => case.release(&lease, Release::Returned).await,
+            _ => case.release(&lease, Release::Interrupted).await,
+        };
+        assert_eq!(ended, Verdict::Applied);
+        case.tells(&key, &request.trail, end).await;
+    }
+    let key = case.key("longest");
+    let longest = "é".repeat(Holder::MAX_BYTES / 2);
+    let request = case.request(&key).holder(Holder::new(&longest));
+    case.reserved(&request, 1, "a key that was never used").await;
+    assert_eq!(case.recorded(&key).await.holder(), Some(Holder::new(&longest)), "the longest name");
+}
+
+pub(super) async fn holder_is_the_latest(case: &Case) {
+    let key = case.key("lapsed");
+    case.reserved(&case.short(&key).holder(FIRST), 1, "a key that was never used").await;
+    case.lapse().await;
+    let second = case.request(&key).holder(SECOND);
+    case.takes_over(&second, 2, "a lapsed lease").await;
+    case.tells(&key, &second.trail, "taken over").await;
+
+    let key = case.key("released");
+    let lease = case.held_by(&key, FIRST).await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let nobody = case.request(&key);
+    case.reserved(&nobody, 2, "a released key").await;
+    case.tells(&key, &Trail::default(), "the next attempt, of nobody in particular").await;
+}
+
+pub(super) async fn traceparent_survives(case: &Case) {
+    let key = case.key("");
+    let traced = case.short(&key).holder(FIRST).traceparent(traceparent('a'));
+    case.reserved(&traced, 1, "a key that was never used").await;
+    case.tells(&key, &traced.trail, "reserved").await;
+    case.lapse().await;
+    let second = case.request(&key).holder(SECOND).traceparent(traceparent('b'));
+    let lease = case.takes_over(&second, 2, "a lapsed lease").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    for _ in 0..2 {
+        match case.reserve(&case.request(&key).traceparent(traceparent('c'))).await {
+            Reservation::Finished { record, .. } => {
+                let of_the_run = Some(traceparent('b'));
+                assert_eq!(record.trail.traceparent(), of_the_run, "a replay tells the trace of the run that made it");
+            }
+            other => panic!("should be replayed, was answered {other:?}"),
+        }
+    }
+    let key = case.key("alone");
+    let lease = case.reserved(&case.request(&key).traceparent(traceparent('a')), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    case.reserved(&case.request(&key), 2, "a released key").await;
+    case.tells(&key, &Trail::default(), "the next attempt, without a trace").await;
+}
+
+impl Case {
+    /// Checks that the record of `key` was first seen, and its latest attempt began, between these points and now.
+    async fn told_since(&self, key: &Key, [seen, began]: [(Instant, Instant); 2], when: &str) -> Inspection {
+        let asked = self.now();
+        let found = self.recorded(key).await;
+        for (told, (earliest, latest), what) in
+            [(found.first_seen, seen, "it was first seen"), (found.began, began, "its attempt began")]
+        {
+            let ago = told.unwrap_or_else(|| panic!("{when}: the record does not tell how long ago {what}"));
+            let least = asked.saturating_since(latest).saturating_sub(TOLERANCE);
+            let most = self.since(earliest) + TOLERANCE;
+            assert!(ago >= least && ago <= most, "{when}: {what} {ago:?} ago, not between {least:?} and {most:?}");
+        }
+        found
+    }
+}
+
+pub(super) async fn times_are_told(case: &Case) {
+    let key = case.key("");
+    let before = case.now();
+    let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let first_at = (before, case.now());
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [first_at, first_at], "reserved").await;
+    for _ in 0..2 {
+        assert_eq!(case.renew(&first).await, Verdict::Applied);
+        case.sleep(PAUSE).await;
+        case.told_since(&key, [first_at, first_at], "renewed").await;
+    }
+    assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [first_at, first_at], "released").await;
+
+    let before = case.now();
+    case.reserved(&case.short(&key), 2, "a released key").await;
+    let second_at = (before, case.now());
+    case.lapse().await;
+    case.told_since(&key, [first_at, second_at], "the second attempt").await;
+    case.sleep(PAUSE).await;
+
+    let before = case.now();
+    let third = case.takes_over(&case.request(&key), 3, "a lapsed lease").await;
+    let third_at = (before, case.now());
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [first_at, third_at], "taken over").await;
+    assert_eq!(case.finish(&third, &completed("1")).await, Verdict::Applied);
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [first_at, third_at], "finished").await;
+    assert_eq!(case.reopen(&key, 3).await, Verdict::Applied);
+    case.told_since(&key, [first_at, third_at], "reopened").await;
+    let before = case.now();
+    let fourth = case.reserved(&case.request(&key), 4, "a reopened key").await;
+    let fourth_at = (before, case.now());
+    case.sleep(PAUSE).await;
+    assert_eq!(case.decide(&Decision::break_lease(&key, 4)).await, Decided::Applied);
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [first_at, fourth_at], "its lease was broken").await;
+    drop(fourth);
+
+    // A record that was finished without any other write.
+    let key = case.key("at once");
+    let before = case.now();
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let at = (before, case.now());
+    case.sleep(PAUSE).await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.sleep(PAUSE).await;
+    case.told_since(&key, [at, at], "finished").await;
+
+    let key = case.key("forgotten");
+    let brief = ReserveRequest { ttl: super::SHORT, ..case.request(&key) };
+    let lease = case.reserved(&brief, 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.lapse().await;
+    case.sleep(PAUSE).await;
+    let before = case.now();
+    case.reserved(&case.request(&key), 1, "a forgotten key").await;
+    let at = (before, case.now());
+    case.told_since(&key, [at, at], "forgotten, and seen again").await;
+}
+
+pub(super) async fn replays_tell_their_age(case: &Case) {
+    let replayed = async |key: &Key, [began, ended]: [Instant; 2], when: &str| {
+        for _ in 0..3 {
+            let asked = case.now();
+            let age = match case.reserve(&case.request(key)).await {
+                Reservation::Finished { age, .. } => age,
+                other => panic!("{when}: should be replayed, was answered {other:?}"),
+            };
+            let age = age.unwrap_or_else(|| panic!("{when}: the replay does not tell how old its record is"));
+            let least = asked.saturating_since(ended).saturating_sub(TOLERANCE);
+            let most = case.since(began) + TOLERANCE;
+            assert!(age >= least && age <= most, "{when}: {age:?} old, not between {least:?} and {most:?}");
+            case.sleep(PAUSE).await;
+        }
+    };
+    for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
+        let (key, began) = (case.key(name), case.now());
+        let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+        case.sleep(PAUSE).await;
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
+        replayed(&key, [began, case.now()], name).await;
+    }
+
+    // The age of the attempt that made the result, not of the key.
+    let key = case.key("taken over");
+    case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    case.sleep(PAUSE).await;
+    let began = case.now();
+    let lease = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
+    assert_eq!(case.renew(&lease).await, Verdict::Applied);
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    let ended = case.now();
+    replayed(&key, [began, ended], "taken over").await;
+    // A finish that is repeated makes nothing younger.
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    replayed(&key, [began, ended], "finished again").await;
+}
+
+pub(super) async fn decision_is_named(case: &Case) {
+    let fail = |key: &Key| ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) }.holder(FIRST);
+    let reason = "é".repeat(Trail::MAX_REASON_BYTES / 2);
+    let by = "a".repeat(Trail::MAX_BY_BYTES);
+    let decisions: [fn(&Key) -> Decision; 3] = [
+        |key| Decision::reopen(key, 1),
+        |key| Decision::resolve(key, 1, completed("1")),
+        |key| Decision::break_lease(key, 1),
+    ];
+    for decide in decisions {
+        let decision = decide(&case.key("")).by(&*by).reason(&*reason);
+        let name = decision.action.name();
+        let key = case.key(name);
+        let decision = Decision { key: key.clone(), ..decision };
+        let request = fail(&key);
+        let lease = case.reserved(&request, 1, "a key that was never used").await;
+        if name != "break_lease" {
+            assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+        }
+        case.tells(&key, &request.trail, "nobody has decided").await;
+        for _ in 0..2 {
+            assert_eq!(case.decide(&decision).await, Decided::Applied);
+            case.tells(&key, &request.trail.with_decision(&by, &reason), name).await;
+        }
+        let again = Decision::new(&key, 1, decision.action.clone()).by("bob");
+        assert_eq!(case.decide(&again).await, Decided::Applied);
+        case.tells(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
+        let again = Decision::new(&key, 1, decision.action);
+        assert_eq!(case.decide(&again).await, Decided::Applied);
+        case.tells(&key, &request.trail, "a decision of nobody in particular").await;
+    }
+
+    let key = case.key("kept");
+    let lease = case.held_by(&key, FIRST).await;
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let refused = Decision::reopen(&key, 2).by("alice").reason("INC-7");
+    assert_eq!(case.decide(&refused).await, Decided::OtherAttempt { latest: 1 });
+    assert_eq!(case.recorded(&key).await.decided_by(), None, "a decision that was refused");
+    assert_eq!(case.decide(&Decision { attempt: 1, ..refused }).await, Decided::Applied);
+    let request = case.request(&key).holder(SECOND);
+    let lease = case.reserved(&request, 2, "a reopened key").await;
+    let trail = request.trail.with_decision("alice", "INC-7");
+    assert_eq!(lease.trail, trail, "the next attempt keeps what the operator said");
+    case.tells(&key, &trail, "the next attempt keeps what the operator said").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.tells(&key, &trail, "the result of the next attempt").await;
+}

@@ -1,0 +1,270 @@
+//! A delivery that tells its broker, from time to time, that the message is still being handled.
+
+use std::fmt;
+use std::future::Future;
+use std::task::Context;
+use std::time::Duration;
+
+use super::outcome::{Observe, Outcome, TimerSlot};
+use crate::error::Error;
+use crate::store::{Beat, Beating, Callback};
+
+/// What happens to a delivery whose message the broker extends no further; see [`Beat::lost`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum OnBeatLost {
+    /// It goes on under its lease. A redelivery meets a running attempt, and gets its result once that has ended.
+    #[default]
+    Continue,
+    /// It is dropped, and returns [`Error::MessageLost`]: keys are freed, or count as interrupted under `on_crash = fail`.
+    Cancel,
+}
+
+/// What an observed delivery does beside being polled. `O` is what it returns.
+pub trait Beats<O> {
+    /// Whether it needs a timer.
+    #[doc(hidden)]
+    const WANTS_TIMER: bool;
+
+    /// What the delivery returns at once because its message is lost.
+    #[doc(hidden)]
+    fn lost(&mut self, calls: &[Outcome], cx: &Context<'_>) -> Option<O>;
+
+    /// The delivery waits for something, and `timer` is that of its first call.
+    #[doc(hidden)]
+    fn start(&mut self, timer: &TimerSlot, cx: &Context<'_>);
+
+    /// The delivery is over.
+    #[doc(hidden)]
+    fn stop(&mut self);
+}
+
+/// Of a delivery without [`on_beat`](Observe::on_beat).
+#[derive(Clone, Copy, Debug)]
+pub struct NoBeat;
+
+impl<O> Beats<O> for NoBeat {
+    const WANTS_TIMER: bool = false;
+
+    fn lost(&mut self, _: &[Outcome], _: &Context<'_>) -> Option<O> {
+        None
+    }
+
+    fn start(&mut self, _: &TimerSlot, _: &Context<'_>) {}
+
+    fn stop(&mut self) {}
+}
+
+/// Of a delivery with [`on_beat`](Observe::on_beat).
+pub struct OnBeat<C> {
+    every: Duration,
+    on_lost: OnBeatLost,
+    /// Boxed at the first beat that is waited for: a handler that is ready at once pays nothing.
+    callback: Option<C>,
+    boxed: fn(C) -> Callback,
+    beating: Option<Beating>,
+}
+
+impl<C> fmt::Debug for OnBeat<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { every, on_lost, .. } = self;
+        f.debug_struct("OnBeat").field("every", every).field("on_lost", on_lost).finish_non_exhaustive()
+    }
+}
+
+impl<C, T, E: From<Error>> Beats<Result<T, E>> for OnBeat<C> {
+    const WANTS_TIMER: bool = true;
+
+    fn lost(&mut self, calls: &[Outcome], cx: &Context<'_>) -> Option<Result<T, E>> {
+        if !self.beating.as_ref()?.is_lost(cx.waker()) || self.on_lost == OnBeatLost::Continue {
+            return None;
+        }
+        let last = calls.last();
+        Some(Err(E::from(Error::MessageLost {
+            key: last.and_then(|call| call.key.clone()),
+            attempt: last.and_then(|call| call.attempt),
+            retry_after: Outcome::pause_of(last),
+        })))
+    }
+
+    fn start(&mut self, timer: &TimerSlot, cx: &Context<'_>) {
+        if let TimerSlot::Known(timer, key) = timer
+            && let Some(callback) = self.callback.take()
+        {
+            let beating = self.beating.insert(timer.start(key.clone(), self.every, (self.boxed)(callback)));
+            if beating.is_lost(cx.waker()) {
+                cx.waker().wake_by_ref();
+            }
+        }
+    }
+
+    fn stop(&mut self) {
+        self.beating = None;
+    }
+}
+
+impl<F, T, E> Observe<F>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+{
+    /// Calls `callback` every `every` while the delivery is under way, so that the broker does not take the message for lost:
+    /// it extends a visibility time-out, or reports progress. A good `every` is a third of the broker's time-out.
+    ///
+    /// The timer is the one that renews leases. It starts when the first call of the delivery first waits for something, in
+    /// whatever mode, also for another attempt: a handler that is ready at once pays nothing, and what the delivery does
+    /// before its first call is not covered. It goes on between calls, and ends with the delivery: a callback under way is
+    /// dropped then, so that it extends nothing that has been settled. A beat may come up to an eighth of `every` early.
+    ///
+    /// The callback is a task of its own on the runtime that polls the delivery, where the broker's client lives as well. Each
+    /// delivery has one at a time, for at most `every`, or 1 s if that is longer. One that hangs, fails or panics is called
+    /// again after a quarter of `every`, and costs neither a lease nor another delivery. A handler that blocks the only
+    /// thread of its runtime keeps its lease, but has no beats meanwhile.
+    ///
+    /// Where the broker has a limit of its own (SQS: 12 h from the first receive), the callback calls [`Beat::lost`] when it
+    /// is reached: [`on_beat_lost`](Observe::on_beat_lost) says what follows.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[derive(Clone)]
+    /// # struct Acker;
+    /// # impl Acker {
+    /// #     async fn progress(&self) -> Result<(), std::io::Error> { Ok(()) }
+    /// # }
+    /// #[idempotent(key = "film:{id}", ttl = "7d", store = store)]
+    /// async fn encode(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    ///     Ok(format!("film {id}")) // Takes minutes.
+    /// }
+    ///
+    /// async fn deliver(store: &MemoryStore, id: u64, acker: &Acker) {
+    ///     let ack = acker.clone();
+    ///     let (_, outcome) = observe(encode(store, id))
+    ///         .on_beat(Duration::from_secs(10), move |_| {
+    ///             let ack = ack.clone();
+    ///             async move { ack.progress().await }
+    ///         })
+    ///         .await;
+    /// #   assert!(outcome.executed());
+    /// }
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// #     deliver(&MemoryStore::new(), 42, &Acker).await;
+    /// # });
+    /// ```
+    pub fn on_beat<C, R, A, D>(self, every: Duration, callback: C) -> Observe<F, OnBeat<C>>
+    where
+        C: FnMut(Beat) -> R + Send + 'static,
+        R: Future<Output = Result<A, D>> + Send + 'static,
+        D: fmt::Display,
+    {
+        let boxed = |mut callback: C| -> Callback {
+            Box::new(move |beat| {
+                let told = callback(beat);
+                Box::pin(async move { told.await.map(drop).map_err(|error| error.to_string()) })
+            })
+        };
+        let beat = OnBeat { every, on_lost: OnBeatLost::Continue, callback: Some(callback), boxed, beating: None };
+        self.with_beat(beat)
+    }
+}
+
+impl<F: Future, C> Observe<F, OnBeat<C>> {
+    /// What happens once the broker extends the message no further (default: [`OnBeatLost::Continue`]). A body that blocks its
+    /// thread is cancelled at its next `await`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # use idem_runtime::brokers::OnBeatLost;
+    /// const AT_MOST: Duration = Duration::from_secs(11 * 3600);
+    ///
+    /// #[idempotent(key = "film:{id}", ttl = "7d", store = store)]
+    /// async fn encode(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    ///     Ok(format!("film {id}"))
+    /// }
+    ///
+    /// async fn extend() -> Result<(), std::io::Error> {
+    ///     Ok(())
+    /// }
+    ///
+    /// # async fn deliver(store: &MemoryStore, id: u64) {
+    /// let (_, outcome) = observe(encode(store, id))
+    ///     .on_beat(Duration::from_secs(10), |beat| async move {
+    ///         if beat.elapsed() > AT_MOST {
+    ///             beat.lost();
+    ///             return Ok(());
+    ///         }
+    ///         extend().await
+    ///     })
+    ///     .on_beat_lost(OnBeatLost::Cancel)
+    ///     .await;
+    /// # let _ = outcome;
+    /// # }
+    /// ```
+    pub fn on_beat_lost(self, on_lost: OnBeatLost) -> Self {
+        self.map_beat(|beat| OnBeat { on_lost, ..beat })
+    }
+}
+
+impl<F: Future, B> Observe<F, B> {
+    /// How often the broker has delivered this message, this time included: `ApproximateReceiveCount`, `x-delivery-count`
+    /// plus one, `delivered`. With it `Retry` carries a time that grows with the deliveries, also where no attempt counts them:
+    /// the duplicate of a handler that runs for long is delivered again after more and more leases, up to the longest pause of
+    /// the policy's [`Backoff`](crate::policy::Backoff).
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, received: u32) {
+    /// let (result, outcome) = observe(ship(store, id)).delivery(received).delivery_limit(5).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn delivery(self, number: u32) -> Self {
+        self.map_observer(|observer| observer.budget.number = Some(number))
+    }
+
+    /// How often the broker delivers a message before it sets it aside: `maxReceiveCount`, `x-delivery-limit` plus one,
+    /// `max_deliver`. With [`delivery`](Observe::delivery) it tells how many deliveries are left. On the last two of them a
+    /// duplicate of a running attempt waits for it in place of an answer, whatever `in_progress` says, for as long as an attempt
+    /// may run (`timeout`, and a lease): so the message is not set aside while its work is under way. A call whose store is away waits for
+    /// that as long. Combine it with
+    /// [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    ///
+    /// A broker that can't deliver later, but only at once, has spent its deliveries soon: give a limit of 1, and duplicates
+    /// always wait.
+    pub fn delivery_limit(self, limit: u32) -> Self {
+        self.map_observer(|observer| observer.budget.limit = Some(limit))
+    }
+}
+
+/// How often a message has been delivered, and may be.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Budget {
+    number: Option<u32>,
+    limit: Option<u32>,
+}
+
+impl Budget {
+    /// No message is set aside after fewer deliveries than these.
+    const LAST: u32 = 2;
+
+    /// What is not known here is as in `outer`.
+    pub(super) fn or(self, outer: Self) -> Self {
+        Self { number: self.number.or(outer.number), limit: self.limit.or(outer.limit) }
+    }
+
+    /// The number of this delivery, where it is known.
+    pub(super) fn number(self) -> Option<u32> {
+        self.number
+    }
+
+    /// Whether the broker may soon set the message aside.
+    pub(super) fn is_scarce(self) -> bool {
+        // Where only the limit is known, each delivery may be the last.
+        self.limit.is_some_and(|limit| self.number.unwrap_or(limit).saturating_add(Self::LAST) > limit)
+    }
+}

@@ -1,0 +1,327 @@
+//! What is seen of a call from outside: its span, its events, its numbers. The one place that writes them, so that the
+//! attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower all have the same.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::Span;
+use tracing::field::Empty;
+
+use super::Subject;
+use super::begin::Replay;
+use super::end::RecordContent;
+use super::outcome::{self, Outcome, Refusal};
+use crate::clock::Instant;
+use crate::error::{Disposition, Error};
+use crate::metrics::{CallOutcome, DispositionLabel, DoubtLabel, ScopeCells};
+use crate::policy::{Doubt, Mode};
+use crate::store::{Store, StoreErrorKind};
+
+/// No body runs.
+const NO_BODY: u64 = u64::MAX;
+
+/// The span and the numbers of one call. Dropped before the call is over, it tells so.
+pub(super) struct Telemetry {
+    /// Boxed, and only if somebody listens: every call would carry its size inline.
+    pub(super) span: Option<Box<Span>>,
+    pub(super) facts: Facts,
+}
+
+/// What is known of the call so far.
+pub(super) struct Facts {
+    /// `None` once the call is over.
+    cells: Option<Arc<ScopeCells>>,
+    /// Whether the call was polled. One that never was has not happened.
+    begun: bool,
+    /// Since when the body runs: nanoseconds since the origin of the clock, or [`NO_BODY`].
+    body_began: u64,
+    /// Whether the body is being polled; a panic leaves it so.
+    pub(super) polling: bool,
+    /// How the call ends, if an error or the mode says so.
+    outcome: Option<CallOutcome>,
+}
+
+impl Telemetry {
+    /// The telemetry of a call. Its span belongs into the one that is current where the call is made: the attribute makes it when
+    /// its function is first polled.
+    pub(super) fn new(subject: &Subject) -> Self {
+        let Subject { store, key, policy, fingerprint } = subject;
+        let (scope, key) = match key {
+            Ok(key) => (key.scope(), Some(key)),
+            Err(error) => (error.scope.as_str(), None),
+        };
+        let name = store.name();
+        let cells = store.heartbeats().metrics(name).scope(scope);
+        let span = tracing::info_span!(
+            "idempotent",
+            otel.name = %format_args!("idempotent {scope}"),
+            otel.status_code = Empty,
+            error.r#type = Empty,
+            idem.scope = scope,
+            idem.key = key.map(display),
+            idem.store = name,
+            idem.lease_ms = millis(policy.lease),
+            idem.outcome = Empty,
+            idem.attempt = Empty,
+            idem.takeover = Empty,
+            idem.replayed = Empty,
+            idem.age_ms = Empty,
+            idem.waited_ms = Empty,
+            idem.disposition = Empty,
+            idem.retry_after_ms = Empty,
+            idem.uncertain = Empty,
+            idem.original_trace = Empty,
+            messaging.operation.r#type = Empty,
+            messaging.system = Empty,
+            messaging.destination.name = Empty,
+            messaging.message.id = Empty,
+        );
+        let span = (!span.is_disabled()).then(|| Box::new(span));
+        if let Some(span) = &span {
+            outcome::describe_message(span);
+        }
+        if let (Some(key), Some(Ok(fingerprint)), Mode::Shadow) = (key, fingerprint, policy.current_mode()) {
+            cells.payload_under_key(fingerprint.seed(), key.seed());
+        }
+        let facts = Facts { cells: Some(cells), begun: false, body_began: NO_BODY, polling: false, outcome: None };
+        Self { span, facts }
+    }
+}
+
+impl Facts {
+    /// The call is polled for the first time.
+    pub(super) fn begins(&mut self) {
+        self.begun = true;
+    }
+
+    /// The call has waited for another attempt.
+    pub(super) fn waited(&self, span: Option<&Span>, waited: Duration) {
+        // One that waited for an item of its own batch alone has not met a running attempt.
+        if let Some(cells) = self.cells.as_ref().filter(|_| !waited.is_zero()) {
+            cells.waited(waited);
+        }
+        if let Some(span) = span {
+            span.record("idem.waited_ms", millis(waited));
+        }
+    }
+
+    /// The key is reserved for this attempt.
+    pub(super) fn reserved(&self, span: Option<&Span>, attempt: u32, takeover: bool) {
+        if takeover && let Some(cells) = &self.cells {
+            cells.took_over();
+        }
+        if let Some(span) = span {
+            span.record("idem.attempt", attempt);
+            span.record("idem.takeover", takeover);
+        }
+    }
+
+    /// The body runs without a reservation.
+    pub(super) fn unprotected(&mut self, mode: Mode, bypassed: Option<Refusal>) {
+        if bypassed == Some(Refusal::FingerprintMismatch)
+            && let Some(cells) = &self.cells
+        {
+            cells.key_is_too_coarse();
+        }
+        self.outcome = Some(match (mode, bypassed) {
+            (Mode::Off, _) => CallOutcome::Off,
+            (Mode::Shadow, Some(_)) => CallOutcome::Suppressed,
+            _ => CallOutcome::Unprotected,
+        });
+    }
+
+    /// The body is about to be polled for the first time: at `now`, if that is known.
+    pub(super) fn body_begins(&mut self, now: Option<Instant>) {
+        let now = now.or_else(|| self.cells.as_ref().map(|cells| cells.now()));
+        self.body_began = now.map_or(NO_BODY, nanos);
+    }
+
+    /// The body has returned or is given up; `lease` is that of its reservation.
+    pub(super) fn body_ended(&mut self, lease: Option<Duration>) {
+        let began = std::mem::replace(&mut self.body_began, NO_BODY);
+        if let Some(cells) = self.cells.as_ref().filter(|_| began != NO_BODY) {
+            cells.ran(Duration::from_nanos(nanos(cells.now()).saturating_sub(began)), lease);
+        }
+    }
+
+    /// The attempt has ended, and this is what its record holds.
+    pub(super) fn recorded(&self, is_ok: bool, attempt: Option<u32>, content: RecordContent) {
+        let (Some(cells), Some(attempt), true) = (&self.cells, attempt, is_ok) else { return };
+        match content {
+            RecordContent::Result { bytes } => cells.recorded(attempt, bytes),
+            RecordContent::Completion(why) => cells.recorded_without_result(attempt, why),
+            RecordContent::Nothing => {}
+        }
+    }
+
+    /// The call returns a recorded result.
+    pub(super) fn replayed(&mut self, span: Option<&Span>, replay: &Replay, waited: bool) {
+        let Replay { key, store, record, age, ttl, .. } = replay;
+        if let (Some(cells), Some(age)) = (&self.cells, *age) {
+            cells.replayed(age, *ttl);
+        }
+        self.outcome = Some(if waited { CallOutcome::WaitedReplayed } else { CallOutcome::Replayed });
+        if let Some(span) = span {
+            span.record("idem.replayed", true);
+            span.record("idem.attempt", record.attempt);
+            if let Some(age) = age {
+                span.record("idem.age_ms", millis(*age));
+            }
+            if let Some(run) = record.trail.traceparent() {
+                span.record("idem.original_trace", run.trace_id());
+            }
+        }
+        tracing::debug!(%key, store, attempt = record.attempt, "a duplicate: the recorded result is returned");
+    }
+
+    /// The call returns `error` in the place of a result.
+    pub(super) fn refused(&mut self, span: Option<&Span>, error: &Error) {
+        let outcome = outcome_of(error);
+        self.outcome = Some(outcome);
+        if let (Some(cells), Some(uncertain)) = (&self.cells, error.uncertain()) {
+            cells.is_uncertain(label(uncertain.cause));
+        }
+        if let Some(span) = span
+            && outcome != CallOutcome::InProgress
+        {
+            fails(span, outcome);
+        }
+        tell(error);
+    }
+
+    /// The call has returned.
+    pub(super) fn over(&mut self, span: Option<&Span>, outcome: &Outcome) {
+        let Some(cells) = self.cells.take() else { return };
+        let label = self.outcome.unwrap_or(match outcome.disposition {
+            Disposition::Ack => CallOutcome::Executed,
+            _ => CallOutcome::Failed,
+        });
+        let disposition = match outcome.disposition {
+            Disposition::Ack => DispositionLabel::Ack,
+            Disposition::Retry { .. } => DispositionLabel::Retry,
+            Disposition::DeadLetter => DispositionLabel::DeadLetter,
+        };
+        cells.ended(label);
+        cells.disposed(disposition);
+        let Some(span) = span else { return };
+        span.record("idem.outcome", label.name());
+        span.record("idem.disposition", disposition.name());
+        if let Disposition::Retry { after } = outcome.disposition {
+            span.record("idem.retry_after_ms", millis(after));
+        }
+        if outcome.uncertain {
+            span.record("idem.uncertain", true);
+        }
+        if label == CallOutcome::Failed {
+            fails(span, label);
+        }
+    }
+}
+
+impl Drop for Telemetry {
+    fn drop(&mut self) {
+        let Self { span, facts } = self;
+        let Some(cells) = facts.cells.take().filter(|_| facts.begun) else { return };
+        let (outcome, doubt) = match facts.polling {
+            true => (CallOutcome::Panicked, DoubtLabel::Panicked),
+            false => (CallOutcome::Cancelled, DoubtLabel::Cancelled),
+        };
+        cells.ended(outcome);
+        let is_uncertain = facts.body_began != NO_BODY;
+        if is_uncertain {
+            cells.is_uncertain(doubt);
+        }
+        if let Some(span) = span {
+            span.record("idem.outcome", outcome.name());
+            span.record("idem.uncertain", is_uncertain);
+            fails(span, outcome);
+        }
+    }
+}
+
+fn fails(span: &Span, outcome: CallOutcome) {
+    span.record("otel.status_code", "ERROR");
+    span.record("error.type", outcome.name());
+}
+
+fn outcome_of(error: &Error) -> CallOutcome {
+    match error {
+        Error::MissingKey { .. } => CallOutcome::MissingKey,
+        Error::NoAttempt
+        | Error::InvalidKey { .. }
+        | Error::InvalidFingerprint { .. }
+        | Error::InvalidPolicy { .. } => CallOutcome::Invalid,
+        Error::InProgress { .. } => CallOutcome::InProgress,
+        Error::FingerprintMismatch { .. } => CallOutcome::FingerprintMismatch,
+        Error::Interrupted { .. } => CallOutcome::Interrupted,
+        Error::AttemptsExhausted { .. } => CallOutcome::AttemptsExhausted,
+        Error::LeaseLost { .. } => CallOutcome::LeaseLost,
+        Error::TimedOut { .. } => CallOutcome::TimedOut,
+        Error::Panicked { .. } => CallOutcome::Panicked,
+        Error::MessageLost { .. } => CallOutcome::Cancelled,
+        Error::Unrecorded { .. } => CallOutcome::Unrecorded,
+        Error::ResultUnavailable { .. } => CallOutcome::ResultUnavailable,
+        Error::Store { .. } => CallOutcome::StoreError,
+    }
+}
+
+/// The event of an error, as loud as what somebody has to do about it. An error of the store is told with all others of the
+/// outage, and that of a lost lease or a time limit where it is noticed.
+fn tell(error: &Error) {
+    match error {
+        Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
+            %key, store, attempt, error = %source,
+            "the body ran, and its result could not be recorded; find out whether it took effect before it runs again"
+        ),
+        Error::Interrupted { key, store, attempt } => tracing::error!(
+            %key, store, attempt,
+            "an earlier attempt started and did not return, and no other may run: somebody has to decide"
+        ),
+        Error::AttemptsExhausted { key, store, attempts } => tracing::error!(
+            %key, store, attempts, "as many attempts as are allowed have started: somebody has to decide"
+        ),
+        Error::Store { key, store, source, .. } if source.kind() == StoreErrorKind::Corrupt => tracing::error!(
+            %key, store, error = %source, "what is stored for the key can't be read; the body did not run"
+        ),
+        Error::Store { key, store, source, .. } => {
+            tracing::debug!(%key, store, error = %source, "the store did not answer; the body did not run");
+        }
+        Error::InProgress { key, store, attempt, .. } => {
+            tracing::debug!(%key, store, attempt, "a duplicate: another attempt is running");
+        }
+        Error::FingerprintMismatch { key, store, attempt, payloads } => tracing::warn!(
+            %key, store, attempt, %payloads, "the key was used with another payload; the body did not run"
+        ),
+        Error::ResultUnavailable { key, store, problem } => {
+            tracing::warn!(%key, store, %problem, "the operation has finished, and its result can't be replayed");
+        }
+        Error::MissingKey { scope } => tracing::warn!(scope, "a message has no key; the body did not run"),
+        Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
+            tracing::warn!(%error, "the call can't be protected; the body did not run");
+        }
+        Error::NoAttempt
+        | Error::LeaseLost { .. }
+        | Error::TimedOut { .. }
+        | Error::Panicked { .. }
+        | Error::MessageLost { .. } => {}
+    }
+}
+
+fn label(doubt: Doubt) -> DoubtLabel {
+    match doubt {
+        Doubt::LeaseLost => DoubtLabel::LeaseLost,
+        Doubt::Unrecorded => DoubtLabel::Unrecorded,
+        Doubt::TimedOut => DoubtLabel::TimedOut,
+        Doubt::Cancelled => DoubtLabel::Cancelled,
+        Doubt::Panicked => DoubtLabel::Panicked,
+        Doubt::Interrupted => DoubtLabel::Interrupted,
+    }
+}
+
+fn nanos(instant: Instant) -> u64 {
+    u64::try_from(instant.since_origin().as_nanos()).unwrap_or(NO_BODY)
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

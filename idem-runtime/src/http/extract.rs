@@ -1,0 +1,69 @@
+//! What axum knows of a request.
+
+use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts, OriginalUri};
+use axum::response::{IntoResponse, Response};
+use http::Uri;
+use http::header::HeaderName;
+use http::request::Parts;
+
+use super::field::{self, KeyFieldProblem};
+use super::layer::IdempotencyKey;
+use super::problem::{Problem, ProblemKind};
+
+/// The template of the route.
+pub(super) fn template(head: &Parts) -> Option<&str> {
+    head.extensions.get::<MatchedPath>().map(MatchedPath::as_str)
+}
+
+/// The whole target: in a nested router the request's own has lost its prefix.
+pub(super) fn uri(head: &Parts) -> &Uri {
+    head.extensions.get::<OriginalUri>().map_or(&head.uri, |original| &original.0)
+}
+
+/// The key of a request that has none, or none that is valid.
+#[derive(Debug)]
+pub struct KeyRejection(Problem);
+
+impl IntoResponse for KeyRejection {
+    fn into_response(self) -> Response {
+        let problem = self.0;
+        let status = problem.status();
+        problem.at(status, "urn:idem:http:").response().map(axum::body::Body::from)
+    }
+}
+
+fn read(head: &Parts) -> Result<IdempotencyKey, KeyFieldProblem> {
+    match head.extensions.get::<IdempotencyKey>() {
+        Some(key) => Ok(key.clone()),
+        None => field::key(&head.headers, &HeaderName::from_static("idempotency-key")).map(IdempotencyKey),
+    }
+}
+
+fn rejection(problem: KeyFieldProblem) -> KeyRejection {
+    KeyRejection(Problem::new(match problem {
+        KeyFieldProblem::Missing => ProblemKind::MissingKey,
+        _ => ProblemKind::InvalidKey,
+    }))
+}
+
+/// The key of the layer around the handler; without one, that of the field `Idempotency-Key`, for
+/// `#[idempotent(key = "{key.0}", …)]`.
+impl<S: Send + Sync> FromRequestParts<S> for IdempotencyKey {
+    type Rejection = KeyRejection;
+
+    async fn from_request_parts(head: &mut Parts, _: &S) -> Result<Self, KeyRejection> {
+        read(head).map_err(rejection)
+    }
+}
+
+/// `None` if the request has no key; one that is not valid is refused.
+impl<S: Send + Sync> OptionalFromRequestParts<S> for IdempotencyKey {
+    type Rejection = KeyRejection;
+
+    async fn from_request_parts(head: &mut Parts, _: &S) -> Result<Option<Self>, KeyRejection> {
+        match read(head) {
+            Err(KeyFieldProblem::Missing) => Ok(None),
+            key => key.map(Some).map_err(rejection),
+        }
+    }
+}

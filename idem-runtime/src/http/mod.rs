@@ -1,0 +1,65 @@
+//! The `Idempotency-Key` header for HTTP servers: one line makes a route safe to retry.
+//!
+//! ```
+//! # #[cfg(all(feature = "axum", feature = "memory"))] {
+//! use std::time::Duration;
+//!
+//! use axum::{Router, routing::post};
+//! use idem_runtime::http::{Caller, IdempotencyLayer};
+//! use idem_runtime::{MemoryStore, Policy, current};
+//!
+//! async fn pay() -> String {
+//!     // The same on every attempt, so that the payment provider recognises a retry.
+//!     current().unwrap().child_key("charge")
+//! }
+//!
+//! const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600));
+//!
+//! let caller = Caller::by(|request| Some(request.headers.get("x-customer")?.to_str().ok()?.to_owned()));
+//! let layer = IdempotencyLayer::new(&MemoryStore::new(), PAYMENTS, caller);
+//! let app: Router = Router::new().route("/payments", post(pay)).layer(layer.clone());
+//! // … serve `app`; then, at the end:
+//! # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+//! # runtime.block_on(async {
+//! layer.drain().await;
+//! # });
+//! # }
+//! ```
+//!
+//! - The first request with a key runs its handler, and its response is recorded before it is sent. Every other one gets that
+//!   response with `Idempotent-Replayed: true`: status, headers, body and trailers.
+//! - Another request under the same key is 422, a duplicate of a running one 409 with `Retry-After`, or it waits
+//!   ([`InProgress::Wait`](crate::policy::InProgress::Wait)). [`ProblemKind`] lists all answers.
+//! - A client that hangs up cancels nothing: a handler that has begun runs to its end, as a task that [`IdempotencyLayer::drain`]
+//!   waits for.
+//! - It is the engine of [`#[idempotent]`](macro@crate::idempotent): leases, takeovers, `on_crash`, `max_attempts`, modes and
+//!   every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the handler its attempt.
+//!
+//! The layer stands inside of compression and outside of whatever the handler's effect depends on. Without tower, hand requests
+//! to [`IdempotencyLayer::respond`].
+
+mod body;
+#[cfg(feature = "http-client")]
+pub mod client;
+mod describe;
+#[cfg(feature = "axum")]
+mod extract;
+mod field;
+mod identity;
+mod layer;
+mod problem;
+mod profile;
+mod protect;
+mod record;
+mod tasks;
+
+pub use self::body::{RequestBody, ResponseBody};
+pub use self::describe::Description;
+#[cfg(feature = "axum")]
+pub use self::extract::KeyRejection;
+pub use self::identity::request_key;
+pub use self::layer::{Caller, Idempotency, IdempotencyKey, IdempotencyLayer};
+pub use self::problem::{Problem, ProblemKind};
+pub use self::profile::{Equality, Profile, Recording};
+pub use self::record::{recorded_response, response_of};
+pub use self::tasks::Task;

@@ -1,0 +1,380 @@
+//! What the layer answers instead of the handler.
+
+use std::fmt;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderValue};
+use http::{Response, StatusCode};
+
+use crate::error::Error;
+
+/// Why a request is not handed to its handler, or has no response to replay.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum ProblemKind {
+    /// The request has no key, and has to have one.
+    MissingKey,
+    /// The field is not one key.
+    InvalidKey,
+    /// The body can't be read.
+    InvalidBody,
+    /// The body is not the one of its `Content-Digest`.
+    DigestMismatch,
+    /// The request carries no credentials, and keys belong to callers.
+    Unauthenticated,
+    /// The request carries credentials that name no caller.
+    Forbidden,
+    /// The body did not arrive in time.
+    BodyTimeout,
+    /// The body is longer than the layer reads.
+    BodyTooLarge,
+    /// The first request with this key is running.
+    InProgress,
+    /// The key was used with another request.
+    FingerprintMismatch,
+    /// The first request with this key was cut off, and nobody knows how far it came.
+    Interrupted,
+    /// The operation was tried as often as it may be.
+    AttemptsExhausted,
+    /// The operation has finished, and its response can't be replayed.
+    ResultUnavailable,
+    /// The handler ran for longer than it may.
+    TimedOut,
+    /// As many requests are in flight as may be, or the server is shutting down.
+    Busy,
+    /// The store does not answer.
+    StoreUnavailable,
+    /// The server is not set up right.
+    Misconfigured,
+}
+
+impl ProblemKind {
+    /// All of them.
+    pub const ALL: [Self; 17] = [
+        Self::MissingKey,
+        Self::InvalidKey,
+        Self::InvalidBody,
+        Self::DigestMismatch,
+        Self::Unauthenticated,
+        Self::Forbidden,
+        Self::BodyTimeout,
+        Self::BodyTooLarge,
+        Self::InProgress,
+        Self::FingerprintMismatch,
+        Self::Interrupted,
+        Self::AttemptsExhausted,
+        Self::ResultUnavailable,
+        Self::TimedOut,
+        Self::Busy,
+        Self::StoreUnavailable,
+        Self::Misconfigured,
+    ];
+
+    /// The last part of the problem's `type`. It never changes.
+    pub const fn name(self) -> &'static str {
+        self.about().0
+    }
+
+    /// The status, where the profile says nothing else.
+    pub const fn status(self) -> StatusCode {
+        match self {
+            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch => StatusCode::BAD_REQUEST,
+            Self::Unauthenticated => StatusCode::UNAUTHORIZED,
+            Self::Forbidden => StatusCode::FORBIDDEN,
+            Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::InProgress | Self::Interrupted | Self::AttemptsExhausted => StatusCode::CONFLICT,
+            Self::FingerprintMismatch => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::ResultUnavailable => StatusCode::GONE,
+            Self::TimedOut => StatusCode::GATEWAY_TIMEOUT,
+            Self::Busy | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Misconfigured => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// What the problem is called.
+    pub const fn title(self) -> &'static str {
+        self.about().1
+    }
+
+    /// What the problem is, and what the client does next.
+    pub const fn detail(self) -> &'static str {
+        self.about().2
+    }
+
+    /// The status of gRPC.
+    pub(super) const fn grpc_status(self) -> &'static str {
+        match self {
+            // INVALID_ARGUMENT
+            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch => "3",
+            // UNAUTHENTICATED
+            Self::Unauthenticated => "16",
+            // PERMISSION_DENIED
+            Self::Forbidden => "7",
+            // DEADLINE_EXCEEDED
+            Self::BodyTimeout | Self::TimedOut => "4",
+            // RESOURCE_EXHAUSTED
+            Self::BodyTooLarge => "8",
+            // ABORTED
+            Self::InProgress => "10",
+            // FAILED_PRECONDITION
+            Self::FingerprintMismatch | Self::Interrupted | Self::AttemptsExhausted | Self::ResultUnavailable => "9",
+            // UNAVAILABLE
+            Self::Busy | Self::StoreUnavailable => "14",
+            // INTERNAL
+            Self::Misconfigured => "13",
+        }
+    }
+
+    const fn about(self) -> (&'static str, &'static str, &'static str) {
+        match self {
+            Self::MissingKey => (
+                "missing-key",
+                "The request has no idempotency key",
+                "Nothing was done. Send the request again with a key that names this operation and no other.",
+            ),
+            Self::InvalidKey => (
+                "invalid-key",
+                "The idempotency key is not valid",
+                "Nothing was done. Send one field with one key of 1 to 255 printable characters.",
+            ),
+            Self::InvalidBody => (
+                "invalid-body",
+                "The body of the request can't be read",
+                "Nothing was done. Send the whole body, without two members of one name in a JSON object.",
+            ),
+            Self::DigestMismatch => (
+                "digest-mismatch",
+                "The body is not the one of its Content-Digest",
+                "Nothing was recorded. Send the request again with the digest of its body.",
+            ),
+            Self::Unauthenticated => (
+                "unauthenticated",
+                "Idempotency keys belong to callers, and this request names none",
+                "Nothing was done, and nothing was stored. Send the request again with credentials.",
+            ),
+            Self::Forbidden => (
+                "forbidden",
+                "The credentials name no caller",
+                "Nothing was done, and nothing was stored. Send the request again with other credentials.",
+            ),
+            Self::BodyTimeout => (
+                "body-timeout",
+                "The body did not arrive in time",
+                "Nothing was done. Send the request again with the same key.",
+            ),
+            Self::BodyTooLarge => {
+                ("body-too-large", "The body is too large", "Nothing was done. Send less in one request.")
+            }
+            Self::InProgress => (
+                "in-progress",
+                "A request with this idempotency key is running",
+                "Send the same request again, with the same key, after the time in Retry-After.",
+            ),
+            Self::FingerprintMismatch => (
+                "fingerprint-mismatch",
+                "This idempotency key was used with another request",
+                "Nothing was done. Give each operation a key of its own; a retry repeats its request unchanged.",
+            ),
+            Self::Interrupted => (
+                "interrupted",
+                "An earlier request with this idempotency key was cut off",
+                "Nobody knows how far it came, and it is not started again. Ask the operator of this service; a retry \
+                 gets the same answer until then.",
+            ),
+            Self::AttemptsExhausted => (
+                "attempts-exhausted",
+                "The operation has failed as often as it may",
+                "It is not started again. Ask the operator of this service; a retry gets the same answer until then.",
+            ),
+            Self::ResultUnavailable => (
+                "result-unavailable",
+                "The operation has finished, and its response was not kept",
+                "It is not done again. Look for its effect with another request.",
+            ),
+            Self::TimedOut => (
+                "timed-out",
+                "The request ran for longer than it may",
+                "Its effects may have happened in part. Send the same request again, with the same key.",
+            ),
+            Self::Busy => (
+                "busy",
+                "The service has as many requests as it can take",
+                "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
+            ),
+            Self::StoreUnavailable => (
+                "store-unavailable",
+                "The service can't tell whether this request is a duplicate",
+                "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
+            ),
+            Self::Misconfigured => (
+                "misconfigured",
+                "The service is not set up right",
+                "Nothing was done. Tell the operator of this service.",
+            ),
+        }
+    }
+}
+
+/// What the layer answers instead of the handler, before it is written as a response.
+#[derive(Debug)]
+pub struct Problem {
+    kind: ProblemKind,
+    status: StatusCode,
+    type_uri: String,
+    retry_after: Option<Duration>,
+    /// Boxed: it is large, and most problems have none.
+    error: Option<Box<Error>>,
+}
+
+impl Problem {
+    pub(super) fn new(kind: ProblemKind) -> Self {
+        Self { kind, status: kind.status(), type_uri: String::new(), retry_after: None, error: None }
+    }
+
+    pub(super) fn retry_after(self, retry_after: Duration) -> Self {
+        Self { retry_after: Some(retry_after), ..self }
+    }
+
+    pub(super) fn of(error: Error) -> Self {
+        let kind = match &error {
+            Error::Store { .. } | Error::Unrecorded { .. } => ProblemKind::StoreUnavailable,
+            _ if error.is_misconfigured() => ProblemKind::Misconfigured,
+            Error::MissingKey { .. } | Error::InvalidKey { .. } => ProblemKind::InvalidKey,
+            Error::InvalidFingerprint { .. } => ProblemKind::InvalidBody,
+            // The lease was lost to another attempt, which runs now.
+            Error::InProgress { .. } | Error::LeaseLost { .. } => ProblemKind::InProgress,
+            Error::FingerprintMismatch { .. } => ProblemKind::FingerprintMismatch,
+            Error::Interrupted { .. } => ProblemKind::Interrupted,
+            Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
+            Error::ResultUnavailable { .. } => ProblemKind::ResultUnavailable,
+            Error::TimedOut { .. } => ProblemKind::TimedOut,
+            Error::NoAttempt | Error::InvalidPolicy { .. } | Error::Panicked { .. } | Error::MessageLost { .. } => {
+                ProblemKind::Misconfigured
+            }
+        };
+        let retry_after = match &error {
+            Error::InProgress { retry_after, .. }
+            | Error::LeaseLost { retry_after, .. }
+            | Error::TimedOut { retry_after, .. }
+            | Error::Unrecorded { retry_after, .. }
+            | Error::Store { retry_after, .. } => Some(*retry_after),
+            _ => None,
+        };
+        Self { retry_after, error: Some(Box::new(error)), ..Self::new(kind) }
+    }
+
+    /// At most this long: handlers mostly end much sooner than their leases.
+    pub(super) fn retry_within(self, limit: Duration) -> Self {
+        Self { retry_after: self.retry_after.map(|after| after.min(limit)), ..self }
+    }
+
+    /// Gives the problem the status and the `type` that it has here.
+    pub(super) fn at(self, status: StatusCode, base: &str) -> Self {
+        let type_uri = format!("{base}{}", self.kind.name());
+        Self { status, type_uri, ..self }
+    }
+
+    /// Why there is no response of the handler's.
+    pub fn kind(&self) -> ProblemKind {
+        self.kind
+    }
+
+    /// The status of the response.
+    pub fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// The `type` of RFC 9457.
+    pub fn type_uri(&self) -> &str {
+        &self.type_uri
+    }
+
+    /// When a retry is likely to get further, in whole seconds, at least 1. `None` where a retry alone gets no further.
+    pub fn retry_after_seconds(&self) -> Option<u64> {
+        let after = self.retry_after?;
+        Some((after.as_secs() + u64::from(after.subsec_nanos() > 0)).max(1))
+    }
+
+    /// What the engine said, for logs: it names the key and the store, which are none of the client's business.
+    pub fn error(&self) -> Option<&Error> {
+        self.error.as_deref()
+    }
+
+    /// The response that the layer gives where nothing else is set: `application/problem+json` of RFC 9457.
+    pub(super) fn response(&self) -> Response<Bytes> {
+        let Self { kind, status, type_uri, .. } = self;
+        let body = serde_json::json!({
+            "type": type_uri,
+            "title": kind.title(),
+            "status": status.as_u16(),
+            "detail": kind.detail(),
+        });
+        let mut response = self.with_body("application/problem+json", &body);
+        if type_uri.starts_with("http") || type_uri.starts_with('/') {
+            let link = format!("<{type_uri}>; rel=\"describedby\"");
+            if let Ok(link) = HeaderValue::from_str(&link) {
+                response.headers_mut().insert(header::LINK, link);
+            }
+        }
+        response
+    }
+
+    /// A response with the status and the headers of this problem, and this body.
+    pub(super) fn with_body(&self, content_type: &'static str, body: &serde_json::Value) -> Response<Bytes> {
+        let mut response = Response::new(Bytes::from(body.to_string()));
+        *response.status_mut() = self.status;
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+        self.put_headers(response.headers_mut());
+        response
+    }
+
+    fn put_headers(&self, headers: &mut HeaderMap) {
+        if let Some(seconds) = self.retry_after_seconds() {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.kind == ProblemKind::BodyTimeout {
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+    }
+
+    /// The same for a client that speaks gRPC: a response of trailers alone.
+    pub(super) fn grpc_response(&self) -> Response<Bytes> {
+        let mut response = Response::new(Bytes::new());
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert("grpc-status", HeaderValue::from_static(self.kind.grpc_status()));
+        headers.insert("grpc-message", HeaderValue::from_static(self.kind.title()));
+        self.put_headers(headers);
+        response
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: {}", self.status.as_u16(), self.kind.name(), self.kind.title())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_kind_has_a_type_and_a_text_of_its_own() {
+        let names: HashSet<_> = ProblemKind::ALL.iter().map(|kind| kind.name()).collect();
+        let titles: HashSet<_> = ProblemKind::ALL.iter().map(|kind| kind.title()).collect();
+        assert_eq!((names.len(), titles.len()), (ProblemKind::ALL.len(), ProblemKind::ALL.len()));
+    }
+
+    #[test]
+    fn seconds_are_whole_and_at_least_one() {
+        let seconds =
+            |millis| Problem::new(ProblemKind::Busy).retry_after(Duration::from_millis(millis)).retry_after_seconds();
+        assert_eq!([0, 1, 1000, 1001, 30_000].map(seconds), [1, 1, 1, 2, 30].map(Some));
+        assert_eq!(Problem::new(ProblemKind::Interrupted).retry_after_seconds(), None);
+    }
+}

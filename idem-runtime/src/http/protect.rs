@@ -1,0 +1,548 @@
+//! A request on its way: what is asked of it before its handler runs, and what becomes of the response.
+//!
+//! In this order: method, key, caller, length, body, fingerprint, and then one call of the engine, whose body is the handler.
+
+use std::future::poll_fn;
+use std::iter;
+use std::mem;
+use std::ops::Deref;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Response, StatusCode, Uri};
+use http_body::Body;
+use sha2::{Digest, Sha256, Sha512};
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::body::{BoxError, Claim, Collected, RequestBody, ResponseBody, Unread, collect, read};
+use super::field::{self, Digests, KeyFieldProblem};
+use super::identity::{self, BodyPrint, Payload, Target};
+use super::layer::{IdempotencyKey, Settings};
+use super::problem::{Problem, ProblemKind};
+use super::profile::{Equality, Recording};
+use super::record::{Done, RecordResponses, Undone, encode, stored};
+use super::tasks::Gate;
+use crate::combine::{race, soon};
+use crate::engine::{Operation, Outcome, observe};
+use crate::error::Error;
+use crate::key::{Fingerprint, FingerprintError, Key};
+use crate::policy::{Mode, OnCrash, Policy};
+use crate::record::{Release, StoredResult, Traceparent};
+use crate::sync::{Mutex, lock};
+
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+/// Says that a response is not recorded although its handler ran.
+const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
+/// A retry of a running request that nothing is known of.
+const SOON: Duration = Duration::from_secs(1);
+
+/// The keys under which a request runs already, one for each layer on its way.
+#[derive(Clone)]
+struct Covered {
+    key: Key,
+    /// Those of the layers further out. Boxed: mostly there is one layer.
+    outer: Option<Box<Covered>>,
+}
+
+impl Covered {
+    fn keys(&self) -> impl Iterator<Item = &Key> {
+        iter::successors(Some(self), |it| it.outer.as_deref()).map(|it| &it.key)
+    }
+}
+
+/// What a request is to the layer.
+pub(super) enum Look {
+    /// None of its business.
+    Pass,
+    /// It has no business here.
+    Refuse(Refusal),
+    /// Its handler runs once.
+    Protect(Asked),
+}
+
+/// A request with a key that is about to run, or to be answered without its handler.
+pub(super) struct Keyed {
+    pub(super) asked: Asked,
+    pub(super) print: Print,
+    pub(super) claim: Option<Arc<Claim>>,
+    /// Its place among those in flight.
+    pub(super) counted: Option<OwnedSemaphorePermit>,
+}
+
+/// The fingerprint of a request.
+pub(super) type Print = Result<Fingerprint, FingerprintError>;
+
+/// As many requests are in flight as may be.
+pub(super) struct Full;
+
+/// A problem, and in which form the client reads it.
+pub(super) struct Refusal {
+    problem: Problem,
+    is_grpc: bool,
+}
+
+/// A request with a key.
+pub(super) struct Asked {
+    key: Key,
+    name: IdempotencyKey,
+    method: Method,
+    is_grpc: bool,
+    digests: Digests,
+    /// The digest that stands for a body which is not read before.
+    streams: Option<[u8; 32]>,
+    /// The trace that the request is a part of. Boxed: most have none.
+    traceparent: Option<Box<Traceparent>>,
+}
+
+impl Asked {
+    pub(super) fn refusal(&self, problem: Problem) -> Refusal {
+        Refusal { problem, is_grpc: self.is_grpc }
+    }
+
+    pub(super) fn busy(&self) -> Refusal {
+        self.refusal(Problem::new(ProblemKind::Busy).retry_after(SOON))
+    }
+
+    /// The head as the handler gets it: with the key, which is taken from here, and with a note for layers further in.
+    pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
+        let covered = Covered { key: self.key.clone(), outer: None };
+        if let Some(outer) = head.extensions.insert(covered)
+            && let Some(covered) = head.extensions.get_mut::<Covered>()
+        {
+            covered.outer = Some(Box::new(outer));
+        }
+        head.extensions.insert(IdempotencyKey(mem::take(&mut self.name.0)));
+        head
+    }
+}
+
+/// The whole target, in nested routers, too.
+fn uri(head: &Parts) -> &Uri {
+    #[cfg(feature = "axum")]
+    return super::extract::uri(head);
+    #[cfg(not(feature = "axum"))]
+    return &head.uri;
+}
+
+fn is_grpc(headers: &HeaderMap) -> bool {
+    headers.get(header::CONTENT_TYPE).is_some_and(|it| it.as_bytes().starts_with(b"application/grpc"))
+}
+
+impl Settings {
+    /// Looks at the head of a request whose body has this length, if it says so.
+    pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Look {
+        let mode = self.policy.current_mode();
+        let is_covered = self.methods.contains(&head.method) && self.covers.as_ref().is_none_or(|covers| covers(head));
+        if !is_covered || mode == Mode::Off {
+            return Look::Pass;
+        }
+        match self.asked(head, length) {
+            // A shadow reads only what it knows to be short.
+            Ok(Some(asked)) if mode == Mode::Shadow && (length.is_none() || asked.streams.is_some()) => Look::Pass,
+            Ok(Some(asked)) => Look::Protect(asked),
+            Ok(None) => Look::Pass,
+            Err(problem) if mode == Mode::Shadow => {
+                tracing::info!(%problem, "shadow mode: would have been refused");
+                Look::Pass
+            }
+            Err(problem) => Look::Refuse(Refusal { problem, is_grpc: is_grpc(&head.headers) }),
+        }
+    }
+
+    fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<Asked>, Problem> {
+        let problem = |kind| Err(Problem::new(kind));
+        let name = match field::key(&head.headers, &self.header) {
+            Ok(name) if name.len() >= self.profile.min_key_chars => name,
+            Err(KeyFieldProblem::Missing) if !self.requires(head) => return Ok(None),
+            Err(KeyFieldProblem::Missing) => return problem(ProblemKind::MissingKey),
+            _ => return problem(ProblemKind::InvalidKey),
+        };
+        let caller = match &self.caller.0 {
+            None => String::new(),
+            Some(principal) => match (principal.of)(head).filter(|caller| !caller.trim().is_empty()) {
+                Some(caller) => caller,
+                None => {
+                    let has_credentials =
+                        head.headers.contains_key(header::AUTHORIZATION) || head.headers.contains_key(header::COOKIE);
+                    return problem(if has_credentials {
+                        ProblemKind::Forbidden
+                    } else {
+                        ProblemKind::Unauthenticated
+                    });
+                }
+            },
+        };
+        let route = self.route(head);
+        let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), route, &caller, &name);
+        let key = key.map_err(|error| Problem::of(error.into()))?;
+        // This layer stands twice on the route, or is nested in one with the same name.
+        if head.extensions.get::<Covered>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
+            return Ok(None);
+        }
+        let Some(digests) = field::digests(&head.headers) else { return problem(ProblemKind::DigestMismatch) };
+        let is_short = length.is_some_and(|length| length <= self.max_body_bytes as u64);
+        let streams =
+            digests.sha256.filter(|_| self.stream_digested && !is_short && self.profile.equality == Equality::Bytes);
+        if streams.is_none() && length.is_some() && !is_short {
+            return problem(ProblemKind::BodyTooLarge);
+        }
+        let (name, method) = (IdempotencyKey(name), head.method.clone());
+        let is_grpc = is_grpc(&head.headers);
+        let traceparent =
+            head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
+        Ok(Some(Asked { key, name, method, is_grpc, digests, streams, traceparent }))
+    }
+
+    /// What of the target names the operation.
+    fn route<'a>(&self, head: &'a Parts) -> &'a str {
+        match self.profile.equality {
+            Equality::Json => uri(head).path(),
+            Equality::Bytes if self.scope.is_some() => "",
+            #[cfg(feature = "axum")]
+            Equality::Bytes => super::extract::template(head).unwrap_or_default(),
+            #[cfg(not(feature = "axum"))]
+            Equality::Bytes => "",
+        }
+    }
+
+    /// What of the target belongs to the payload.
+    fn target<'a>(&self, head: &'a Parts) -> Option<Target<'a>> {
+        match self.profile.equality {
+            Equality::Json => None,
+            Equality::Bytes => Some((uri(head).path(), uri(head).query())),
+        }
+    }
+
+    /// Reads the body of a request, unless its digest stands for it.
+    pub(super) async fn read<B>(
+        &self,
+        head: &Parts,
+        asked: &Asked,
+        body: B,
+    ) -> Result<(RequestBody<B>, Print, Option<Arc<Claim>>), Problem>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<BoxError>,
+    {
+        if let Some(digest) = asked.streams {
+            let print = self.print_of(head, BodyPrint::of_digest(&digest));
+            let claim = Claim::new(digest);
+            return Ok((RequestBody::digested(body, Arc::clone(&claim)), print, Some(claim)));
+        }
+        let body_deadline = if self.is_shadow() { Policy::MAX_DURATION } else { self.body_deadline };
+        let mut reading = pin!(read(body, self.max_body_bytes));
+        let read = match soon(reading.as_mut()).await {
+            Some(read) => read,
+            None => {
+                let deadline = self.store.heartbeats().clock().sleep(body_deadline);
+                race(reading, deadline).await.ok_or_else(|| Problem::new(ProblemKind::BodyTimeout))?
+            }
+        };
+        let (bytes, trailers) = read.map_err(|unread| match unread {
+            Unread::TooLarge => Problem::new(ProblemKind::BodyTooLarge),
+            Unread::Broken => Problem::new(ProblemKind::InvalidBody),
+        })?;
+        let print = self.print(head, asked, &bytes)?;
+        Ok((RequestBody::read(bytes, trailers), print, None))
+    }
+
+    /// Whether nothing is refused.
+    fn is_shadow(&self) -> bool {
+        self.policy.current_mode() == Mode::Shadow
+    }
+
+    /// Counts a request in, as long as what is returned is held; a shadow turns nobody away.
+    ///
+    /// # Errors
+    /// There is no room for it.
+    pub(super) fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, Full> {
+        match self.tasks.enter() {
+            None if !self.is_shadow() => Err(Full),
+            counted => Ok(counted),
+        }
+    }
+
+    /// The fingerprint of a request whose body is `body`.
+    pub(super) fn print(&self, head: &Parts, asked: &Asked, body: &Bytes) -> Result<Print, Problem> {
+        match self.checked_print(head, asked, body) {
+            Err(problem) if self.is_shadow() => {
+                tracing::info!(%problem, "shadow mode: would have been refused");
+                Ok(self.print_of(head, BodyPrint::of_bytes(body)))
+            }
+            print => print,
+        }
+    }
+
+    fn checked_print(&self, head: &Parts, asked: &Asked, body: &Bytes) -> Result<Print, Problem> {
+        let Digests { sha256, sha512 } = asked.digests;
+        let is_lie = sha256.is_some_and(|digest| Sha256::digest(body)[..] != digest)
+            || sha512.is_some_and(|digest| Sha512::digest(body)[..] != digest);
+        if is_lie {
+            return Err(Problem::new(ProblemKind::DigestMismatch));
+        }
+        let print = match (self.profile.equality, sha256) {
+            (Equality::Json, _) => {
+                BodyPrint::of_json(body).map_err(|identity::TwoMembers| Problem::new(ProblemKind::InvalidBody))?
+            }
+            (Equality::Bytes, Some(digest)) => BodyPrint::of_digest(&digest),
+            (Equality::Bytes, None) => BodyPrint::of_bytes(body),
+        };
+        Ok(self.print_of(head, print))
+    }
+
+    fn print_of(&self, head: &Parts, print: BodyPrint) -> Print {
+        let names = match self.profile.equality {
+            Equality::Bytes => &self.fingerprint_headers[..],
+            Equality::Json => &[],
+        };
+        Payload::new(self.target(head), &head.headers, names, print).fingerprint()
+    }
+
+    /// Runs `handler` once for the key of the request, or answers without it. The response has been recorded by then. The request
+    /// counts as one in flight until its future is dropped.
+    ///
+    /// Not an `async fn`, and nothing in it moves what it was given: each would be stored twice, and this is most of what a
+    /// request takes.
+    pub(super) fn run<S, F, H, R, E>(
+        settings: S,
+        request: Keyed,
+        gate: Gate,
+        handler: F,
+    ) -> impl Future<Output = Result<Response<ResponseBody<R>>, E>>
+    where
+        S: Deref<Target = Self>,
+        F: FnOnce() -> H,
+        H: Future<Output = Result<Response<R>, E>>,
+        R: Body<Data = Bytes>,
+    {
+        let mut handler = Some(handler);
+        async move {
+            let (this, Keyed { asked, print, claim, counted: _counted }, handler) =
+                (&*settings, &request, &mut handler);
+            let enforced = this.policy.current_mode() == Mode::Enforce;
+            let answered = Mutex::new(None);
+            let body = async {
+                gate.pass().await;
+                let answer = {
+                    let mut running = pin!(handler.take().expect("a body runs once")());
+                    this.timing(running.as_mut()).await
+                };
+                let (result, answer) = match answer {
+                    Ok(response) => {
+                        let (result, response) = this.judge(asked, response, claim.as_deref()).await;
+                        (result, Ok(response))
+                    }
+                    Err(error) => (Err(Undone::Freed(Release::Returned)), Err(error)),
+                };
+                *lock(&answered) = Some(answer);
+                result
+            };
+            let operation =
+                Operation::new(&this.store, Ok(asked.key.clone()), this.policy).fingerprinted(print.clone());
+            let call = observe(operation.recorded_by(RecordResponses).run(body))
+                .traceparent(asked.traceparent.as_deref().copied());
+            let (result, outcome) = call.await;
+            let answer = lock(&answered).take();
+            this.answer(asked, result, answer, outcome, enforced)
+        }
+    }
+
+    /// The response to a request whose call has ended so.
+    fn answer<R: Body<Data = Bytes>, E>(
+        &self,
+        asked: &Asked,
+        result: Result<Done, Undone>,
+        answer: Option<Result<Response<ResponseBody<R>>, E>>,
+        outcome: Outcome,
+        enforced: bool,
+    ) -> Result<Response<ResponseBody<R>>, E> {
+        let mut response = match (result, answer) {
+            (Ok(Done::Replayed(recorded)), _) => {
+                let (head, body, trailers) = recorded.into_response(&asked.method);
+                let mut response = head.map(|()| ResponseBody::read(body, trailers));
+                response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
+                response
+            }
+            (result, Some(answer)) => {
+                let mut response = answer?;
+                let is_lost = match &result {
+                    Err(Undone::Refused(error)) => {
+                        tracing::error!(%error, "the response is sent, and it is not recorded");
+                        true
+                    }
+                    Ok(_) => enforced && !outcome.recorded(),
+                    Err(Undone::Freed(_)) => false,
+                };
+                if is_lost {
+                    response.headers_mut().insert(RECORDED, HeaderValue::from_static("false"));
+                }
+                response
+            }
+            (Err(Undone::Refused(error)), None) => {
+                let limit = match &error {
+                    // Once the handler has ended there is a response.
+                    Error::InProgress { .. } => self.tasks.usual().max(SOON),
+                    _ => Duration::MAX,
+                };
+                self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
+            }
+            // A body that returned has answered.
+            (Ok(Done::Ran(_)) | Err(Undone::Freed(_)), None) => {
+                self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
+            }
+        };
+        response.extensions_mut().insert::<Outcome>(outcome);
+        Ok(response)
+    }
+
+    /// Runs a handler, and notes how long it took.
+    async fn timing<F: Future>(&self, mut handler: Pin<&mut F>) -> F::Output {
+        let clock = self.store.heartbeats().clock();
+        let mut began = None;
+        let answer = poll_fn(|cx| {
+            let polled = handler.as_mut().poll(cx);
+            // One that does not wait is over at once, and the clock need not be asked.
+            if polled.is_pending() && began.is_none() {
+                began = Some(clock.now());
+            }
+            polled
+        });
+        let answer = answer.await;
+        self.tasks.took(began.map_or(Duration::ZERO, |began| clock.now().saturating_since(began)));
+        answer
+    }
+
+    /// What is recorded of a response, and the response as the first client gets it.
+    async fn judge<R: Body<Data = Bytes>>(
+        &self,
+        asked: &Asked,
+        response: Response<R>,
+        claim: Option<&Claim>,
+    ) -> (Result<Done, Undone>, Response<ResponseBody<R>>) {
+        let released = || Err(Undone::Freed(Release::Returned));
+        let marked = || Ok(Done::Ran(StoredResult::Unencodable));
+        let is_lie = || claim.is_some_and(Claim::is_lie);
+        let lie = || (released(), self.refuse(asked.refusal(Problem::new(ProblemKind::DigestMismatch))));
+        if is_lie() {
+            return lie();
+        }
+        let (mut head, body) = response.into_parts();
+        let own = head.extensions.remove::<Recording>();
+        let rule = |head: &http::response::Parts, trailers: &HeaderMap| match (own, &self.recording) {
+            (Some(own), _) => own,
+            (None, Some(rule)) => rule(head, trailers),
+            (None, None) => (self.profile.recording)(head, trailers),
+        };
+        let as_it_comes = |head, body| Response::from_parts(head, ResponseBody::as_it_comes(body));
+        match rule(&head, &HeaderMap::new()) {
+            Recording::Release => return (released(), as_it_comes(head, body)),
+            Recording::Mark => return (marked(), as_it_comes(head, body)),
+            Recording::Record if self.is_passed_on(&head, &asked.method) => {
+                return (marked(), as_it_comes(head, body));
+            }
+            Recording::Record => {}
+        }
+        match collect(body, self.policy.max_result_bytes).await {
+            Collected::Whole(..) if is_lie() => lie(),
+            Collected::Whole(body, trailers) => {
+                let result = match trailers.as_ref().map_or(Recording::Record, |trailers| rule(&head, trailers)) {
+                    Recording::Release => released(),
+                    Recording::Mark => marked(),
+                    Recording::Record => {
+                        let keeps = |name: &HeaderName| {
+                            *name != self.marker && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
+                        };
+                        let encoded = encode(&head, &body, trailers.as_ref(), &asked.method, keeps);
+                        Ok(Done::Ran(encoded.map_or(StoredResult::Unencodable, stored)))
+                    }
+                };
+                (result, Response::from_parts(head, ResponseBody::read(body, trailers)))
+            }
+            Collected::TooLarge(size, body) => {
+                tracing::debug!(key = %asked.key, size, "a response is too large to be recorded");
+                (Ok(Done::Ran(StoredResult::TooLarge { size })), Response::from_parts(head, body))
+            }
+            Collected::Broken(body) => {
+                tracing::warn!(key = %asked.key, "the body of a response broke off; nothing is recorded");
+                // As any other handler that did not come to its end.
+                let release = match self.policy.on_crash {
+                    OnCrash::Retry => Release::Returned,
+                    OnCrash::Fail => Release::Interrupted,
+                };
+                (Err(Undone::Freed(release)), Response::from_parts(head, body))
+            }
+        }
+    }
+
+    /// Whether a response that would be recorded is none that can be: it is another protocol's, it has no end, or its form is
+    /// for one client.
+    fn is_passed_on(&self, head: &http::response::Parts, method: &Method) -> bool {
+        let content_type = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
+        let is_endless =
+            content_type.starts_with(b"text/event-stream") || content_type.starts_with(b"multipart/x-mixed-replace");
+        let is_tunnel = head.status.is_informational() || (*method == Method::CONNECT && head.status.is_success());
+        let is_encoded = head.headers.get(header::CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
+        if is_encoded && !self.tasks.warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "a response reaches the idempotency layer encoded and is not recorded: duplicates get 410; put the layer \
+                 inside of compression, that is, add the compression layer after it in axum and before it in a ServiceBuilder"
+            );
+        }
+        is_endless || is_tunnel || is_encoded
+    }
+
+    /// The response to a problem.
+    pub(super) fn refuse<R: Body<Data = Bytes>>(&self, refusal: Refusal) -> Response<ResponseBody<R>> {
+        let Refusal { problem, is_grpc } = refusal;
+        let status = match problem.kind() {
+            ProblemKind::FingerprintMismatch => self.profile.mismatch,
+            kind => kind.status(),
+        };
+        let problem = problem.at(status, &self.problem_base);
+        match problem.error() {
+            Some(error) if status.is_server_error() => tracing::warn!(%error, %problem, "a request is refused"),
+            error => tracing::debug!(error = error.map(tracing::field::display), %problem, "a request is refused"),
+        }
+        let mut response = match is_grpc {
+            true => problem.grpc_response(),
+            false => (self.profile.problem)(&problem),
+        };
+        if let (StatusCode::UNAUTHORIZED, Some(principal)) = (response.status(), &self.caller.0) {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, principal.challenge.clone());
+        }
+        if let Some(hook) = &self.on_problem {
+            hook(&problem, &mut response);
+        }
+        response.map(|body| ResponseBody::read(body, None))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::Request;
+
+    use super::*;
+
+    #[test]
+    fn a_mark_names_the_keys_of_all_layers() {
+        let key = identity::request_key(Some("s"), "POST", "", "", "k").unwrap();
+        let mut asked = Asked {
+            key: key.clone(),
+            name: IdempotencyKey("k".to_owned()),
+            method: Method::POST,
+            is_grpc: false,
+            traceparent: None,
+            digests: Digests::default(),
+            streams: None,
+        };
+        let head = asked.mark(Request::new(()).into_parts().0);
+        assert_eq!(head.extensions.get::<IdempotencyKey>().unwrap().0, "k");
+        let head = asked.mark(head);
+        assert!(head.extensions.get::<Covered>().unwrap().keys().eq([&key, &key]));
+    }
+}

@@ -1,0 +1,345 @@
+//! A response as the bytes of a record, and the headers that no replay repeats.
+//!
+//! The written form of version 1 (codec `http1`), with numbers in big-endian order:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 1 | the version, 1 |
+//! | 2 | the status |
+//! | fields | the headers: how many (2 bytes), and for each the length of its name (2), the length of its value (4), both |
+//! | 1 | 1 if trailers follow, or 0 |
+//! | fields | the trailers |
+//! | the rest | the body |
+
+use bytes::{Buf, BufMut, Bytes};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::response::Parts;
+use http::{Method, Response, StatusCode};
+
+use crate::codec::{CodecName, ResultProblem};
+use crate::engine::{Ending, Recorder, recorder};
+use crate::error::Error;
+use crate::policy::OnUndecodable;
+use crate::record::{Finish, Release, State, StoredResult};
+
+const VERSION: u8 = 1;
+const CODEC: CodecName = CodecName::new(b"http1").expect("a name that fits");
+
+/// How many fields a replay has besides the recorded ones: its length, and the marker.
+const ADDED: usize = 2;
+/// What a record holds besides fields and body, at most; and a field besides its name and value.
+const HEAD_BYTES: usize = 8;
+const FIELD_BYTES: usize = 6;
+
+/// Headers of one exchange, one connection or one session: no replay repeats them. Sorted.
+const NEVER: &[&str] = &[
+    "age",
+    "alt-svc",
+    "authentication-info",
+    "clear-site-data",
+    "connection",
+    "date",
+    "idempotency-key",
+    "idempotency-recorded",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authentication-info",
+    "proxy-authorization",
+    "proxy-connection",
+    "retry-after",
+    "server",
+    "server-timing",
+    "set-cookie",
+    "set-cookie2",
+    "te",
+    "transfer-encoding",
+    "upgrade",
+    "via",
+    "www-authenticate",
+];
+
+/// What a replay answers.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    pub(super) status: StatusCode,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+    pub(super) trailers: Option<HeaderMap>,
+}
+
+/// A response as the layer records it: for an operator who knows what the client of an interrupted request is to get. It goes
+/// into [`Resolution::completed`](crate::operator::Resolution), or any other [`Finish::Completed`].
+///
+/// What no replay repeats is left out (`Date`, `Set-Cookie`, what belongs to a connection), and `Content-Length` is that of the body.
+/// `None` if a header is larger than a record can tell.
+pub fn recorded_response(response: &Response<Bytes>) -> Option<StoredResult> {
+    let (head, ()) = response_head(response).into_parts();
+    encode(&head, response.body(), None, &Method::POST, |_| true).map(stored)
+}
+
+fn response_head(response: &Response<Bytes>) -> Response<()> {
+    let mut head = Response::new(());
+    *head.status_mut() = response.status();
+    *head.headers_mut() = response.headers().clone();
+    head
+}
+
+/// The response that the layer has recorded as `result`, with its trailers; `None` for any other result.
+pub fn response_of(result: &StoredResult) -> Option<(Response<Bytes>, Option<HeaderMap>)> {
+    let StoredResult::Encoded { codec, bytes } = result else { return None };
+    let recorded = (*codec == CODEC).then(|| decode(bytes.clone())).flatten()?;
+    let (head, body, trailers) = recorded.into_response(&Method::POST);
+    Some((head.map(|()| body), trailers))
+}
+
+/// Whether a replay may repeat the header `name` of a response whose `Connection` names `nominated`.
+fn may_be_replayed(name: &HeaderName, nominated: &[String]) -> bool {
+    let text = name.as_str();
+    let is_of_the_exchange = NEVER.binary_search(&text).is_ok()
+        || ["ratelimit", "x-ratelimit-", "x-rate-limit-"].iter().any(|start| text.starts_with(start));
+    !is_of_the_exchange && !nominated.iter().any(|other| other == text)
+}
+
+/// The response as it is recorded, or `None` if it can't be written. `keeps` may leave out more of its headers.
+pub(super) fn encode(
+    head: &Parts,
+    body: &[u8],
+    trailers: Option<&HeaderMap>,
+    method: &Method,
+    keeps: impl Fn(&HeaderName) -> bool,
+) -> Option<Bytes> {
+    let listed = head.headers.get_all(header::CONNECTION).iter().filter_map(|line| line.to_str().ok());
+    let nominated: Vec<String> =
+        listed.flat_map(|line| line.split(',')).map(|name| name.trim().to_ascii_lowercase()).collect();
+    // Where the body says nothing of the length, the header does.
+    let states_length = *method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED;
+    let kept = |name: &HeaderName| match *name {
+        header::CONTENT_LENGTH => states_length,
+        header::TRAILER => trailers.is_some(),
+        _ => may_be_replayed(name, &nominated) && keeps(name),
+    };
+    let fields = [Some(&head.headers), trailers];
+    let field = |(name, value): (&HeaderName, &HeaderValue)| FIELD_BYTES + name.as_str().len() + value.len();
+    let most: usize = fields.into_iter().flatten().flat_map(HeaderMap::iter).map(field).sum();
+    let mut out = Vec::with_capacity(HEAD_BYTES + most + body.len());
+    out.put_u8(VERSION);
+    out.put_u16(head.status.as_u16());
+    put_fields(&mut out, &head.headers, kept)?;
+    out.put_u8(u8::from(trailers.is_some()));
+    if let Some(trailers) = trailers {
+        put_fields(&mut out, trailers, |name| may_be_replayed(name, &nominated) && keeps(name))?;
+    }
+    out.extend_from_slice(body);
+    Some(Bytes::from(out))
+}
+
+fn put_fields(out: &mut Vec<u8>, fields: &HeaderMap, kept: impl Fn(&HeaderName) -> bool) -> Option<()> {
+    let start = out.len();
+    out.put_u16(0);
+    let mut count = 0_u16;
+    for (name, value) in fields.iter().filter(|(name, _)| kept(name)) {
+        count = count.checked_add(1)?;
+        out.put_u16(name.as_str().len().try_into().ok()?);
+        out.put_u32(value.len().try_into().ok()?);
+        out.extend_from_slice(name.as_str().as_bytes());
+        out.extend_from_slice(value.as_bytes());
+    }
+    out[start..start + 2].copy_from_slice(&count.to_be_bytes());
+    Some(())
+}
+
+/// What [`encode`] wrote. The body shares the bytes of the record.
+fn decode(mut bytes: Bytes) -> Option<Recorded> {
+    if bytes.try_get_u8().ok()? != VERSION {
+        return None;
+    }
+    let status = StatusCode::from_u16(bytes.try_get_u16().ok()?).ok()?;
+    let headers = get_fields(&mut bytes)?;
+    let trailers = match bytes.try_get_u8().ok()? {
+        0 => None,
+        1 => Some(get_fields(&mut bytes)?),
+        _ => return None,
+    };
+    Some(Recorded { status, headers, body: bytes, trailers })
+}
+
+fn get_fields(bytes: &mut Bytes) -> Option<HeaderMap> {
+    let count = bytes.try_get_u16().ok()?;
+    // What it claims may be more than there is.
+    let claimed = usize::from(count).min(bytes.len() / FIELD_BYTES);
+    let mut fields = HeaderMap::with_capacity(claimed + ADDED);
+    for _ in 0..count {
+        let name_len = usize::from(bytes.try_get_u16().ok()?);
+        let value_len = usize::try_from(bytes.try_get_u32().ok()?).ok()?;
+        if bytes.len() < name_len.checked_add(value_len)? {
+            return None;
+        }
+        let name = HeaderName::from_bytes(&bytes.split_to(name_len)).ok()?;
+        let value = HeaderValue::from_maybe_shared(bytes.split_to(value_len)).ok()?;
+        fields.try_append(name, value).ok()?;
+    }
+    Some(fields)
+}
+
+impl Recorded {
+    /// The response, its body and its trailers. `Content-Length` is made anew where the body decides it.
+    pub(super) fn into_response(self, method: &Method) -> (Response<()>, Bytes, Option<HeaderMap>) {
+        let Self { status, mut headers, body, trailers } = self;
+        let has_no_body = *method == Method::HEAD
+            || status.is_informational()
+            || matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
+        if !has_no_body && trailers.is_none() {
+            headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
+        }
+        let mut response = Response::new(());
+        *response.status_mut() = status;
+        *response.headers_mut() = headers;
+        (response, body, trailers)
+    }
+}
+
+/// How a handler's run ended for the record, or what an earlier run recorded.
+#[derive(Debug)]
+pub(super) enum Done {
+    /// It ran: this is recorded.
+    Ran(StoredResult),
+    /// It ran before.
+    Replayed(Box<Recorded>),
+}
+
+/// Why nothing is recorded.
+#[derive(Debug)]
+pub(super) enum Undone {
+    /// The handler ran, and what it answered frees the key.
+    Freed(Release),
+    /// The engine says why.
+    Refused(Error),
+}
+
+impl From<Error> for Undone {
+    fn from(error: Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// How responses are recorded.
+#[derive(Debug)]
+pub(super) struct RecordResponses;
+
+impl Recorder<Done, Undone> for RecordResponses {
+    fn record(&self, result: &Result<Done, Undone>, max_result_bytes: usize) -> Ending {
+        match result {
+            Ok(Done::Ran(StoredResult::Encoded { bytes, .. })) if bytes.len() > max_result_bytes => {
+                Ending::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 }))
+            }
+            Ok(Done::Ran(stored)) => Ending::Finish(Finish::Completed(stored.clone())),
+            Err(Undone::Freed(release)) => Ending::Release(*release),
+            // What a body returns is neither.
+            Ok(Done::Replayed(_)) | Err(Undone::Refused(_)) => Ending::Release(Release::Returned),
+        }
+    }
+
+    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<Done, Undone>, ResultProblem> {
+        let State::Completed(stored) = state else { return Err(ResultProblem::RecordedError) };
+        let (codec, bytes) = recorder::encoded(stored)?;
+        let no_response = || "it is not a response".into();
+        let recorded = match (codec == CODEC).then(|| decode(bytes.clone())) {
+            Some(Some(recorded)) => recorded,
+            other => {
+                let problem = other.map(|_| no_response());
+                let migrated = recorder::migrate(codec, bytes, false, on_undecodable, problem)?;
+                decode(migrated.into()).ok_or_else(|| ResultProblem::MigratedUndecodable { source: no_response() })?
+            }
+        };
+        Ok(Ok(Done::Replayed(Box::new(recorded))))
+    }
+}
+
+/// `bytes` as a result of this codec.
+pub(super) fn stored(bytes: Bytes) -> StoredResult {
+    StoredResult::Encoded { codec: CODEC, bytes }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(status: u16, fields: &[(&str, &str)]) -> Parts {
+        let mut response = Response::new(());
+        *response.status_mut() = StatusCode::from_u16(status).unwrap();
+        for (name, value) in fields {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            response.headers_mut().append(name, HeaderValue::from_str(value).unwrap());
+        }
+        response.into_parts().0
+    }
+
+    fn shown(fields: &HeaderMap) -> Vec<String> {
+        fields.iter().map(|(name, value)| format!("{name}: {}", value.to_str().unwrap())).collect()
+    }
+
+    #[test]
+    fn the_list_is_sorted() {
+        assert!(NEVER.is_sorted());
+    }
+
+    #[test]
+    fn a_response_is_there_and_back_again() {
+        let head = head(201, &[("location", "/p/1"), ("x-a", "1"), ("x-b", "2"), ("x-a", "3, 4"), ("etag", "\"e\"")]);
+        let mut trailers = HeaderMap::new();
+        trailers.insert("grpc-status", HeaderValue::from_static("0"));
+        let bytes = encode(&head, b"body", Some(&trailers), &Method::POST, |_| true).unwrap();
+        let recorded = decode(bytes.clone()).unwrap();
+        assert_eq!(recorded.status, 201);
+        assert_eq!(shown(&recorded.headers), shown(&head.headers));
+        assert_eq!(recorded.headers.get_all("x-a").iter().collect::<Vec<_>>(), ["1", "3, 4"]);
+        assert_eq!((&*recorded.body, recorded.trailers), (&b"body"[..], Some(trailers)));
+        // Nothing that is cut short or altered panics, or is read as more than it is.
+        for len in 0..bytes.len() - 4 {
+            assert!(decode(bytes.slice(..len)).is_none(), "{len}");
+        }
+        for at in 0..bytes.len() {
+            let mut altered = bytes.to_vec();
+            altered[at] ^= 0xff;
+            drop(decode(altered.into()));
+        }
+    }
+
+    #[test]
+    fn what_belongs_to_one_exchange_is_not_recorded() {
+        let fields = [
+            ("connection", "close, X-Hop"),
+            ("x-hop", "1"),
+            ("set-cookie", "a=1"),
+            ("www-authenticate", "Bearer"),
+            ("date", "now"),
+            ("ratelimit-limit", "1"),
+            ("x-ratelimit-remaining", "1"),
+            ("retry-after", "1"),
+            ("content-length", "4"),
+            ("transfer-encoding", "chunked"),
+            ("trailer", "x"),
+            ("x-mine", "1"),
+            ("etag", "e"),
+        ];
+        let of = |status, method: Method| {
+            let bytes = encode(&head(status, &fields), b"", None, &method, |name| name != "x-mine").unwrap();
+            shown(&decode(bytes).unwrap().headers)
+        };
+        assert_eq!(of(200, Method::POST), ["etag: e"]);
+        assert_eq!(of(304, Method::POST), ["content-length: 4", "etag: e"]);
+        assert_eq!(of(200, Method::HEAD), ["content-length: 4", "etag: e"]);
+    }
+
+    #[test]
+    fn the_length_is_made_anew_where_there_is_a_body() {
+        let length = |status, method: &Method| {
+            let bytes = encode(&head(status, &[]), b"four", None, method, |_| true).unwrap();
+            decode(bytes).unwrap().into_response(method).0.headers().get("content-length").cloned()
+        };
+        assert_eq!(length(200, &Method::POST).unwrap(), "4");
+        for (status, method) in [(204, Method::POST), (304, Method::POST), (200, Method::HEAD)] {
+            assert_eq!(length(status, &method), None);
+        }
+    }
+}

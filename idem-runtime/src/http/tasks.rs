@@ -1,0 +1,182 @@
+//! Handlers outlive their clients: those that have begun run in tasks of their own, which are counted.
+
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::{JoinError, JoinHandle};
+use tracing::instrument::WithSubscriber;
+use tracing::subscriber::NoSubscriber;
+use tracing::{Dispatch, Instrument, dispatcher};
+
+/// A handler on its way: what [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Wraps the task of a handler where the request is still at hand.
+pub(super) type Carry = Arc<dyn Fn(Task) -> Task + Send + Sync>;
+
+/// The requests in flight.
+pub(super) struct Tasks {
+    permits: Arc<Semaphore>,
+    limit: u32,
+    draining: AtomicBool,
+    /// How long handlers take, in microseconds: an average that forgets.
+    usual: AtomicU64,
+    /// Whether an encoded response was met.
+    pub(super) warned: AtomicBool,
+}
+
+impl Tasks {
+    pub(super) fn new(limit: u32) -> Self {
+        Self {
+            permits: Arc::new(Semaphore::new(usize::try_from(limit).unwrap_or(Semaphore::MAX_PERMITS))),
+            limit,
+            draining: AtomicBool::new(false),
+            usual: AtomicU64::new(0),
+            warned: AtomicBool::new(false),
+        }
+    }
+
+    /// Counts a request in, or says that there is no room for it.
+    pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
+        match self.draining.load(Ordering::SeqCst) {
+            true => None,
+            false => Arc::clone(&self.permits).try_acquire_owned().ok(),
+        }
+    }
+
+    /// Lets no request in any more, and waits for those that are.
+    pub(super) async fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        // Fails only if the semaphore is closed, which nobody does.
+        drop(self.permits.acquire_many(self.limit).await);
+    }
+
+    /// How many requests are in flight.
+    pub(super) fn count(&self) -> usize {
+        (self.limit as usize).saturating_sub(self.permits.available_permits())
+    }
+
+    /// Notes how long a handler took.
+    pub(super) fn took(&self, time: Duration) {
+        let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        // A lost update costs nothing.
+        let usual = match self.usual.load(Ordering::Relaxed) {
+            0 => micros,
+            usual => usual - usual / 8 + micros / 8,
+        };
+        self.usual.store(usual, Ordering::Relaxed);
+    }
+
+    /// How long handlers take.
+    pub(super) fn usual(&self) -> Duration {
+        Duration::from_micros(self.usual.load(Ordering::Relaxed))
+    }
+}
+
+impl fmt::Debug for Tasks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tasks").field("limit", &self.limit).field("in_flight", &self.count()).finish_non_exhaustive()
+    }
+}
+
+/// Where a handler begins.
+#[derive(Clone)]
+pub(super) struct Gate(Arc<AtomicBool>);
+
+impl Gate {
+    /// The first poll notes that it is reached and yields, for [`detach`] to move the rest into a task.
+    pub(super) fn closed() -> Self {
+        Self(Arc::new(AtomicBool::new(false)))
+    }
+
+    /// Nobody waits there.
+    pub(super) fn open() -> Self {
+        Self(Arc::new(AtomicBool::new(true)))
+    }
+
+    pub(super) async fn pass(&self) {
+        poll_fn(|_| match self.0.swap(true, Ordering::SeqCst) {
+            true => Poll::Ready(()),
+            // Nothing has to wake: `detach` sees it in this very poll, and the task that it makes polls again.
+            false => Poll::Pending,
+        })
+        .await;
+    }
+
+    fn is_passed(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+/// The runtime ended before the handler did, or `carry` dropped it.
+pub(super) struct Lost;
+
+/// Polls `run` here until its handler begins, and in a task from then on: dropping this future cancels what is only reserved or
+/// waits, and nothing that has begun. A panic of the handler goes on here.
+pub(super) async fn detach<T: Send + 'static>(
+    mut run: Pin<Box<dyn Future<Output = T> + Send>>,
+    gate: &Gate,
+    carry: Option<&Carry>,
+) -> Result<T, Lost> {
+    let ended = poll_fn(|cx| match run.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending if gate.is_passed() => Poll::Ready(None),
+        Poll::Pending => Poll::Pending,
+    });
+    if let Some(output) = ended.await {
+        return Ok(output);
+    }
+    let Some(carry) = carry else { return joined(spawn(run).await) };
+    let (send, receive) = oneshot::channel();
+    let task: Task = Box::pin(async move {
+        // The client may have gone.
+        let _ = send.send(run.await);
+    });
+    joined(spawn(carry(task)).await)?;
+    receive.await.map_err(|_| Lost)
+}
+
+/// A task in the span, and with the subscriber, of its caller.
+fn spawn<F>(task: F) -> JoinHandle<F::Output>
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    // Where nobody listens there is no span. A subscriber of its own would make each event of the task dearer.
+    match dispatcher::get_default(Dispatch::is::<NoSubscriber>) {
+        true => tokio::spawn(task),
+        false => tokio::spawn(task.in_current_span().with_current_subscriber()),
+    }
+}
+
+fn joined<T>(ended: Result<T, JoinError>) -> Result<T, Lost> {
+    ended.map_err(|error| match error.try_into_panic() {
+        Ok(panic) => std::panic::resume_unwind(panic),
+        Err(_) => Lost,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_usual_time_follows_what_handlers_take() {
+        let (tasks, seconds) = (Tasks::new(1), Duration::from_secs);
+        assert_eq!(tasks.usual(), Duration::ZERO);
+        tasks.took(seconds(8));
+        assert_eq!(tasks.usual(), seconds(8));
+        tasks.took(seconds(16));
+        assert_eq!(tasks.usual(), seconds(9));
+        for _ in 0..100 {
+            tasks.took(Duration::from_millis(100));
+        }
+        assert!(tasks.usual() < Duration::from_millis(200), "{:?}", tasks.usual());
+    }
+}

@@ -1,0 +1,153 @@
+//! How much of a key is shown to people.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+use super::Key;
+
+/// How much of a key errors, logs and spans show; [`Policy::key_display`](crate::Policy::key_display) sets it. The scope is
+/// always shown. Results and payloads never are.
+///
+/// A `%` in a key always begins an escape such as `%2F`, so what is hidden can't be taken for a key: [`Key`] refuses to read
+/// it back, and says so.
+///
+/// ```
+/// use idem_runtime::{Key, KeyDisplay};
+///
+/// let key = Key::new("shop::pay", "card:4111")?.shown_as(KeyDisplay::Hashed);
+/// assert_eq!(key.to_string(), "shop::pay/%hash:ed2fd615ccb5fbb9");
+/// assert_eq!(key.as_str(), "1/shop::pay/card:4111");
+/// assert!(key.to_string().parse::<Key>().is_err());
+/// # Ok::<(), idem_runtime::key::KeyError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum KeyDisplay {
+    /// All of it.
+    #[default]
+    Whole,
+    /// This many characters, 253 at most, and `%…`; a key that is no longer is shown whole.
+    Prefix(u8),
+    /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form ([`Key::as_str`]). Whoever can guess the
+    /// key can check the guess.
+    Hashed,
+}
+
+/// A [`KeyDisplay`] in one byte: policies and keys lie in the future of each call.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shown(u8);
+
+impl Shown {
+    /// All of a key.
+    pub(crate) const WHOLE: Self = Self(0);
+    const HASHED: u8 = u8::MAX;
+
+    pub(crate) const fn new(display: KeyDisplay) -> Self {
+        match display {
+            KeyDisplay::Whole => Self::WHOLE,
+            KeyDisplay::Prefix(count) if count < Self::HASHED - 2 => Self(count + 1),
+            KeyDisplay::Prefix(_) => Self(Self::HASHED - 1),
+            KeyDisplay::Hashed => Self(Self::HASHED),
+        }
+    }
+
+    const fn display(self) -> KeyDisplay {
+        match self.0 {
+            0 => KeyDisplay::Whole,
+            Self::HASHED => KeyDisplay::Hashed,
+            prefix => KeyDisplay::Prefix(prefix - 1),
+        }
+    }
+}
+
+impl fmt::Debug for Shown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.display().fmt(f)
+    }
+}
+
+/// The hash of a key without its byte 6, and in that how much of the key is shown.
+#[derive(Clone, Copy)]
+pub(super) struct Hashed(u64);
+
+impl Hashed {
+    const SHIFT: u32 = 48;
+    const SHOWN: u64 = 0xff << Self::SHIFT;
+
+    pub(super) const fn new(hash: u64) -> Self {
+        Self(hash & !Self::SHOWN)
+    }
+
+    pub(super) const fn get(self) -> u64 {
+        self.0 & !Self::SHOWN
+    }
+
+    pub(super) fn shown(self, shown: Shown) -> Self {
+        Self(self.get() | u64::from(shown.0) << Self::SHIFT)
+    }
+
+    pub(super) const fn display(self) -> KeyDisplay {
+        Shown(self.0.to_le_bytes()[6]).display()
+    }
+}
+
+const HASH: &str = "%hash:";
+const CUT: &str = "%…";
+
+impl KeyDisplay {
+    pub(super) fn hide(self, key: &Key, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (scope, text) = key.split();
+        write!(f, "{scope}/")?;
+        match self {
+            Self::Whole => f.write_str(text),
+            Self::Prefix(count) => match text.char_indices().nth(usize::from(count)) {
+                Some((end, _)) => {
+                    // An escape that is cut in two would be no part of the key.
+                    let shown = &text[..end];
+                    let escape = shown.len().saturating_sub(2);
+                    let cut = shown.bytes().skip(escape).position(|byte| byte == b'%');
+                    write!(f, "{}{CUT}", &shown[..cut.map_or(end, |at| escape + at)])
+                }
+                None => f.write_str(text),
+            },
+            Self::Hashed => {
+                let digest = Sha256::digest(key.as_str());
+                f.write_str(HASH)?;
+                digest.iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+        }
+    }
+}
+
+/// Whether this is what is shown of a key, and not the text of one.
+pub(super) fn is_hidden(text: &str) -> bool {
+    text.starts_with(HASH) || text.ends_with(CUT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_hidden_is_never_taken_for_a_key() {
+        let key = Key::new("s", "a%b").unwrap();
+        assert_eq!(key.text(), "a%25b");
+        let shown = |display| key.clone().shown_as(display).to_string();
+        assert_eq!(shown(KeyDisplay::Whole), "s/a%25b");
+        for (count, prefix) in [(0, "s/%…"), (1, "s/a%…"), (2, "s/a%…"), (3, "s/a%…"), (4, "s/a%25%…"), (5, "s/a%25b")]
+        {
+            assert_eq!(shown(KeyDisplay::Prefix(count)), prefix, "{count}");
+        }
+        for display in [KeyDisplay::Prefix(1), KeyDisplay::Hashed] {
+            let error = shown(display).parse::<Key>().unwrap_err();
+            assert!(error.to_string().contains("key_display"), "{error}");
+        }
+        for display in [KeyDisplay::Whole, KeyDisplay::Prefix(0), KeyDisplay::Prefix(253), KeyDisplay::Hashed] {
+            let shown = key.clone().shown_as(KeyDisplay::Prefix(7)).shown_as(display);
+            assert_eq!(shown.hash.display(), display);
+            assert_eq!((&shown, shown.seed()), (&key, key.seed()), "it is the same key");
+        }
+        assert_eq!(shown(KeyDisplay::Prefix(5)).parse::<Key>().unwrap(), key);
+    }
+}

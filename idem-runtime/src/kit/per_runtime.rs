@@ -1,0 +1,330 @@
+//! A value for each tokio runtime that calls a store, in each process.
+//!
+//! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still
+//! while it is not driven, and end with it. So every runtime that calls has its own, made at first use. It is dropped as soon
+//! as the runtime ends; only that of the first runtime stays, unused, until the store is dropped. A forked process inherits
+//! only its parent's memory: it makes everything anew, and never touches what was the parent's. Dropping a connection there
+//! would end the parent's session.
+
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+
+use tokio::runtime::{Handle, Id};
+use tokio::task::AbortHandle;
+
+use crate::sync::{PerProcess, Process};
+
+/// A value for each runtime of each process.
+pub(crate) struct PerRuntime<T>(PerProcess<Arc<Table<T>>>);
+
+impl<T> Default for PerRuntime<T> {
+    fn default() -> Self {
+        Self(PerProcess::default())
+    }
+}
+
+/// The values of one process.
+struct Table<T> {
+    /// The value of the first runtime. It is found without a lock, and most programs have no other.
+    first: OnceLock<Local<T>>,
+    /// Those of the other runtimes that have not ended.
+    others: RwLock<Vec<Arc<Local<T>>>>,
+}
+
+impl<T> Default for Table<T> {
+    fn default() -> Self {
+        Self { first: OnceLock::new(), others: RwLock::default() }
+    }
+}
+
+struct Local<T> {
+    runtime: Id,
+    /// Whether the runtime has not ended.
+    lives: AtomicBool,
+    /// A task that ends with the runtime.
+    tenant: OnceLock<AbortHandle>,
+    value: T,
+}
+
+impl<T> Local<T> {
+    fn new(runtime: Id, value: T) -> Self {
+        Self { runtime, lives: AtomicBool::new(true), tenant: OnceLock::new(), value }
+    }
+
+    fn lives(&self) -> bool {
+        self.lives.load(Ordering::Relaxed)
+    }
+}
+
+impl<T> Drop for Local<T> {
+    fn drop(&mut self) {
+        if let Some(tenant) = self.tenant.get() {
+            tenant.abort();
+        }
+    }
+}
+
+/// The value of one runtime.
+pub(crate) struct Here<'a, T>(Place<'a, T>);
+
+enum Place<'a, T> {
+    First(&'a T),
+    Other(Arc<Local<T>>),
+}
+
+impl<T> Deref for Here<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match &self.0 {
+            Place::First(value) => value,
+            Place::Other(local) => &local.value,
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> PerRuntime<T> {
+    /// The value of the current runtime. If there is none, `make` makes it, and is told whether this is the first runtime of
+    /// the process. `None` outside of a runtime.
+    pub(crate) fn here(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
+        let runtime = Handle::try_current().ok()?;
+        Some(Here(self.0.here().find_or_make(&runtime, make)))
+    }
+
+    /// The same without a system call, for values that notice by themselves that they were made in another process: a child
+    /// that goes on with the runtime of its parent is given its parent's value.
+    #[cfg(feature = "redis")]
+    pub(crate) fn here_or_inherited(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
+        let runtime = Handle::try_current().ok()?;
+        // The ids of runtimes never repeat in a forked process: what is found belongs to this very runtime.
+        let place = match self.0.first().find_first(runtime.id()) {
+            Some(first) => Place::First(first),
+            None => self.0.here().find_or_make(&runtime, make),
+        };
+        Some(Here(place))
+    }
+
+    /// The value of any runtime that has not ended.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn any(&self) -> Option<Here<'_, T>> {
+        let table = self.0.here();
+        if let Some(first) = table.first.get().filter(|first| first.lives()) {
+            return Some(Here(Place::First(&first.value)));
+        }
+        table.read().last().map(|local| Here(Place::Other(Arc::clone(local))))
+    }
+}
+
+impl<T> Table<T> {
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<Local<T>>>> {
+        self.others.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Arc<Local<T>>>> {
+        self.others.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find_first(&self, runtime: Id) -> Option<&T> {
+        let first = self.first.get()?;
+        (first.runtime == runtime && first.lives()).then_some(&first.value)
+    }
+
+    fn find_other(&self, runtime: Id) -> Option<Arc<Local<T>>> {
+        self.read().iter().find(|local| local.runtime == runtime).map(Arc::clone)
+    }
+}
+
+impl<T: Send + Sync + 'static> Table<T> {
+    fn find_or_make(self: &Arc<Self>, runtime: &Handle, make: impl FnOnce(bool) -> T) -> Place<'_, T> {
+        let id = runtime.id();
+        if let Some(first) = self.find_first(id) {
+            return Place::First(first);
+        }
+        if let Some(local) = self.find_other(id) {
+            return Place::Other(local);
+        }
+        let mut make = Some(make);
+        let mut make = |is_first| Local::new(id, make.take().expect("made once")(is_first));
+        let first = self.first.get_or_init(|| make(true));
+        if first.runtime == id && first.lives() {
+            self.settle(runtime, first);
+            return Place::First(&first.value);
+        }
+        let local = {
+            let mut others = self.write();
+            if let Some(local) = others.iter().find(|local| local.runtime == id) {
+                return Place::Other(Arc::clone(local));
+            }
+            let local = Arc::new(make(false));
+            others.push(Arc::clone(&local));
+            local
+        };
+        self.settle(runtime, &local);
+        Place::Other(local)
+    }
+
+    /// Makes a value end with its runtime: a runtime that ends drops its tasks, and the drop of this one removes the value.
+    fn settle(self: &Arc<Self>, runtime: &Handle, local: &Local<T>) {
+        local.tenant.get_or_init(|| {
+            let tenant = Tenant { table: Arc::downgrade(self), runtime: runtime.id(), process: Process::this() };
+            let task = runtime.spawn(async move {
+                let _tenant = tenant;
+                std::future::pending::<()>().await;
+            });
+            task.abort_handle()
+        });
+    }
+}
+
+/// Lives as long as its runtime.
+struct Tenant<T> {
+    table: Weak<Table<T>>,
+    runtime: Id,
+    process: Process,
+}
+
+impl<T> Drop for Tenant<T> {
+    fn drop(&mut self) {
+        // In a child, a thread that does not exist there may hold the lock.
+        if !self.process.is_this() {
+            return;
+        }
+        let Some(table) = self.table.upgrade() else { return };
+        if let Some(first) = table.first.get().filter(|first| first.runtime == self.runtime) {
+            // It stays until the table is dropped, as callers may be using it; its connections have ended with the tasks that
+            // read them.
+            first.lives.store(false, Ordering::Relaxed);
+        }
+        let gone = {
+            let mut others = table.write();
+            others.iter().position(|local| local.runtime == self.runtime).map(|at| others.swap_remove(at))
+        };
+        // Closes its connections, outside of the lock.
+        drop(gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use tokio::runtime::{Builder, Runtime};
+
+    use super::*;
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().build().unwrap()
+    }
+
+    /// A value that is counted for as long as it is there.
+    struct Counted(Arc<AtomicUsize>, bool);
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.0.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    #[derive(Default)]
+    struct World {
+        values: PerRuntime<Counted>,
+        there: Arc<AtomicUsize>,
+    }
+
+    impl World {
+        /// Whether the value of the current runtime is that of the first one, which is made now if it `is_new`.
+        fn here(&self, is_new: bool) -> bool {
+            let called = std::cell::Cell::new(false);
+            let make = |is_first| {
+                called.set(true);
+                self.there.fetch_add(1, Ordering::SeqCst);
+                Counted(Arc::clone(&self.there), is_first)
+            };
+            let is_first = self.values.here(make).expect("in a runtime").1;
+            assert_eq!(called.get(), is_new);
+            is_first
+        }
+
+        fn there(&self) -> usize {
+            self.there.load(Ordering::SeqCst)
+        }
+    }
+
+    #[test]
+    fn each_runtime_has_its_own() {
+        let world = World::default();
+        assert!(world.values.here(|_| unreachable!("outside of a runtime")).is_none());
+        let (first, second) = (runtime(), runtime());
+        for made in [true, false] {
+            assert!(first.block_on(async { world.here(made) }));
+            assert!(!second.block_on(async { world.here(made) }));
+        }
+        assert_eq!(world.there(), 2);
+    }
+
+    #[test]
+    fn a_value_is_dropped_as_soon_as_its_runtime_ends() {
+        let world = World::default();
+        let (first, second) = (runtime(), runtime());
+        first.block_on(async { world.here(true) });
+        second.block_on(async { world.here(true) });
+        drop(second);
+        assert_eq!(world.there(), 1, "that of the second is gone");
+        let used = first.block_on(async { world.values.here(|_| unreachable!("there")).is_some() });
+        assert!(used);
+        drop(first);
+        // That of the first stays for those who use it, and is nobody's any more.
+        let third = runtime();
+        assert!(!third.block_on(async { world.here(true) }));
+        assert_eq!(world.there(), 2);
+    }
+
+    #[test]
+    fn the_task_that_watches_a_runtime_ends_with_the_table() {
+        let (world, runtime) = (World::default(), runtime());
+        runtime.block_on(async { world.here(true) });
+        let there = Arc::clone(&world.there);
+        drop(world);
+        assert_eq!(there.load(Ordering::SeqCst), 0);
+        runtime.block_on(tokio::task::yield_now());
+        assert_eq!(runtime.metrics().num_alive_tasks(), 0);
+    }
+
+    #[test]
+    #[cfg(feature = "postgres")]
+    fn any_is_of_a_runtime_that_lives() {
+        let world = World::default();
+        assert!(world.values.any().is_none());
+        let (first, second) = (runtime(), runtime());
+        first.block_on(async { world.here(true) });
+        second.block_on(async { world.here(true) });
+        assert!(world.values.any().expect("two live").1);
+        drop(first);
+        assert!(!world.values.any().expect("one lives").1);
+        drop(second);
+        assert!(world.values.any().is_none());
+    }
+
+    #[test]
+    fn threads_of_a_runtime_share_its_value() {
+        let world = Arc::new(World::default());
+        let runtime = runtime();
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                let (world, handle) = (Arc::clone(&world), runtime.handle().clone());
+                std::thread::spawn(move || {
+                    let _entered = handle.enter();
+                    let make = |is_first| {
+                        world.there.fetch_add(1, Ordering::SeqCst);
+                        Counted(Arc::clone(&world.there), is_first)
+                    };
+                    world.values.here(make).expect("in a runtime").1
+                })
+            })
+            .collect();
+        assert!(threads.into_iter().all(|thread| thread.join().unwrap()));
+        assert_eq!(world.there(), 1);
+        assert_eq!(runtime.metrics().num_alive_tasks(), 1);
+    }
+}

@@ -1,0 +1,147 @@
+//! The numbers themselves: counters, histograms and gauges that many threads add to.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::facade;
+use super::snapshot::{Distribution, Series, Value};
+use super::table::{Kind, Metric};
+
+/// The value of the open label of a family: a scope or a store.
+type Open<'a> = &'a str;
+
+/// A counter for each combination of the closed labels of a metric.
+pub(crate) struct Counters {
+    metric: &'static Metric,
+    cells: Box<[Counter]>,
+}
+
+struct Counter {
+    count: AtomicU64,
+    exported: facade::Counter,
+}
+
+impl Counters {
+    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+        let cell = |at| Counter {
+            count: AtomicU64::new(0),
+            exported: facade::Counter::new(metric, || labels(metric, open, at)),
+        };
+        Self { metric, cells: (0..combinations(metric)).map(cell).collect() }
+    }
+
+    /// Adds `count` to the counter at `at`: the position of a closed label, or of several in the order of the table.
+    pub(crate) fn add(&self, at: usize, count: u64) {
+        if let Some(cell) = self.cells.get(at) {
+            cell.count.fetch_add(count, Ordering::Relaxed);
+            cell.exported.add(count);
+        }
+    }
+
+    pub(super) fn read(&self, open: Open<'_>, series: &mut Vec<Series>) {
+        for (at, cell) in self.cells.iter().enumerate() {
+            let value = Value::Count(cell.count.load(Ordering::Relaxed));
+            series.push(Series { metric: self.metric, labels: labels(self.metric, open, at), value });
+        }
+    }
+}
+
+/// A histogram for each combination of the closed labels of a metric.
+pub(crate) struct Histograms {
+    metric: &'static Metric,
+    bounds: &'static [u64],
+    cells: Box<[Histogram]>,
+}
+
+struct Histogram {
+    /// One for each bound, and one for what is above them all.
+    counts: Box<[AtomicU64]>,
+    /// In parts of the unit.
+    sum: AtomicU64,
+    exported: facade::Histogram,
+}
+
+impl Histograms {
+    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+        let bounds = match metric.kind {
+            Kind::Histogram { bounds } => bounds,
+            _ => &[],
+        };
+        let cell = |at| Histogram {
+            counts: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
+            sum: AtomicU64::new(0),
+            exported: facade::Histogram::new(metric, || labels(metric, open, at)),
+        };
+        Self { metric, bounds, cells: (0..combinations(metric)).map(cell).collect() }
+    }
+
+    /// Adds a value, in parts of the unit, to the histogram at `at`.
+    pub(crate) fn add(&self, at: usize, parts: u64) {
+        let bucket = self.bounds.partition_point(|bound| *bound < parts);
+        if let Some(cell) = self.cells.get(at)
+            && let Some(count) = cell.counts.get(bucket)
+        {
+            count.fetch_add(1, Ordering::Relaxed);
+            if parts != 0 {
+                cell.sum.fetch_add(parts, Ordering::Relaxed);
+            }
+            cell.exported.add(|| self.metric.whole(parts));
+        }
+    }
+
+    pub(super) fn read(&self, open: Open<'_>, series: &mut Vec<Series>) {
+        for (at, cell) in self.cells.iter().enumerate() {
+            let counts = cell.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+            let sum = self.metric.whole(cell.sum.load(Ordering::Relaxed));
+            let value = Value::Distribution(Distribution { bounds: self.metric.buckets(), counts, sum });
+            series.push(Series { metric: self.metric, labels: labels(self.metric, open, at), value });
+        }
+    }
+}
+
+/// A number that goes up and down. Without an exporter nobody counts: a snapshot asks whoever knows.
+pub(crate) struct Gauge {
+    metric: &'static Metric,
+    exported: facade::Gauge,
+}
+
+impl Gauge {
+    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+        Self { metric, exported: facade::Gauge::new(metric, || labels(metric, open, 0)) }
+    }
+
+    pub(crate) fn up(&self) {
+        self.exported.up();
+    }
+
+    pub(crate) fn down(&self) {
+        self.exported.down();
+    }
+
+    pub(super) fn read(&self, open: Open<'_>, level: u64, series: &mut Vec<Series>) {
+        let labels = labels(self.metric, open, 0);
+        series.push(Series { metric: self.metric, labels, value: Value::Level(level) });
+    }
+}
+
+/// How many combinations the closed labels have.
+fn combinations(metric: &Metric) -> usize {
+    metric.labels.iter().skip(1).map(|label| label.values.len()).product()
+}
+
+/// The labels of the combination at `at`. The last label changes fastest.
+fn labels(metric: &'static Metric, open: Open<'_>, at: usize) -> Vec<(&'static str, String)> {
+    let (mut rest, mut labels) = (at, Vec::with_capacity(metric.labels.len()));
+    for label in metric.labels.iter().rev() {
+        let value = match label.values.len() {
+            0 => open,
+            count => {
+                let value = label.values[rest % count];
+                rest /= count;
+                value
+            }
+        };
+        labels.push((label.name, value.to_owned()));
+    }
+    labels.reverse();
+    labels
+}

@@ -1,0 +1,149 @@
+//! Numbers about calls, leases and stores: a table of what there is, a snapshot of each store handle, and behind the feature
+//! `metrics` the same through the facade of that name.
+//!
+//! [`StoreExt::metrics`](crate::StoreExt::metrics) returns a [`Snapshot`]. [`TABLE`] has every metric with its labels and
+//! meaning; no label is ever a key. A scope beyond the first 200 of a store handle counts as `_other`. An event costs one
+//! addition, or two where a sum is kept as well; a scope's first call allocates its counters.
+//!
+//! With the feature `metrics`, install the recorder of your exporter before the first call: what is counted before goes into
+//! snapshots only. Histograms have the buckets of [`Metric::buckets`]; tell your exporter:
+//!
+//! ```text
+//! let mut builder = metrics_exporter_prometheus::PrometheusBuilder::new();
+//! for metric in idem_runtime::metrics::TABLE.iter().filter(|metric| !metric.buckets().is_empty()) {
+//!     builder = builder.set_buckets_for_metric(Matcher::Full(metric.name.to_owned()), &metric.buckets())?;
+//! }
+//! builder.install()?;
+//! ```
+
+mod cells;
+#[cfg_attr(not(feature = "metrics"), path = "unexported.rs")]
+mod facade;
+mod scopes;
+mod snapshot;
+mod table;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use self::cells::{Counters, Gauge, Histograms};
+pub(crate) use self::scopes::ScopeCells;
+use self::scopes::Scopes;
+pub use self::snapshot::{Distribution, Series, Snapshot, Value};
+pub use self::table::*;
+use crate::clock::Clock;
+
+static TRANSACTIONS: Mutex<Vec<Arc<Metrics>>> = Mutex::new(Vec::new());
+
+/// What is counted of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), in the whole
+/// process: they have no store handle of their own. By driver (label `store`), and by scope, where several drivers have a
+/// series each.
+pub fn in_transactions() -> Snapshot {
+    let known = TRANSACTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    // Their leases are held by the transactions.
+    Snapshot { series: known.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
+}
+
+/// The numbers of one store handle and its clones.
+pub(crate) struct Metrics {
+    store: &'static str,
+    scopes: Scopes,
+    store_seconds: Histograms,
+    store_errors: Counters,
+    leases_held: Gauge,
+    beats: Counters,
+    beat_lag: Histograms,
+    broker_beats: Counters,
+}
+
+impl Metrics {
+    pub(crate) fn new(store: &'static str, clock: Arc<dyn Clock>) -> Self {
+        facade::describe();
+        Self {
+            store,
+            scopes: Scopes::new(clock),
+            store_seconds: Histograms::new(&STORE_SECONDS, store),
+            store_errors: Counters::new(&STORE_ERRORS, store),
+            leases_held: Gauge::new(&LEASES_HELD, store),
+            beats: Counters::new(&BEATS, store),
+            beat_lag: Histograms::new(&BEAT_LAG_SECONDS, store),
+            broker_beats: Counters::new(&BROKER_BEATS, store),
+        }
+    }
+
+    /// The numbers of all calls inside of transactions with this driver, in the whole process: each call there has a store of
+    /// its own.
+    pub(crate) fn of_transactions(store: &'static str, clock: &Arc<dyn Clock>) -> Arc<Self> {
+        let mut known = TRANSACTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = known.iter().find(|it| it.store == store) {
+            return Arc::clone(known);
+        }
+        let metrics = Arc::new(Self::new(store, Arc::clone(clock)));
+        known.push(Arc::clone(&metrics));
+        metrics
+    }
+
+    /// What the store is called.
+    pub(crate) fn store(&self) -> &'static str {
+        self.store
+    }
+
+    /// The numbers of the handler with this scope.
+    pub(crate) fn scope(&self, scope: &str) -> Arc<ScopeCells> {
+        self.scopes.get(scope)
+    }
+
+    /// An operation of the store has taken this long.
+    pub(crate) fn store_took(&self, op: StoreOp, took: Duration) {
+        self.store_seconds.add(op as usize, nanos(took));
+    }
+
+    pub(crate) fn store_failed(&self, op: StoreOp, kind: ErrorKind) {
+        self.store_errors.add(op as usize * ErrorKind::LABEL.values.len() + kind as usize, 1);
+    }
+
+    pub(crate) fn lease_begins(&self) {
+        self.leases_held.up();
+    }
+
+    pub(crate) fn lease_ends(&self) {
+        self.leases_held.down();
+    }
+
+    pub(crate) fn beat(&self, result: BeatResult) {
+        self.beats.add(result as usize, 1);
+    }
+
+    pub(crate) fn beat_was_late(&self, by: Duration) {
+        self.beat_lag.add(0, nanos(by));
+    }
+
+    pub(crate) fn broker_beat(&self, result: BrokerBeat) {
+        self.broker_beats.add(result as usize, 1);
+    }
+
+    /// All numbers; `leases_held` is how many leases are kept alive now.
+    pub(crate) fn snapshot(&self, leases_held: usize) -> Snapshot {
+        let mut series = Vec::new();
+        self.scopes.read(&mut series);
+        let store = self.store;
+        self.store_seconds.read(store, &mut series);
+        self.store_errors.read(store, &mut series);
+        self.leases_held.read(store, leases_held as u64, &mut series);
+        self.beats.read(store, &mut series);
+        self.beat_lag.read(store, &mut series);
+        self.broker_beats.read(store, &mut series);
+        Snapshot { series }
+    }
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,281 @@
+//! The numbers of handlers, found by their scope without a lock.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use super::cells::{Counters, Histograms};
+use super::nanos;
+use super::snapshot::Series;
+use super::table::{
+    ATTEMPTS, BODY_LEASE_RATIO, BODY_SECONDS, CALLS, CallOutcome, DISPOSITIONS, DispositionLabel, DoubtLabel, Dropped,
+    KEY_QUALITY, KeyQuality, REPLAY_AGE_RATIO, REPLAY_AGE_SECONDS, RESULT_BYTES, RESULTS_DROPPED, TAKEOVERS, UNCERTAIN,
+    Unit, WAIT_SECONDS,
+};
+use crate::clock::{Clock, Instant};
+
+/// How many scopes have numbers of their own. Scopes are written in code; more of them are data by mistake.
+const LIMIT: usize = 200;
+/// Room enough that a look-up soon ends.
+const SLOTS: usize = 256;
+/// The scope that counts for all beyond the limit.
+const OTHER: &str = "_other";
+/// How many payloads of a handler shadow mode remembers.
+const PAYLOADS: usize = 1024;
+
+/// Scopes by their hash: the first free place from there on. A scope never leaves its place.
+pub(super) struct Scopes {
+    clock: Arc<dyn Clock>,
+    slots: Box<[OnceLock<Arc<ScopeCells>>]>,
+    other: OnceLock<Arc<ScopeCells>>,
+    /// How many places are taken; who takes one holds the lock.
+    taken: Mutex<usize>,
+}
+
+impl Scopes {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        let slots = (0..SLOTS).map(|_| OnceLock::new()).collect();
+        Self { clock, slots, other: OnceLock::new(), taken: Mutex::new(0) }
+    }
+
+    pub(super) fn get(&self, scope: &str) -> Arc<ScopeCells> {
+        match self.find(scope) {
+            Ok(found) => Arc::clone(found),
+            Err(_) => self.make(scope),
+        }
+    }
+
+    /// The numbers of `scope`, or the place where they would be.
+    fn find(&self, scope: &str) -> Result<&Arc<ScopeCells>, Option<&OnceLock<Arc<ScopeCells>>>> {
+        let start = place(scope);
+        for slot in self.slots[start..].iter().chain(&self.slots[..start]) {
+            match slot.get() {
+                Some(cells) if *cells.scope == *scope => return Ok(cells),
+                Some(_) => {}
+                None => return Err(Some(slot)),
+            }
+        }
+        Err(None)
+    }
+
+    #[cold]
+    fn make(&self, scope: &str) -> Arc<ScopeCells> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have made it meanwhile.
+        let cells = match self.find(scope) {
+            Ok(found) => found,
+            Err(Some(slot)) if *taken < LIMIT => {
+                *taken += 1;
+                slot.get_or_init(|| Arc::new(ScopeCells::new(scope, Arc::clone(&self.clock))))
+            }
+            Err(_) => self.other.get_or_init(|| Arc::new(ScopeCells::new(OTHER, Arc::clone(&self.clock)))),
+        };
+        Arc::clone(cells)
+    }
+
+    pub(super) fn read(&self, series: &mut Vec<Series>) {
+        for cells in self.slots.iter().filter_map(OnceLock::get).chain(self.other.get()) {
+            cells.read(series);
+        }
+    }
+}
+
+/// Where the search for `scope` begins. The scopes of a program are few and known, so any quick hash will do.
+fn place(scope: &str) -> usize {
+    let mut hash = 0_u64;
+    for chunk in scope.as_bytes().chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        hash = (hash.rotate_left(5) ^ u64::from_le_bytes(word)).wrapping_mul(0x517c_c1b7_2722_0a95);
+    }
+    usize::try_from(hash >> 56).unwrap_or_default() % SLOTS
+}
+
+/// Parts of the hashes of a payload and of its key, by the former.
+type Payloads = Box<[(u64, u64)]>;
+
+/// The numbers of one handler in one store handle.
+pub(crate) struct ScopeCells {
+    scope: Box<str>,
+    clock: Arc<dyn Clock>,
+    calls: Counters,
+    dispositions: Counters,
+    uncertain: Counters,
+    takeovers: Counters,
+    body_seconds: Histograms,
+    body_lease_ratio: Histograms,
+    wait_seconds: Histograms,
+    replay_age_seconds: Histograms,
+    replay_age_ratio: Histograms,
+    attempts: Histograms,
+    result_bytes: Histograms,
+    results_dropped: Counters,
+    key_quality: Counters,
+    /// Shadow mode: which key a payload had.
+    payloads: OnceLock<Mutex<Payloads>>,
+}
+
+impl ScopeCells {
+    fn new(scope: &str, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            scope: scope.into(),
+            clock,
+            calls: Counters::new(&CALLS, scope),
+            dispositions: Counters::new(&DISPOSITIONS, scope),
+            uncertain: Counters::new(&UNCERTAIN, scope),
+            takeovers: Counters::new(&TAKEOVERS, scope),
+            body_seconds: Histograms::new(&BODY_SECONDS, scope),
+            body_lease_ratio: Histograms::new(&BODY_LEASE_RATIO, scope),
+            wait_seconds: Histograms::new(&WAIT_SECONDS, scope),
+            replay_age_seconds: Histograms::new(&REPLAY_AGE_SECONDS, scope),
+            replay_age_ratio: Histograms::new(&REPLAY_AGE_RATIO, scope),
+            attempts: Histograms::new(&ATTEMPTS, scope),
+            result_bytes: Histograms::new(&RESULT_BYTES, scope),
+            results_dropped: Counters::new(&RESULTS_DROPPED, scope),
+            key_quality: Counters::new(&KEY_QUALITY, scope),
+            payloads: OnceLock::new(),
+        }
+    }
+
+    /// The present, by the clock of the store handle.
+    pub(crate) fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    pub(crate) fn ended(&self, outcome: CallOutcome) {
+        self.calls.add(outcome as usize, 1);
+    }
+
+    pub(crate) fn disposed(&self, disposition: DispositionLabel) {
+        self.dispositions.add(disposition as usize, 1);
+    }
+
+    pub(crate) fn is_uncertain(&self, doubt: DoubtLabel) {
+        self.uncertain.add(doubt as usize, 1);
+    }
+
+    pub(crate) fn took_over(&self) {
+        self.takeovers.add(0, 1);
+    }
+
+    pub(crate) fn waited(&self, waited: Duration) {
+        self.wait_seconds.add(0, nanos(waited));
+    }
+
+    /// A record of this age was replayed, whose handler keeps results for this `ttl`.
+    pub(crate) fn replayed(&self, age: Duration, ttl: Duration) {
+        self.replay_age_seconds.add(0, nanos(age));
+        if !ttl.is_zero() {
+            self.replay_age_ratio.add(0, Unit::Ratio.of(age.as_secs_f64() / ttl.as_secs_f64()));
+        }
+    }
+
+    /// A body ran for this long, under this lease if it had a reservation.
+    pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
+        self.body_seconds.add(0, nanos(ran));
+        if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {
+            self.body_lease_ratio.add(0, Unit::Ratio.of(ran.as_secs_f64() / lease.as_secs_f64()));
+        }
+    }
+
+    /// An attempt has succeeded, and its result of so many bytes is recorded.
+    pub(crate) fn recorded(&self, attempt: u32, bytes: usize) {
+        self.attempts.add(0, u64::from(attempt));
+        self.result_bytes.add(0, bytes as u64);
+    }
+
+    /// An attempt has succeeded, and only its completion is recorded.
+    pub(crate) fn recorded_without_result(&self, attempt: u32, why: Dropped) {
+        self.attempts.add(0, u64::from(attempt));
+        self.results_dropped.add(why as usize, 1);
+    }
+
+    /// Shadow mode: one key came with another payload than before.
+    pub(crate) fn key_is_too_coarse(&self) {
+        self.key_quality.add(KeyQuality::TooCoarse as usize, 1);
+    }
+
+    /// Shadow mode: a payload came under this key. Counts if it came under another one before, as far as is remembered.
+    pub(crate) fn payload_under_key(&self, payload: u64, key: u64) {
+        let payloads = self.payloads.get_or_init(|| Mutex::new(vec![(0, 0); PAYLOADS].into()));
+        let mut payloads = payloads.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = usize::try_from(payload % PAYLOADS as u64).unwrap_or_default();
+        let (known, under) = std::mem::replace(&mut payloads[at], (payload, key));
+        if known == payload && under != key {
+            self.key_quality.add(KeyQuality::TooFine as usize, 1);
+        }
+    }
+
+    fn read(&self, series: &mut Vec<Series>) {
+        let scope = &*self.scope;
+        for counters in [
+            &self.calls,
+            &self.dispositions,
+            &self.uncertain,
+            &self.takeovers,
+            &self.results_dropped,
+            &self.key_quality,
+        ] {
+            counters.read(scope, series);
+        }
+        for histogram in [
+            &self.body_seconds,
+            &self.body_lease_ratio,
+            &self.wait_seconds,
+            &self.replay_age_seconds,
+            &self.replay_age_ratio,
+            &self.attempts,
+            &self.result_bytes,
+        ] {
+            histogram.read(scope, series);
+        }
+    }
+}
+
+impl fmt::Debug for ScopeCells {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ScopeCells").field("scope", &self.scope).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+
+    #[test]
+    fn scopes_beyond_the_limit_are_counted_together() {
+        let scopes = Scopes::new(Arc::new(ManualClock::new()));
+        for number in 0..LIMIT + 50 {
+            for _ in 0..2 {
+                scopes.get(&format!("handler{number}")).ended(CallOutcome::Executed);
+            }
+        }
+        assert_eq!(&*scopes.get("handler7").scope, "handler7");
+        assert_eq!(&*scopes.get(&format!("handler{LIMIT}")).scope, OTHER);
+        assert_eq!(scopes.slots.iter().filter_map(OnceLock::get).count(), LIMIT);
+        assert!(Arc::ptr_eq(&scopes.get("handler199"), &scopes.get("handler199")));
+    }
+
+    #[test]
+    fn threads_that_meet_a_scope_first_share_its_numbers() {
+        let scopes = Scopes::new(Arc::new(ManualClock::new()));
+        std::thread::scope(|threads| {
+            for _ in 0..8 {
+                threads.spawn(|| {
+                    for number in 0..LIMIT {
+                        scopes.get(&format!("handler{number}")).ended(CallOutcome::Executed);
+                    }
+                });
+            }
+        });
+        let mut series = Vec::new();
+        scopes.read(&mut series);
+        let snapshot = super::super::Snapshot { series };
+        for number in 0..LIMIT {
+            let labels = [("scope", format!("handler{number}")), ("outcome", "executed".to_owned())];
+            let labels = labels.each_ref().map(|(name, value)| (*name, value.as_str()));
+            assert_eq!(snapshot.count(&CALLS, &labels), 8, "{labels:?}");
+        }
+    }
+}

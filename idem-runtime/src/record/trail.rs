@@ -1,0 +1,476 @@
+//! What a record tells a person besides where its operation stands. No decision depends on it.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// Who holds a key, or held it last: the host, the process, and the name that its store handle was given.
+///
+/// It is one short text, `<host>/<process>` or `<host>/<process>/<name>`, of at most [`MAX_BYTES`](Self::MAX_BYTES).
+///
+/// ```
+/// use idem_runtime::MemoryStore;
+/// use idem_runtime::store::{Holder, Store};
+///
+/// let store = MemoryStore::options().holder("worker-7").build();
+/// let holder = store.heartbeats().holder();
+/// assert_eq!((holder.process(), holder.name()), (Some(std::process::id()), Some("worker-7")));
+/// assert_eq!(Holder::new("shop-1/4711/worker-7").host(), "shop-1");
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Holder<'a>(&'a str);
+
+impl<'a> Holder<'a> {
+    /// The longest text that is kept, in bytes; more is cut off.
+    pub const MAX_BYTES: usize = 128;
+
+    /// The holder that is written like this.
+    pub const fn new(text: &'a str) -> Self {
+        Self(text)
+    }
+
+    /// The text that is written.
+    pub const fn as_str(&self) -> &'a str {
+        self.0
+    }
+
+    /// The name of its host.
+    pub fn host(&self) -> &'a str {
+        self.0.split('/').next().unwrap_or_default()
+    }
+
+    /// The number of its process.
+    pub fn process(&self) -> Option<u32> {
+        self.0.split('/').nth(1)?.parse().ok()
+    }
+
+    /// The name that its store handle was given.
+    pub fn name(&self) -> Option<&'a str> {
+        self.0.splitn(3, '/').nth(2)
+    }
+}
+
+impl fmt::Display for Holder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl fmt::Debug for Holder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Holder({})", self.0)
+    }
+}
+
+/// The holder on this host, in this process, with this name. The text is kept for the life of the process: each call shares
+/// it, without counting.
+pub(crate) fn here(name: &str) -> Holder<'static> {
+    static KNOWN: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    let text = written_here(name);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = known.iter().copied().find(|known| *known == text);
+    Holder(found.unwrap_or_else(|| {
+        let text: &'static str = text.leak();
+        known.push(text);
+        text
+    }))
+}
+
+fn written_here(name: &str) -> String {
+    /// What Linux allows: of a pod, the end of its name tells which it is.
+    const HOST: usize = 64;
+    static NAME: OnceLock<String> = OnceLock::new();
+    let mut text = bounded(&NAME.get_or_init(host).replace('/', "-"), HOST).into_owned();
+    text.push('/');
+    text.push_str(&std::process::id().to_string());
+    if !name.is_empty() {
+        text.push('/');
+        text.push_str(name);
+    }
+    bounded(&text, Holder::MAX_BYTES).into_owned()
+}
+
+/// The name of this host, as far as it is told without asking the network.
+fn host() -> String {
+    let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let told = told.or_else(|| ["HOSTNAME", "COMPUTERNAME"].into_iter().find_map(|name| std::env::var(name).ok()));
+    told.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).unwrap_or_else(|| "unknown".to_owned())
+}
+
+/// The start of `text`, in at most `most` bytes of whole characters. Control characters become spaces: stores and terminals
+/// take the rest.
+fn bounded(text: &str, most: usize) -> Cow<'_, str> {
+    if text.len() <= most && is_plain_text(text) {
+        return Cow::Borrowed(text);
+    }
+    let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    let without_controls = |c: char| if c.is_control() { ' ' } else { c };
+    Cow::Owned(text[..end.unwrap_or_default()].chars().map(without_controls).collect())
+}
+
+/// Whether `text` has no control characters; most texts are ASCII.
+fn is_plain_text(text: &str) -> bool {
+    text.bytes().all(|byte| matches!(byte, b' '..=b'~')) || !text.chars().any(char::is_control)
+}
+
+/// A W3C `traceparent`: the trace that a run was a part of.
+///
+/// ```
+/// use idem_runtime::record::Traceparent;
+///
+/// let parent: Traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".parse()?;
+/// assert_eq!(parent.trace_id(), "4bf92f3577b34da6a3ce929d0e0e4736");
+/// # Ok::<(), idem_runtime::record::TraceparentError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Traceparent([u8; Self::BYTES]);
+
+impl Traceparent {
+    /// The length of the text.
+    pub const BYTES: usize = 55;
+
+    /// The text, as a header has it.
+    pub fn as_str(&self) -> &str {
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+
+    /// The trace, 32 hexadecimal digits.
+    pub fn trace_id(&self) -> &str {
+        &self.as_str()[3..35]
+    }
+
+    /// The span that the run was made under, 16 hexadecimal digits.
+    pub fn span_id(&self) -> &str {
+        &self.as_str()[36..52]
+    }
+}
+
+/// Reads a header. Of a later version, which may be longer, the part that all versions share is kept.
+impl FromStr for Traceparent {
+    type Err = TraceparentError;
+
+    fn from_str(text: &str) -> Result<Self, TraceparentError> {
+        let (head, rest) = text.as_bytes().split_first_chunk().ok_or(TraceparentError)?;
+        let mut parts = head.split(|byte| *byte == b'-');
+        let [Some(version), Some(trace), Some(span), Some(flags), None] = std::array::from_fn(|_| parts.next()) else {
+            return Err(TraceparentError);
+        };
+        let is_hex = |part: &[u8], len: usize| {
+            part.len() == len && part.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        };
+        let is_set = |part: &[u8]| part.iter().any(|byte| *byte != b'0');
+        let is_whole = rest.is_empty() || (version != b"00" && rest[0] == b'-');
+        let sound = is_hex(version, 2) && is_hex(trace, 32) && is_hex(span, 16) && is_hex(flags, 2);
+        match sound && version != b"ff" && is_set(trace) && is_set(span) && is_whole {
+            true => Ok(Self(*head)),
+            false => Err(TraceparentError),
+        }
+    }
+}
+
+impl fmt::Display for Traceparent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Debug for Traceparent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Traceparent({self})")
+    }
+}
+
+/// A text that is no `traceparent`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct TraceparentError;
+
+impl fmt::Display for TraceparentError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("not a `traceparent`: write `00-<32 hexadecimal digits>-<16>-<2>`, in lower case")
+    }
+}
+
+impl std::error::Error for TraceparentError {}
+
+/// What a record tells besides where its operation stands: who holds it or held it last, the trace of that run, and what an
+/// operator said about the last decision. Nothing is decided by it.
+#[derive(Clone, Default)]
+pub struct Trail(Kept);
+
+/// Small, and mostly without an allocation: every request, record and lease has one.
+#[derive(Clone, Default)]
+enum Kept {
+    #[default]
+    Nothing,
+    /// The text of a store handle of this process.
+    Held(&'static str),
+    /// Its texts as a record has them, one of them at least not empty: one allocation, and a copy of what came.
+    Told(Arc<[u8]>),
+}
+
+impl Trail {
+    /// A trail that tells nothing.
+    pub(crate) const NONE: Self = Self(Kept::Nothing);
+    /// The longest name of an operator that is kept, in bytes.
+    pub const MAX_BY_BYTES: usize = 96;
+    /// The longest reason that is kept, in bytes.
+    pub const MAX_REASON_BYTES: usize = 500;
+
+    /// The trail of a store handle of this process.
+    pub(crate) const fn held(holder: Holder<'static>) -> Self {
+        Self(Kept::Held(holder.0))
+    }
+
+    /// The text of a store handle of this process, if that is all there is.
+    #[cfg(feature = "memory")]
+    pub(crate) fn handle(&self) -> Option<&'static str> {
+        match &self.0 {
+            Kept::Held(holder) => Some(holder),
+            _ => None,
+        }
+    }
+
+    /// Whether it tells nothing.
+    pub fn is_empty(&self) -> bool {
+        match &self.0 {
+            Kept::Nothing => true,
+            Kept::Held(holder) => holder.is_empty(),
+            Kept::Told(_) => false,
+        }
+    }
+
+    /// Who holds the key, or held it last.
+    pub fn holder(&self) -> Option<Holder<'_>> {
+        let [holder, ..] = self.texts();
+        Some(Holder(holder)).filter(|_| !holder.is_empty())
+    }
+
+    /// The trace of the latest run.
+    pub fn traceparent(&self) -> Option<Traceparent> {
+        self.traceparent_text()?.as_bytes().try_into().ok().map(Traceparent)
+    }
+
+    /// The trace of the latest run, as it is written.
+    pub(crate) fn traceparent_text(&self) -> Option<&str> {
+        let [_, traceparent, ..] = self.texts();
+        Some(traceparent).filter(|text| !text.is_empty())
+    }
+
+    /// Who decided about the record last.
+    pub fn decided_by(&self) -> Option<&str> {
+        let [_, _, by, _] = self.texts();
+        Some(by).filter(|by| !by.is_empty())
+    }
+
+    /// Why they decided so.
+    pub fn decided_reason(&self) -> Option<&str> {
+        let [.., reason] = self.texts();
+        Some(reason).filter(|reason| !reason.is_empty())
+    }
+
+    /// Its texts: holder, `traceparent`, operator and reason.
+    pub(crate) fn texts(&self) -> [&str; 4] {
+        match &self.0 {
+            Kept::Nothing => [""; 4],
+            Kept::Held(holder) => [holder, "", "", ""],
+            Kept::Told(written) => split(written).map_or([""; 4], |(texts, _)| texts),
+        }
+    }
+
+    /// Writes it as a record has it; see [`format`](super::format).
+    pub(super) fn write(&self, out: &mut Vec<u8>) {
+        match &self.0 {
+            Kept::Told(written) => out.extend_from_slice(written),
+            _ => write(self.texts(), out),
+        }
+    }
+
+    /// Reads what [`write`](Self::write) wrote at the start of `bytes`. Returns it with what follows; `None` for all other
+    /// bytes, as each trail has one written form.
+    pub(super) fn read(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let ([holder, traceparent, by, reason], rest) = split(bytes)?;
+        let is_plain = |text: &str, most: usize| text.len() <= most && is_plain_text(text);
+        let is_traceparent = |text: &str| text.len() == Traceparent::BYTES && text.parse::<Traceparent>().is_ok();
+        let sound = is_plain(holder, Holder::MAX_BYTES)
+            && (traceparent.is_empty() || is_traceparent(traceparent))
+            && is_plain(by, Self::MAX_BY_BYTES)
+            && is_plain(reason, Self::MAX_REASON_BYTES);
+        let written = &bytes[..bytes.len() - rest.len()];
+        let is_empty = written.iter().all(|byte| *byte == 0);
+        (sound && !is_empty).then(|| (Self(Kept::Told(written.into())), rest))
+    }
+
+    /// The same, held by `holder`.
+    #[must_use]
+    pub fn with_holder(&self, holder: Holder<'_>) -> Self {
+        let [_, traceparent, by, reason] = self.texts();
+        Self::of_texts([holder.as_str(), traceparent, by, reason])
+    }
+
+    /// The same with a trace.
+    #[must_use]
+    pub fn with_traceparent(&self, traceparent: Option<Traceparent>) -> Self {
+        let [holder, before, by, reason] = self.texts();
+        let traceparent = traceparent.as_ref().map_or("", Traceparent::as_str);
+        match traceparent == before {
+            true => self.clone(),
+            false => Self::of_texts([holder, traceparent, by, reason]),
+        }
+    }
+
+    /// The same with who decided, and why; empty texts say nothing.
+    #[must_use]
+    pub fn with_decision(&self, by: &str, reason: &str) -> Self {
+        if by.is_empty() && reason.is_empty() && self.decided_by().is_none() && self.decided_reason().is_none() {
+            return self.clone();
+        }
+        let [holder, traceparent, ..] = self.texts();
+        Self::of_texts([holder, traceparent, by, reason])
+    }
+
+    /// This trail, in place of `before`: what an operator said last stays.
+    pub(super) fn after(&self, before: &Self) -> Self {
+        let (by, reason) = (before.decided_by(), before.decided_reason());
+        match (by, reason) {
+            (None, None) => self.clone(),
+            (by, reason) => self.with_decision(by.unwrap_or_default(), reason.unwrap_or_default()),
+        }
+    }
+
+    /// The trail that these texts tell, whoever wrote them: no decision depends on it, so what can't be kept is left out.
+    pub(crate) fn of_texts([holder, traceparent, by, reason]: [&str; 4]) -> Self {
+        let traceparent: Option<Traceparent> = traceparent.parse().ok();
+        let [holder, by, reason] =
+            [(holder, Holder::MAX_BYTES), (by, Self::MAX_BY_BYTES), (reason, Self::MAX_REASON_BYTES)]
+                .map(|(text, most)| bounded(text, most));
+        let texts = [&*holder, traceparent.as_ref().map_or("", Traceparent::as_str), &*by, &*reason];
+        if texts.iter().all(|text| text.is_empty()) {
+            return Self::NONE;
+        }
+        let mut written = Vec::with_capacity(texts.iter().map(|text| 2 + text.len()).sum());
+        write(texts, &mut written);
+        Self(Kept::Told(written.into()))
+    }
+}
+
+/// The texts of a trail as a record has them.
+fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
+    for text in [holder, traceparent, by] {
+        out.push(u8::try_from(text.len()).unwrap_or_default());
+        out.extend_from_slice(text.as_bytes());
+    }
+    out.extend_from_slice(&u16::try_from(reason.len()).unwrap_or_default().to_be_bytes());
+    out.extend_from_slice(reason.as_bytes());
+}
+
+/// The texts that [`write()`] wrote at the start of `bytes`, and what follows.
+fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
+    let (mut texts, mut rest) = ([""; 4], bytes);
+    for (at, text) in texts.iter_mut().enumerate() {
+        let len = if at < 3 {
+            let (len, after) = rest.split_first()?;
+            rest = after;
+            usize::from(*len)
+        } else {
+            let (len, after) = rest.split_first_chunk()?;
+            rest = after;
+            usize::from(u16::from_be_bytes(*len))
+        };
+        let (found, after) = rest.split_at_checked(len)?;
+        *text = std::str::from_utf8(found).ok()?;
+        rest = after;
+    }
+    Some((texts, rest))
+}
+
+impl PartialEq for Trail {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (Kept::Told(a), Kept::Told(b)) => a == b,
+            _ => self.texts() == other.texts(),
+        }
+    }
+}
+
+impl Eq for Trail {}
+
+impl fmt::Debug for Trail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Trail");
+        let texts = [
+            ("holder", self.holder().map(|holder| holder.as_str())),
+            ("traceparent", self.traceparent_text()),
+            ("decided_by", self.decided_by()),
+            ("decided_reason", self.decided_reason()),
+        ];
+        for (name, text) in texts {
+            if let Some(text) = text {
+                shown.field(name, &text);
+            }
+        }
+        shown.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+    #[test]
+    fn a_holder_is_cut_between_characters() {
+        let holder = written_here(&"ü\n".repeat(200));
+        assert!(holder.len() <= Holder::MAX_BYTES && holder.len() > Holder::MAX_BYTES - 3, "{holder}");
+        assert!(!holder.contains('\n'));
+        let holder = Holder::new(&holder);
+        assert_eq!(holder.process(), Some(std::process::id()));
+        assert!(holder.name().unwrap().starts_with("ü ü "), "{holder}");
+        assert_eq!(Holder::new("host/7").name(), None);
+        assert_eq!(Holder::new("host/7/a/b").name(), Some("a/b"));
+    }
+
+    #[test]
+    fn traceparents_are_checked() {
+        let parent: Traceparent = PARENT.parse().unwrap();
+        assert_eq!((parent.to_string(), parent.span_id()), (PARENT.to_owned(), "00f067aa0ba902b7"));
+        assert_eq!(
+            format!("{}-more", PARENT.replacen("00", "01", 1)).parse::<Traceparent>().unwrap().as_str()[..2],
+            *"01"
+        );
+        for wrong in [
+            String::new(),
+            PARENT[..54].to_owned(),
+            format!("{PARENT}-more"),
+            PARENT.to_uppercase(),
+            PARENT.replacen("00", "ff", 1),
+            PARENT.replace("00f067aa0ba902b7", "0000000000000000"),
+            PARENT.replace('4', "ü"),
+        ] {
+            assert_eq!(wrong.parse::<Traceparent>(), Err(TraceparentError), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_trail_says_what_was_put_in() {
+        let nothing = Trail::default();
+        assert!(
+            nothing.is_empty() && nothing == Trail::held(Holder::new("")) && nothing.with_decision("", "").is_empty()
+        );
+        let held = Trail::held(Holder::new("host/1"));
+        assert_eq!(held, nothing.with_holder(Holder::new("host/1")));
+        let told = held.with_traceparent(PARENT.parse().ok()).with_decision("alice", "INC-7");
+        let texts = Trail::of_texts(["host/1", PARENT, "alice", "INC-7"]);
+        assert_eq!(told, texts);
+        assert_ne!(told, held);
+        assert_eq!(held.after(&told), held.with_decision("alice", "INC-7"), "the trace is that of the latest run");
+        assert_eq!(told.with_decision("", "").decided_by(), None);
+        let long = held.with_decision(&"é".repeat(100), &"é".repeat(1000));
+        assert_eq!(long.decided_by().unwrap().len(), Trail::MAX_BY_BYTES);
+        assert_eq!(long.decided_reason().unwrap().len(), Trail::MAX_REASON_BYTES);
+        assert!(Trail::of_texts(["", "nonsense", "", ""]).is_empty());
+        assert_eq!(told.texts(), ["host/1", PARENT, "alice", "INC-7"]);
+    }
+}

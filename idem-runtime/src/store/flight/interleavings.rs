@@ -1,0 +1,145 @@
+//! Duplicates that wait together, give up, stand still, and take a released key, in every order.
+
+use shuttle::future::block_on;
+use shuttle::thread;
+
+use super::*;
+use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
+use crate::stores::memory::MemoryStore;
+use crate::stores::memory::interleavings::request;
+use crate::sync::atomic::AtomicUsize;
+use crate::sync::{TestClock, explore};
+
+/// Time stands still: a duplicate that is not woken waits for ever.
+fn held() -> (Arc<dyn Store>, Lease) {
+    let store = MemoryStore::options().clock(TestClock::default()).build().handle();
+    match block_on(store.reserve(&request(&store, 1))).expect("answered") {
+        Reservation::Granted { lease, .. } => (store, lease),
+        other => panic!("unexpected: {other:?}"),
+    }
+}
+
+fn finish(store: &Arc<dyn Store>, lease: &Lease) {
+    let written = block_on(store.finish(lease, &Finish::Completed(StoredResult::Unencodable)));
+    assert_eq!(written.expect("answered"), Verdict::Applied);
+}
+
+fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<Aboard> {
+    match block_on(store.reserve(request)).expect("answered") {
+        Reservation::InProgress { attempt, lapses_in } => Some(Aboard::join(store, &request.key, attempt, lapses_in)),
+        _ => None,
+    }
+}
+
+/// Waits until the key is finished, as calls do; runs what it gets.
+fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
+    let request = request(store, 1);
+    let mut aboard: Option<Aboard> = None;
+    loop {
+        let attempt = match block_on(store.reserve(&request)).expect("answered") {
+            Reservation::Finished { .. } => return,
+            Reservation::Granted { lease, .. } => {
+                if let Some(aboard) = &mut aboard {
+                    aboard.settle(Some((lease.attempt, lease.duration)));
+                }
+                runs.fetch_add(1, Ordering::SeqCst);
+                finish(store, &lease);
+                return;
+            }
+            Reservation::InProgress { attempt, lapses_in } => (attempt, lapses_in),
+            other => panic!("unexpected: {other:?}"),
+        };
+        if let Some(aboard) = &mut aboard {
+            aboard.settle(Some(attempt));
+        }
+        let waits = aboard.get_or_insert_with(|| Aboard::join(store, &request.key, attempt.0, attempt.1));
+        match block_on(waits) {
+            News::Told(found) => {
+                assert!(found.record.is_finished());
+                return;
+            }
+            News::Turn => {}
+            News::Ask => aboard = None,
+        }
+    }
+}
+
+fn assert_nothing_is_left(store: &Arc<dyn Store>) {
+    assert!(lock(&store.heartbeats().flights().0).is_empty(), "a wait is left that nobody waits for");
+}
+
+/// Everybody is told, whoever gives up or stands still meanwhile.
+#[test]
+fn whoever_waits_is_told() {
+    explore(|| {
+        let (store, lease) = held();
+        let runs = Arc::new(AtomicUsize::new(0));
+        let mut threads: Vec<_> = (0..3)
+            .map(|_| {
+                let (store, runs) = (Arc::clone(&store), Arc::clone(&runs));
+                thread::spawn(move || take_part(&store, &runs))
+            })
+            .collect();
+        let gives_up = Arc::clone(&store);
+        threads.push(thread::spawn(move || {
+            let request = request(&gives_up, 1);
+            if let Some(mut aboard) = join(&gives_up, &request) {
+                let _ = Pin::new(&mut aboard).poll(&mut Context::from_waker(Waker::noop()));
+                thread::yield_now();
+            }
+        }));
+        finish(&store, &lease);
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_eq!(runs.load(Ordering::SeqCst), 0, "a finished key was run again");
+        assert_nothing_is_left(&store);
+    });
+}
+
+/// A call that is polled once and never again keeps nobody.
+#[test]
+fn who_stands_still_keeps_nobody() {
+    explore(|| {
+        let (store, lease) = held();
+        let request = request(&store, 1);
+        let mut still = join(&store, &request).expect("it waits");
+        let polled = Pin::new(&mut still).poll(&mut Context::from_waker(Waker::noop()));
+        assert!(polled.is_pending());
+        let runs = Arc::new(AtomicUsize::new(0));
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let (store, runs) = (Arc::clone(&store), Arc::clone(&runs));
+                thread::spawn(move || take_part(&store, &runs))
+            })
+            .collect();
+        finish(&store, &lease);
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        drop(still);
+        assert_nothing_is_left(&store);
+    });
+}
+
+/// One of those who wait takes a released key, and the others are told its end.
+#[test]
+fn one_takes_what_is_released() {
+    explore(|| {
+        let (store, lease) = held();
+        let runs = Arc::new(AtomicUsize::new(0));
+        let threads: Vec<_> = (0..3)
+            .map(|_| {
+                let (store, runs) = (Arc::clone(&store), Arc::clone(&runs));
+                thread::spawn(move || take_part(&store, &runs))
+            })
+            .collect();
+        let written = block_on(store.release(&lease, Release::Returned));
+        assert_eq!(written.expect("answered"), Verdict::Applied);
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_eq!(runs.load(Ordering::SeqCst), 1, "not one of them has run");
+        assert_nothing_is_left(&store);
+    });
+}

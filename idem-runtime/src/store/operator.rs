@@ -1,0 +1,416 @@
+//! What a person does about a record.
+
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Decided, Decision, Filter, Finish, Inspection, Page, Stats, Store, StoreError, StoreErrorKind};
+use crate::codec::{self, Codec, CodecError, Json};
+use crate::key::{Key, KeyError};
+use crate::metrics::StoreOp;
+use crate::record::{Action, StoredResult};
+
+/// What a person does about records: made by [`StoreExt::operator`](super::StoreExt::operator).
+///
+/// Each decision names the attempt that the person has looked at, and is refused once there is another one. It may be
+/// repeated: a second time it changes nothing. Who decided and why is kept in the record, until the next decision, and is in
+/// an event of `tracing` (level INFO).
+///
+/// ```
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// use idem_runtime::operator::Resolution;
+/// use idem_runtime::{Error, MemoryStore, StoreExt, idempotent};
+///
+/// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "pay", on_crash = fail)]
+/// async fn pay(store: &MemoryStore, order: u64) -> Result<String, Error> {
+///     std::future::pending().await // The bank does not answer, and the process is killed.
+/// }
+///
+/// let store = MemoryStore::new();
+/// let _ = tokio::time::timeout(std::time::Duration::from_millis(1), pay(&store, 42)).await;
+/// let interrupted = pay(&store, 42).await.unwrap_err();
+/// assert!(matches!(interrupted, Error::Interrupted { .. }));
+///
+/// // The bank says that the money was moved.
+/// let operator = store.operator().by("alice").reason("INC-7");
+/// let key = operator.key("pay/42")?;
+/// let found = operator.inspect(&key).await?.expect("the key of the error");
+/// operator.resolve(&key, found.attempt(), Resolution::completed(&"receipt 7".to_owned())?).await?;
+/// assert_eq!(pay(&store, 42).await?, "receipt 7");
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+/// # }).unwrap();
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Operator<'a, S: ?Sized> {
+    store: &'a S,
+    by: String,
+    reason: String,
+}
+
+impl<'a, S: Store + ?Sized> Operator<'a, S> {
+    pub(super) fn new(store: &'a S) -> Self {
+        Self { store, by: String::new(), reason: String::new() }
+    }
+
+    /// The name of the person, for the record and the event of each decision (default: empty). A record keeps
+    /// [`Trail::MAX_BY_BYTES`](crate::record::Trail::MAX_BY_BYTES) of it.
+    pub fn by(self, by: impl Into<String>) -> Self {
+        Self { by: by.into(), ..self }
+    }
+
+    /// Why they decide so, for the record and the event of each decision (default: empty). A record keeps
+    /// [`Trail::MAX_REASON_BYTES`](crate::record::Trail::MAX_REASON_BYTES) of it.
+    pub fn reason(self, reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), ..self }
+    }
+
+    /// Reads a key as an error or a log shows it (`<scope>/<text>`), or as the store has it (`1/<scope>/<text>`, with or
+    /// without the namespace in front), in quotes or not.
+    ///
+    /// # Errors
+    /// [`KeyError`] says what is to be typed in place of what is no key, or is one of another namespace.
+    pub fn key(&self, shown: &str) -> Result<Key, KeyError> {
+        let shown = shown.trim();
+        let quoted = ['"', '\'', '`'].into_iter().find_map(|quote| shown.strip_prefix(quote)?.strip_suffix(quote));
+        let shown = quoted.unwrap_or(shown);
+        let stored = shown.strip_prefix(self.store.namespace()).filter(|stored| stored.starts_with(Key::STORED));
+        stored.unwrap_or(shown).parse()
+    }
+
+    /// What is recorded for `key`; `None` if nothing is.
+    ///
+    /// # Errors
+    /// [`OperatorError::Store`] if the store did not answer.
+    pub async fn inspect(&self, key: &Key) -> Result<Option<Inspection>, OperatorError> {
+        self.store
+            .inspect(key)
+            .watched(self.store, StoreOp::Inspect)
+            .await
+            .map_err(|source| self.failed(Some(key), source))
+    }
+
+    /// Says what became of attempt `attempt`: its operation has ended like this, and every duplicate is told so.
+    ///
+    /// For an attempt that was interrupted, has lapsed, or has ended without a result. An operation that completed without
+    /// a result that could be stored is given one. A result that an attempt recorded is never replaced.
+    ///
+    /// # Errors
+    /// [`OperatorError`] says why it was refused. Nothing was changed then; after [`OperatorError::Store`] it may be: repeat
+    /// it.
+    pub async fn resolve(&self, key: &Key, attempt: u32, resolution: Resolution) -> Result<(), OperatorError> {
+        self.decide(Decision::resolve(key, attempt, resolution.0)).await
+    }
+
+    /// Lets the next delivery run again. No attempt counts against `max_attempts` any more, and a recorded result is given
+    /// up.
+    ///
+    /// # Errors
+    /// As for [`resolve`](Self::resolve).
+    pub async fn reopen(&self, key: &Key, attempt: u32) -> Result<(), OperatorError> {
+        self.decide(Decision::reopen(key, attempt)).await
+    }
+
+    /// Ends a lease whose holder is gone for sure. What follows is what follows a crash: under `on_crash = retry` the next
+    /// delivery runs, under `fail` the key is interrupted.
+    ///
+    /// If the holder is alive after all, its body goes on until its next renewal is refused, beside the next attempt.
+    ///
+    /// # Errors
+    /// As for [`resolve`](Self::resolve).
+    pub async fn break_lease(&self, key: &Key, attempt: u32) -> Result<(), OperatorError> {
+        self.decide(Decision::break_lease(key, attempt)).await
+    }
+
+    /// Removes the record, result included: the next delivery runs as the first one. Returns whether there was one.
+    ///
+    /// # Errors
+    /// As for [`resolve`](Self::resolve).
+    pub async fn forget(&self, key: &Key, attempt: u32) -> Result<bool, OperatorError> {
+        match self.decide(Decision::forget(key, attempt)).await {
+            Ok(()) => Ok(true),
+            Err(OperatorError::NoRecord { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Looks at up to `batch` records that may have expired, and removes those that have. Returns how many it removed.
+    ///
+    /// # Errors
+    /// [`OperatorError::Store`] if the store did not confirm; repeat it.
+    pub async fn purge(&self, batch: u32) -> Result<u64, OperatorError> {
+        self.store.purge(batch).watched(self.store, StoreOp::Purge).await.map_err(|source| self.failed(None, source))
+    }
+
+    /// Some of the records that `filter` asks for, without their results; [`inspect`](Self::inspect) shows a result. The next
+    /// ones begin at [`Page::next`], and the last page has none.
+    ///
+    /// SQLite and PostgreSQL walk along the primary key, the memory store along its own order. DynamoDB reads the whole
+    /// table, page by page, and bills it; Redis does so only under [`Filter::scan`], and may then miss and repeat records.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// use idem_runtime::store::Filter;
+    /// use idem_runtime::{MemoryStore, StoreExt};
+    ///
+    /// let store = MemoryStore::new();
+    /// let mut filter = Filter::new().uncertain().scope("pay");
+    /// loop {
+    ///     let page = store.operator().list(&filter).await?;
+    ///     for (key, found) in &page.records {
+    ///         println!("{key}: attempt {}, {}, held by {:?}", found.attempt(), found.standing(), found.holder());
+    ///     }
+    ///     let Some(next) = page.next else { break };
+    ///     filter = filter.after(next);
+    /// }
+    /// # Ok::<(), idem_runtime::operator::OperatorError>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`OperatorError::Unsupported`] if the store can't, or not without a scan; [`OperatorError::Store`] if it did not
+    /// answer.
+    pub async fn list(&self, filter: &Filter) -> Result<Page, OperatorError> {
+        self.store.list(filter).watched(self.store, StoreOp::List).await.map_err(|source| self.failed(None, source))
+    }
+
+    /// Counts the records that `filter` asks for, by scope and by how they stand, from [`Filter::after`] on and at most about
+    /// `at_most` of them. [`Stats::next`] says where to go on if there are more.
+    ///
+    /// It reads all records that it counts, without their results, page by page; what that costs is what it costs to
+    /// [`list`](Self::list) them. Records that are written meanwhile are counted or not.
+    ///
+    /// # Errors
+    /// As for [`list`](Self::list).
+    ///
+    /// # Cancel safety
+    /// Changes nothing; what was counted is lost.
+    pub async fn stats(&self, filter: &Filter, at_most: u64) -> Result<Stats, OperatorError> {
+        let mut stats = Stats::default();
+        let mut filter = filter.clone().limit(Filter::MAX_LIMIT);
+        let mut counted = 0;
+        loop {
+            let page = self.list(&filter).await?;
+            stats.count(&page);
+            counted += page.records.len() as u64;
+            match page.next {
+                Some(next) if counted < at_most => filter = filter.after(next),
+                next => {
+                    stats.next = next;
+                    return Ok(stats);
+                }
+            }
+        }
+    }
+
+    async fn decide(&self, decision: Decision) -> Result<(), OperatorError> {
+        let decision = decision.by(&*self.by).reason(&*self.reason);
+        let Decision { key, attempt, action, .. } = &decision;
+        let (key, attempt, store) = (key.clone(), *attempt, self.store.name());
+        let deciding = self.store.decide(&decision).watched(self.store, StoreOp::Decide);
+        let decided = deciding.await.map_err(|source| self.failed(Some(&key), source))?;
+        match decided {
+            Decided::Applied => {
+                let Self { by, reason, .. } = self;
+                tracing::info!(%key, store, attempt, action = action.name(), by, reason, "an operator has decided");
+                Ok(())
+            }
+            Decided::LiveLease { lapses_in } => Err(OperatorError::LiveLease { key, store, attempt, lapses_in }),
+            Decided::OtherAttempt { latest } => Err(OperatorError::OtherAttempt { key, store, attempt, latest }),
+            Decided::Finished => {
+                let reopens = matches!(action, Action::Resolve(_));
+                Err(OperatorError::Finished { key, store, attempt, reopens })
+            }
+            Decided::NoRecord => Err(OperatorError::NoRecord { key, store }),
+        }
+    }
+
+    fn failed(&self, key: Option<&Key>, source: StoreError) -> OperatorError {
+        let store = self.store.name();
+        match source.kind() {
+            StoreErrorKind::Unsupported => OperatorError::Unsupported { store, source },
+            _ => OperatorError::Store { key: key.cloned(), store, source },
+        }
+    }
+}
+
+/// What became of an operation, as a person says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[must_use]
+pub struct Resolution(Finish);
+
+impl Resolution {
+    /// It completed with `result`, which duplicates replay: a value of the type that the handler returns in its `Ok`. It is
+    /// written as JSON, and read back as a check.
+    ///
+    /// # Errors
+    /// [`CodecError`] if the result can't be written, or can't be read again.
+    pub fn completed<T: Serialize + DeserializeOwned>(result: &T) -> Result<Self, CodecError> {
+        Self::completed_by::<Json, T>(result)
+    }
+
+    /// The same, by the codec of the handler.
+    ///
+    /// # Errors
+    /// As for [`completed`](Self::completed).
+    pub fn completed_by<C: Codec, T: Serialize + DeserializeOwned>(result: &T) -> Result<Self, CodecError> {
+        Ok(Self(Finish::Completed(encoded::<C, T>(result)?)))
+    }
+
+    /// It completed, and its result is unknown: duplicates get [`Error::ResultUnavailable`](crate::Error::ResultUnavailable)
+    /// and are acknowledged.
+    pub fn completed_without_result() -> Self {
+        Self(Finish::Completed(StoredResult::Unencodable))
+    }
+
+    /// It failed for good with `error`, which duplicates replay: a value of the error type of a handler under
+    /// `on_error = record`.
+    ///
+    /// # Errors
+    /// As for [`completed`](Self::completed).
+    pub fn failed<E: Serialize + DeserializeOwned>(error: &E) -> Result<Self, CodecError> {
+        Self::failed_by::<Json, E>(error)
+    }
+
+    /// The same, by the codec of the handler.
+    ///
+    /// # Errors
+    /// As for [`completed`](Self::completed).
+    pub fn failed_by<C: Codec, E: Serialize + DeserializeOwned>(error: &E) -> Result<Self, CodecError> {
+        Ok(Self(Finish::Failed(encoded::<C, E>(error)?)))
+    }
+
+    /// It failed for good, and there is no error to replay.
+    pub fn failed_without_result() -> Self {
+        Self(Finish::Failed(StoredResult::Unencodable))
+    }
+}
+
+/// What is recorded as it is, unchecked: for results whose type is unknown here.
+impl From<Finish> for Resolution {
+    fn from(finish: Finish) -> Self {
+        Self(finish)
+    }
+}
+
+fn encoded<C: Codec, T: Serialize + DeserializeOwned>(result: &T) -> Result<StoredResult, CodecError> {
+    let (codec, bytes) = codec::write::<C, T>(result)?;
+    codec::read::<C, T>(codec, &bytes).unwrap_or_else(|| C::decode(&bytes))?;
+    Ok(StoredResult::Encoded { codec, bytes: Bytes::from(bytes) })
+}
+
+/// Why nothing was decided.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum OperatorError {
+    /// An attempt is running.
+    #[non_exhaustive]
+    LiveLease {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The attempt that is running.
+        attempt: u32,
+        /// The time until its lease lapses unless it is renewed; never zero.
+        lapses_in: Duration,
+    },
+    /// The latest attempt is another one than the decision is about.
+    #[non_exhaustive]
+    OtherAttempt {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The attempt that the decision is about.
+        attempt: u32,
+        /// The latest attempt.
+        latest: u32,
+    },
+    /// The attempt has finished, and what it recorded stands.
+    #[non_exhaustive]
+    Finished {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The attempt.
+        attempt: u32,
+        /// Whether another result was to be recorded, for which the record would have to be reopened.
+        reopens: bool,
+    },
+    /// There is no record.
+    #[non_exhaustive]
+    NoRecord {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+    },
+    /// The store can't do this, or not unless it is asked for more explicitly.
+    #[non_exhaustive]
+    Unsupported {
+        /// The name of the store.
+        store: &'static str,
+        /// Why it can't.
+        source: StoreError,
+    },
+    /// The store failed.
+    #[non_exhaustive]
+    Store {
+        /// The key, unless it is about many.
+        key: Option<Key>,
+        /// The name of the store.
+        store: &'static str,
+        /// Its error.
+        source: StoreError,
+    },
+}
+
+impl fmt::Display for OperatorError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LiveLease { key, store, attempt, lapses_in } => write!(
+                f,
+                "key `{key}` in {store}: attempt {attempt} is running; nothing was changed; its lease lapses in \
+                 {lapses_in:?} unless it is renewed: wait, or break the lease if its process is gone"
+            ),
+            Self::OtherAttempt { key, store, attempt, latest } => write!(
+                f,
+                "key `{key}` in {store}: the latest attempt is {latest}, not {attempt}; nothing was changed; look at the \
+                 record again"
+            ),
+            Self::Finished { key, store, attempt, reopens } => {
+                write!(f, "key `{key}` in {store}: attempt {attempt} has finished; what it recorded stands")?;
+                f.write_str(if *reopens { "; reopen the key if that is to be given up" } else { "" })
+            }
+            Self::NoRecord { key, store } => write!(
+                f,
+                "key `{key}` in {store}: there is no record; it has expired, was forgotten, or is in another namespace"
+            ),
+            Self::Store { key: Some(key), store, source } => {
+                write!(f, "key `{key}` in {store}: {source}; ")?;
+                f.write_str(match source.may_have_landed() {
+                    true => "the decision may be recorded: repeat it",
+                    false => "nothing was changed",
+                })
+            }
+            Self::Store { key: None, store, source } | Self::Unsupported { store, source } => {
+                write!(f, "{store}: {source}")
+            }
+        }
+    }
+}
+
+impl Error for OperatorError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Store { source, .. } | Self::Unsupported { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+}

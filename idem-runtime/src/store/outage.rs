@@ -1,0 +1,220 @@
+//! What does not answer for a while: a handful of lines in the log with counts, and one when it is back.
+
+use std::time::Duration;
+
+use super::StoreError;
+use super::error::StoreErrorKind;
+use crate::clock::Instant;
+use crate::metrics::StoreOp;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Mutex, lock};
+
+/// The pause between the first two lines; it doubles with each line up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_secs(30);
+/// After as long without a failure the lines begin anew.
+const LONGEST_PAUSE: Duration = Duration::from_secs(600);
+
+/// What has failed since it last succeeded, and when that is told.
+#[derive(Debug, Default)]
+pub(super) struct Outage {
+    /// Whether the last answer was none. Read at each answer.
+    open: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    since: Option<Instant>,
+    failed: [u64; 4],
+    /// When each kind failed last, if it has not succeeded since.
+    failing: [Option<Instant>; 4],
+    /// Whether a line has told of it.
+    told: bool,
+    last_line: Option<Instant>,
+    last_failure: Option<Instant>,
+    pause: Duration,
+}
+
+/// What a line tells.
+struct Line {
+    /// For how long there has been no answer.
+    since: Duration,
+    /// How much has failed, by what it was.
+    failed: [u64; 4],
+    /// Whether it is the first line.
+    is_first: bool,
+}
+
+impl Outage {
+    /// Counts a failure of kind `what`. Returns a line if it is time for one.
+    fn fails(&self, what: usize, now: Instant) -> Option<Line> {
+        let mut state = lock(&self.state);
+        let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
+        let quiet = passed(state.last_line);
+        let is_new = passed(state.last_failure.replace(now)).is_none_or(|well| well >= LONGEST_PAUSE);
+        if !self.open.swap(true, Ordering::Relaxed) && is_new {
+            state.failed = [0; 4];
+        }
+        state.failed[what] += 1;
+        state.failing[what] = Some(now);
+        let since = *state.since.get_or_insert(now);
+        if quiet.is_some_and(|quiet| quiet < state.pause) {
+            return None;
+        }
+        state.pause = if is_new { FIRST_PAUSE } else { (state.pause * 2).min(LONGEST_PAUSE) };
+        state.last_line = Some(now);
+        let is_first = !std::mem::replace(&mut state.told, true);
+        Some(Line { since: now.saturating_since(since), failed: state.failed, is_first })
+    }
+
+    /// Notes a success of kind `what`. Returns a line if it ends failures that were told. One load, unless there were any.
+    #[inline]
+    fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<Line> {
+        if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
+    }
+
+    #[cold]
+    fn ends(&self, what: usize, now: Instant) -> Option<Line> {
+        let mut state = lock(&self.state);
+        state.failing[what] = None;
+        // A store may renew leases and take no results: that is no end. What is no longer asked for is not waited for.
+        let goes_on = |failed: &Instant| now.saturating_since(*failed) < FIRST_PAUSE;
+        if state.failing.iter().flatten().any(goes_on) {
+            return None;
+        }
+        state.failing = [None; 4];
+        self.open.store(false, Ordering::Relaxed);
+        let since = state.since.take()?;
+        // Where one request fails now and then while others get through, the next line has the counts.
+        if !std::mem::take(&mut state.told) {
+            return None;
+        }
+        let failed = std::mem::take(&mut state.failed);
+        Some(Line { since: now.saturating_since(since), failed, is_first: false })
+    }
+
+    /// The operation `op` of the store `name` has failed.
+    pub(super) fn store_fails(&self, name: &'static str, op: StoreOp, error: &StoreError, now: Instant) {
+        if !is_outage(error.kind()) {
+            return;
+        }
+        let Some(Line { since, failed, is_first }) = self.fails(kind_of(op), now) else { return };
+        let [reservations, renewals, endings, others] = failed;
+        let kind = error.kind().label().name();
+        if is_first {
+            tracing::warn!(
+                store = name, kind, %error, reservations, renewals, endings, others,
+                "the store does not answer; what has to be written is tried again, as long as leases hold"
+            );
+        } else {
+            tracing::warn!(
+                store = name, kind, %error, ?since, reservations, renewals, endings, others,
+                "the store still does not answer; so many operations have failed since it last did"
+            );
+        }
+    }
+
+    /// The store `name` has answered.
+    #[inline]
+    pub(super) fn store_answers(&self, name: &'static str, op: StoreOp, now: impl FnOnce() -> Instant) {
+        let Some(Line { since, failed, .. }) = self.succeeds(kind_of(op), now) else { return };
+        let [reservations, renewals, endings, others] = failed;
+        tracing::warn!(
+            store = name, after = ?since, reservations, renewals, endings, others,
+            "the store answers again; so many operations have failed meanwhile"
+        );
+    }
+
+    /// A broker could not be told that the message with `key` is being handled.
+    pub(super) fn broker_fails(&self, key: Option<&crate::key::Key>, elapsed: Duration, error: &str, now: Instant) {
+        let key = key.map(tracing::field::display);
+        let Some(Line { since, failed: [beats, ..], .. }) = self.fails(0, now) else { return };
+        tracing::warn!(
+            key,
+            ?elapsed,
+            error,
+            ?since,
+            beats,
+            "the broker could not be told that messages are still being handled; trying again"
+        );
+    }
+
+    /// A broker has been told that a message is being handled.
+    pub(super) fn broker_answers(&self, now: impl FnOnce() -> Instant) {
+        if let Some(Line { since, failed: [beats, ..], .. }) = self.succeeds(0, now) {
+            tracing::warn!(after = ?since, beats, "the broker is told again that messages are being handled");
+        }
+    }
+}
+
+/// The kinds of operations that are counted: reservations, renewals, what ends an attempt, and others.
+const fn kind_of(op: StoreOp) -> usize {
+    match op {
+        StoreOp::Reserve => 0,
+        StoreOp::Renew => 1,
+        StoreOp::Finish | StoreOp::Release => 2,
+        _ => 3,
+    }
+}
+
+/// Whether a failure says that the store is away, and not that something is wrong with one record.
+const fn is_outage(kind: StoreErrorKind) -> bool {
+    match kind {
+        StoreErrorKind::Unavailable
+        | StoreErrorKind::Unconfirmed
+        | StoreErrorKind::Misconfigured
+        | StoreErrorKind::Full => true,
+        StoreErrorKind::Corrupt | StoreErrorKind::TooLarge | StoreErrorKind::Unsupported | StoreErrorKind::Aborted => {
+            false
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Instant {
+        Instant::new(Duration::from_secs(seconds))
+    }
+
+    #[test]
+    fn ten_minutes_of_failures_are_a_handful_of_lines() {
+        let outage = Outage::default();
+        let lines: Vec<_> = (0..600).filter_map(|second| outage.fails(1, at(second))).collect();
+        let times: Vec<_> = lines.iter().map(|line| line.since.as_secs()).collect();
+        assert_eq!(times, [0, 30, 90, 210, 450]);
+        assert!(lines[0].is_first && !lines[1].is_first);
+        assert_eq!(lines[4].failed, [0, 451, 0, 0]);
+        let end = outage.succeeds(1, || at(600)).expect("it was told");
+        assert_eq!((end.since.as_secs(), end.failed), (600, [0, 600, 0, 0]));
+        assert!(outage.succeeds(1, || at(601)).is_none());
+    }
+
+    #[test]
+    fn a_store_that_renews_leases_and_takes_no_results_has_not_come_back() {
+        let outage = Outage::default();
+        assert!(outage.fails(2, at(0)).is_some());
+        assert!(outage.fails(1, at(1)).is_none());
+        for second in 2..30 {
+            assert!(outage.succeeds(1, || at(second)).is_none());
+            assert!(outage.fails(2, at(second)).is_none());
+        }
+        assert!(outage.succeeds(1, || at(58)).is_none());
+        // Nobody has a result to record any more.
+        assert!(outage.succeeds(1, || at(59)).is_some());
+    }
+
+    #[test]
+    fn what_fails_now_and_then_is_told_less_and_less_often() {
+        let outage = Outage::default();
+        let mut lines = 0;
+        for second in (0..3600).step_by(10) {
+            lines += usize::from(outage.fails(1, at(second)).is_some());
+            lines += usize::from(outage.succeeds(1, || at(second + 1)).is_some());
+        }
+        assert!((10..=24).contains(&lines), "{lines}");
+        let anew = outage.fails(1, at(10_000)).expect("it was quiet for long");
+        assert_eq!(anew.failed, [0, 1, 0, 0]);
+    }
+}

@@ -1,0 +1,69 @@
+//! Settings, and opening a store.
+
+use std::sync::Arc;
+
+use super::{MemoryStore, Records, SHARDS, Shard};
+use crate::clock::{Clock, SystemClock};
+use crate::store::Heartbeats;
+use crate::sync::Mutex;
+use crate::sync::atomic::AtomicUsize;
+
+/// Settings for a [`MemoryStore`].
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::MemoryStore;
+/// use idem_runtime::clock::ManualClock;
+/// let clock = ManualClock::new();
+/// let store = MemoryStore::options().max_records(10_000).namespace("shop").clock(clock.clone()).build();
+/// clock.advance(Duration::from_secs(31)); // Every lease of 30 s has lapsed.
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct MemoryOptions {
+    max_records: usize,
+    namespace: Arc<str>,
+    holder: String,
+    clock: Option<Arc<dyn Clock>>,
+}
+
+impl Default for MemoryOptions {
+    fn default() -> Self {
+        Self { max_records: 1_000_000, namespace: Arc::default(), holder: String::new(), clock: None }
+    }
+}
+
+impl MemoryOptions {
+    /// How many records the store holds (default: 1 000 000). A full store refuses new keys.
+    pub fn max_records(self, max_records: usize) -> Self {
+        Self { max_records, ..self }
+    }
+
+    /// The name of this application, for its child keys (default: empty). It enters
+    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
+    pub fn namespace(self, namespace: impl Into<Arc<str>>) -> Self {
+        Self { namespace: namespace.into(), ..self }
+    }
+
+    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// [`Holder`](crate::store::Holder).
+    pub fn holder(self, name: impl Into<String>) -> Self {
+        Self { holder: name.into(), ..self }
+    }
+
+    /// What measures leases and retentions (default: [`SystemClock`]).
+    pub fn clock(self, clock: impl Clock) -> Self {
+        Self { clock: Some(Arc::new(clock)), ..self }
+    }
+
+    /// An empty store with these settings.
+    pub fn build(self) -> MemoryStore {
+        let Self { max_records, namespace, holder, clock } = self;
+        let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
+        let heartbeats = Arc::new(Heartbeats::in_process(clock).held_by(&holder));
+        let own = heartbeats.holder().as_str();
+        let shards = (0..SHARDS).map(|_| Mutex::new(Shard::of(own))).collect();
+        let records = Arc::new(Records { shards, capacity: max_records, len: AtomicUsize::new(0) });
+        MemoryStore::open(records, heartbeats, namespace)
+    }
+}

@@ -1,0 +1,360 @@
+//! Operations that gather while lanes come and go, in every order.
+
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::task::Poll;
+
+use shuttle::future::{block_on, yield_now};
+use shuttle::thread;
+use tokio_postgres::Config;
+
+use super::super::sessions::{Sessions, Source, Tls};
+use super::*;
+use crate::clock::Clock;
+use crate::sync::{TestClock, explore};
+
+/// A server that answers each operation with its key. An operation on the key `locked` waits for another session's
+/// transaction, and fails the batch it is in. One on a key that starts with `large` has a large result.
+struct Echo<const OUTLIVES: bool> {
+    database: Database,
+    turn: Option<Semaphore>,
+    server: Arc<Server>,
+}
+
+struct Server {
+    /// Holds each exchange that has arrived.
+    gate: Semaphore,
+    // A plain mutex: no thread switch happens while it is held.
+    log: std::sync::Mutex<Log>,
+}
+
+#[derive(Default)]
+struct Log {
+    exchanges: usize,
+    arrived: Vec<String>,
+    /// Large operations that are being done.
+    large: usize,
+}
+
+impl Server {
+    fn arrived(&self, key: &str) -> usize {
+        lock(&self.log).arrived.iter().filter(|it| *it == key).count()
+    }
+
+    /// Waits until `count` exchanges have arrived.
+    async fn exchanges(&self, count: usize) {
+        while lock(&self.log).exchanges < count {
+            yield_now().await;
+        }
+    }
+
+    fn open(&self) {
+        self.gate.add_permits(1000);
+    }
+
+    async fn exchange(&self, keys: &[&String]) {
+        // On its way: a caller that gives up before its next poll has sent nothing.
+        yield_now().await;
+        let large = keys.iter().filter(|key| is_large(key)).count();
+        {
+            let mut log = lock(&self.log);
+            log.exchanges += 1;
+            log.arrived.extend(keys.iter().map(|key| (*key).clone()));
+            log.large += large;
+            assert!(large == 0 || keys.len() == 1, "a large one has others with it: {keys:?}");
+            assert!(log.large <= ROOM_FOR_LARGE + 1, "large ones take {} connections", log.large);
+        }
+        let _done = Done { server: self, large };
+        let _through = self.gate.acquire().await;
+        yield_now().await;
+    }
+}
+
+/// Ends an exchange, even if it is dropped.
+struct Done<'a> {
+    server: &'a Server,
+    large: usize,
+}
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        lock(&self.server.log).large -= self.large;
+    }
+}
+
+fn is_large(key: &str) -> bool {
+    key.starts_with("large")
+}
+
+impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
+    type Operation = String;
+    type Answer = String;
+
+    const LANES: usize = 2;
+    const OUTLIVES: bool = OUTLIVES;
+
+    fn database(&self) -> &Database {
+        &self.database
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        self.turn.as_ref()
+    }
+
+    fn key(operation: &String) -> &str {
+        operation
+    }
+
+    fn bytes(operation: &String) -> usize {
+        if is_large(operation) { LARGE + 1 } else { 1 }
+    }
+
+    async fn one(&self, operation: &String) -> Result<String, Failure> {
+        self.server.exchange(&[operation]).await;
+        if operation == "locked" { Err(is_locked()) } else { Ok(operation.clone()) }
+    }
+
+    async fn many(&self, operations: &[Waiting<Self>]) -> Result<Vec<String>, Failure> {
+        let keys: Vec<_> = operations.iter().map(|waiting| &waiting.operation).collect();
+        self.server.exchange(&keys).await;
+        if keys.iter().any(|key| *key == "locked") {
+            return Err(is_locked());
+        }
+        Ok(keys.into_iter().cloned().collect())
+    }
+}
+
+fn is_locked() -> Failure {
+    let mut failure = Failure::not_sent("locked");
+    (failure.blames_one, failure.is_locked) = (true, true);
+    failure
+}
+
+const CONNECTIONS: usize = 6;
+/// How many of them large operations may take besides the lone one: with that, half.
+const ROOM_FOR_LARGE: usize = 2;
+
+/// Lanes to a server whose gate is shut.
+fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<Lanes<Echo<OUTLIVES>>>, Arc<Server>) {
+    let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
+    let limit = Duration::from_secs(1);
+    let source = Source::Config(Box::new(Config::new()), Tls::Off);
+    let sessions = Sessions::new(source, CONNECTIONS, limit, Arc::clone(&clock));
+    let database = Database::new(sessions, clock, limit, false);
+    let server = Arc::new(Server { gate: Semaphore::new(0), log: std::sync::Mutex::default() });
+    (Arc::new(Lanes::new(Echo { database, turn, server: Arc::clone(&server) })), server)
+}
+
+async fn call<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>, key: &str) {
+    match lanes.call(key.to_owned()).await {
+        Ok(answer) => assert_eq!(answer, key, "the answer of another operation"),
+        Err(failure) => panic!("{key}: {failure:?}"),
+    }
+}
+
+async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
+    let mut call = call;
+    poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
+}
+
+/// Once the lanes have ended nothing is left, and each has given its place back.
+async fn all_is_over<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>) {
+    let shared = &lanes.0;
+    shared.runtime.0.idle().await;
+    assert_eq!(shared.runtime.0.alive(), 0, "a lane is still running");
+    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "the place of a lane is lost");
+    assert!(lock(&shared.queue).is_empty(), "an operation is left that no lane will take");
+    assert!(!shared.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
+}
+
+fn each_gets_its_own_answer(turn: Option<Semaphore>) {
+    let (lanes, server) = open::<false>(turn);
+    server.open();
+    let threads: Vec<_> = (0..4)
+        .map(|of| {
+            let lanes = Arc::clone(&lanes);
+            thread::spawn(move || {
+                block_on(async {
+                    call(&lanes, &format!("first-{of}")).await;
+                    call(&lanes, &format!("second-{of}")).await;
+                    call(&lanes, &format!("large-{of}")).await;
+                });
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
+    block_on(all_is_over(&lanes));
+}
+
+/// Whatever gathers while lanes end, each operation gets its own answer.
+#[test]
+fn each_operation_gets_its_own_answer() {
+    explore(|| each_gets_its_own_answer(None));
+}
+
+/// The same with one batch in flight at a time.
+#[test]
+fn each_operation_gets_its_own_answer_in_turn() {
+    explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
+}
+
+/// An operation on a row that another session has locked fails by itself: the others of its batch are done.
+#[test]
+fn one_that_is_locked_spoils_no_other() {
+    explore(|| {
+        let (lanes, server) = open::<false>(None);
+        server.open();
+        let threads: Vec<_> = ["a", "locked", "b", "locked"]
+            .into_iter()
+            .map(|key| {
+                let lanes = Arc::clone(&lanes);
+                thread::spawn(move || {
+                    block_on(async {
+                        match key {
+                            "locked" => assert!(lanes.call(key.to_owned()).await.is_err()),
+                            _ => call(&lanes, key).await,
+                        }
+                    });
+                })
+            })
+            .collect();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&lanes));
+    });
+}
+
+/// Large operations share no statement, take half of the connections, and hold up nobody.
+#[test]
+fn large_ones_leave_connections_to_others() {
+    explore(|| {
+        let (lanes, server) = open::<false>(Some(Semaphore::new(1)));
+        let large: Vec<_> = (0..5)
+            .map(|of| {
+                let lanes = Arc::clone(&lanes);
+                thread::spawn(move || block_on(call(&lanes, &format!("large-{of}"))))
+            })
+            .collect();
+        // The server holds those that were sent; it checks how many these are.
+        block_on(server.exchanges(ROOM_FOR_LARGE + 1));
+        let small = Arc::clone(&lanes);
+        let small = thread::spawn(move || block_on(call(&small, "small")));
+        block_on(server.exchanges(ROOM_FOR_LARGE + 2));
+        assert_eq!(server.arrived("small"), 1);
+        server.open();
+        for thread in large.into_iter().chain([small]) {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&lanes));
+        assert_eq!(lock(&server.log).exchanges, 6);
+    });
+}
+
+/// Two callers go away while their operations wait for a lane, or for the room of large ones (`kind`): how many of these
+/// are sent.
+fn sent_for_nobody<const OUTLIVES: bool>(kind: &'static str) -> usize {
+    let (lanes, server) = open::<OUTLIVES>(None);
+    // One operation that its caller drives, and one for each lane, or as many large ones; the server holds them all.
+    let mut threads = Vec::new();
+    for of in 0..=Echo::<OUTLIVES>::LANES {
+        let held = Arc::clone(&lanes);
+        threads.push(thread::spawn(move || block_on(call(&held, &format!("{kind}held-{of}")))));
+        block_on(server.exchanges(of + 1));
+    }
+    let leaving: Vec<_> = (0..2)
+        .map(|_| {
+            let lanes = Arc::clone(&lanes);
+            thread::spawn(move || {
+                block_on(async {
+                    let mut leaving = pin!(lanes.call(format!("{kind}gone")));
+                    assert!(!poll_once(leaving.as_mut()).await);
+                });
+            })
+        })
+        .collect();
+    let stays = Arc::clone(&lanes);
+    threads.push(thread::spawn(move || block_on(call(&stays, &format!("{kind}stays")))));
+    for thread in leaving {
+        thread.join().expect("no panic");
+    }
+    server.open();
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
+    block_on(all_is_over(&lanes));
+    server.arrived(&format!("{kind}gone"))
+}
+
+/// An operation that waits for a lane is not sent once its caller is gone, unless it must be done anyway.
+#[test]
+fn what_nobody_waits_for_is_not_sent() {
+    explore(|| {
+        for kind in ["", "large-"] {
+            assert_eq!(sent_for_nobody::<false>(kind), 0);
+            assert_eq!(sent_for_nobody::<true>(kind), 2);
+        }
+    });
+}
+
+/// An operation that outlives its caller is done even if the caller goes away at any of its polls.
+#[test]
+fn what_outlives_its_caller_is_done() {
+    explore(|| {
+        for kind in ["", "large-"] {
+            let (lanes, server) = open::<true>(None);
+            let leaving: Vec<_> = (0..3)
+                .map(|of| {
+                    let lanes = Arc::clone(&lanes);
+                    thread::spawn(move || {
+                        block_on(async {
+                            let mut leaving = pin!(lanes.call(format!("{kind}gone-{of}")));
+                            for _ in 0..of {
+                                if poll_once(leaving.as_mut()).await {
+                                    return;
+                                }
+                                yield_now().await;
+                            }
+                            poll_once(leaving.as_mut()).await;
+                        });
+                    })
+                })
+                .collect();
+            server.open();
+            for thread in leaving {
+                thread.join().expect("no panic");
+            }
+            block_on(all_is_over(&lanes));
+            for of in 0..3 {
+                assert!(server.arrived(&format!("{kind}gone-{of}")) > 0, "{kind}gone-{of} was never sent");
+            }
+        }
+    });
+}
+
+/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
+#[test]
+fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
+    explore(|| {
+        let (lanes, server) = open::<false>(None);
+        server.open();
+        let threads: Vec<_> = (0..4)
+            .map(|of| {
+                let lanes = Arc::clone(&lanes);
+                thread::spawn(move || {
+                    let key = format!("{}key-{of}", if of < 2 { "" } else { "large-" });
+                    if let Ok(answer) = block_on(lanes.call(key.clone())) {
+                        assert_eq!(answer, key);
+                    }
+                })
+            })
+            .collect();
+        lanes.0.runtime.0.end();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&lanes));
+    });
+}

@@ -1,0 +1,351 @@
+//! Sends the operations of many tasks in few statements.
+//!
+//! - A lone operation never waits: while no other of its kind is in flight, its caller drives it, as one plain statement.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one statement
+//!   of many rows: one commit for all. A lane takes what is there; it never waits for more.
+//! - An operation whose caller goes away is dropped before it is sent, unless it must be done anyway ([`Work::OUTLIVES`]).
+//!   Once sent, it belongs to the lane.
+//! - An operation that fails because of another session's transaction is sent alone from then on: it holds up no others.
+//! - An operation with a large result is sent alone, too, beside others of its kind: within one statement, one process of
+//!   the server would compress one result after the other. About half of the connections stay free of them.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, oneshot};
+
+use super::client::Database;
+use super::failure::Failure;
+use super::sessions::unless_stuck;
+use crate::clock::Instant;
+use crate::store::StoreErrorKind;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Handle, Mutex, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
+pub(super) mod operations;
+
+/// The most operations in one batch.
+const BATCH: usize = 128;
+/// Bytes above which a batch takes no more operations.
+const BATCH_BYTES: usize = 256 * 1024;
+/// How many operations on locked records may be sent alone at a time: each may have to wait, with a connection.
+const ALONE: usize = 2;
+/// An operation of more bytes is sent alone. The server compresses what does not fit into a page, which takes longer than
+/// everything else about its row.
+const LARGE: usize = 8 * 1024;
+/// For how long the operations of a key are sent alone after one of them was locked.
+const REMEMBERED: Duration = Duration::from_secs(10);
+
+/// A kind of operation, and how one or many of them are done.
+pub(super) trait Work: Send + Sync + Sized + 'static {
+    type Operation: Send + Sync + 'static;
+    type Answer: Send + 'static;
+
+    /// How many batches are in flight at a time.
+    const LANES: usize;
+    /// Whether an operation is done even if its caller is gone.
+    const OUTLIVES: bool;
+
+    fn database(&self) -> &Database;
+
+    /// A permit that a batch holds while it is in flight, if only one at a time may be.
+    fn turn(&self) -> Option<&Semaphore>;
+
+    /// The key of an operation.
+    fn key(operation: &Self::Operation) -> &str;
+
+    /// About how many bytes it sends.
+    fn bytes(operation: &Self::Operation) -> usize;
+
+    fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
+
+    /// An answer for each, in order, or one failure for all. The answer of an operation that is not
+    /// [wanted](Waiting::is_wanted) any more right before it is sent does not matter.
+    fn many(&self, operations: &[Waiting<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
+}
+
+type Answer<W> = Result<<W as Work>::Answer, Failure>;
+
+/// An operation that waits for its lane.
+pub(super) struct Waiting<W: Work> {
+    pub(super) operation: W::Operation,
+    since: Instant,
+    answer: oneshot::Sender<Answer<W>>,
+}
+
+impl<W: Work> Waiting<W> {
+    /// Whether to send it, if it was not sent yet.
+    pub(super) fn is_wanted(&self) -> bool {
+        W::OUTLIVES || !self.answer.is_closed()
+    }
+}
+
+/// All operations of one kind.
+pub(super) struct Lanes<W: Work>(Arc<Shared<W>>);
+
+struct Shared<W: Work> {
+    work: W,
+    runtime: Handle,
+    /// Whether a lone operation is in flight, driven by its caller.
+    lone: AtomicBool,
+    /// Whether the latest batch had more than one operation: then others are about to follow.
+    is_busy: AtomicBool,
+    /// The running lanes; written under `queue`, read without it as a hint.
+    lanes: AtomicUsize,
+    queue: Mutex<VecDeque<Waiting<W>>>,
+    /// Room for operations on locked records.
+    alone: Semaphore,
+    /// Room for large operations. `None`: there are too few connections, and they gather like all others.
+    large: Option<Semaphore>,
+    /// Keys that were locked, and until when they count as locked.
+    locked: Mutex<HashMap<String, Instant>>,
+    /// Whether there are any; mostly there are none.
+    any_locked: AtomicBool,
+}
+
+/// Why an operation shares no statement with others.
+#[derive(Clone, Copy)]
+enum Alone {
+    /// Another session had locked its record.
+    Locked,
+    Large,
+}
+
+/// A lone operation, driven by its caller.
+struct Lone<'a, W: Work> {
+    shared: &'a Arc<Shared<W>>,
+    /// `None` once it is answered.
+    operation: Option<W::Operation>,
+}
+
+impl<W: Work> Drop for Lone<'_, W> {
+    fn drop(&mut self) {
+        self.shared.lone.store(false, Ordering::Relaxed);
+        // It may have been sent already; doing it twice has the effect of once.
+        if W::OUTLIVES
+            && let Some(operation) = self.operation.take()
+        {
+            drop(Shared::gather(self.shared, operation));
+        }
+    }
+}
+
+impl<W: Work> Lanes<W> {
+    /// Lanes are tasks of the current runtime.
+    pub(super) fn new(work: W) -> Self {
+        let large = work.database().for_large();
+        Self(Arc::new(Shared {
+            work,
+            runtime: Handle::current(),
+            lone: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
+            lanes: AtomicUsize::new(0),
+            queue: Mutex::default(),
+            alone: Semaphore::new(ALONE),
+            large: (large > 0).then(|| Semaphore::new(large)),
+            locked: Mutex::default(),
+            any_locked: AtomicBool::new(false),
+        }))
+    }
+
+    /// Runs `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
+    pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
+        if self.0.enter() {
+            let mut lone = Lone { shared: &self.0, operation: None };
+            // Boxed: under load most operations gather, and would carry the size of this future.
+            let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
+            lone.operation = None;
+            return answer;
+        }
+        // No answer: the runtime of the lane is gone, and how far the operation got is unknown.
+        Shared::gather(&self.0, operation).await.unwrap_or_else(|_| Err(Failure::lost()))
+    }
+}
+
+impl<W: Work> Shared<W> {
+    /// Whether an operation may be sent by itself, as nothing else is in flight.
+    fn enter(&self) -> bool {
+        // A caller outside any runtime has neither timers nor sockets; a lane has.
+        self.lanes.load(Ordering::Relaxed) == 0
+            && !self.is_busy.load(Ordering::Relaxed)
+            && Handle::try_current().is_ok()
+            && !self.lone.swap(true, Ordering::Relaxed)
+    }
+
+    /// Adds an operation to the gathering ones, and makes sure that a lane will take it.
+    fn gather(this: &Arc<Self>, operation: W::Operation) -> oneshot::Receiver<Answer<W>> {
+        let (answer, receiver) = oneshot::channel();
+        let since = this.work.database().clock().now();
+        let alone = this.why_alone(&operation);
+        let waiting = Waiting { operation, since, answer };
+        if let Some(why) = alone {
+            this.runtime.spawn(Arc::clone(this).ask_alone(waiting, why));
+            return receiver;
+        }
+        let mut queue = lock(&this.queue);
+        queue.push_back(waiting);
+        let lanes = this.lanes.load(Ordering::Relaxed);
+        if lanes < W::LANES {
+            this.lanes.store(lanes + 1, Ordering::Relaxed);
+            drop(queue);
+            this.runtime.spawn(Lane { shared: Arc::clone(this), running: true }.run());
+        }
+        receiver
+    }
+
+    /// Whether an operation shares no statement with others, and why.
+    fn why_alone(&self, operation: &W::Operation) -> Option<Alone> {
+        if self.was_locked(W::key(operation)) {
+            return Some(Alone::Locked);
+        }
+        (self.large.is_some() && W::bytes(operation) > LARGE).then_some(Alone::Large)
+    }
+
+    /// Whether another session had `key` locked recently.
+    fn was_locked(&self, key: &str) -> bool {
+        if !self.any_locked.load(Ordering::Relaxed) {
+            return false;
+        }
+        let now = self.work.database().clock().now();
+        let mut locked = lock(&self.locked);
+        locked.retain(|_, until| *until > now);
+        self.any_locked.store(!locked.is_empty(), Ordering::Relaxed);
+        locked.contains_key(key)
+    }
+
+    async fn one(&self, operation: &W::Operation) -> Answer<W> {
+        let answer = self.work.one(operation).await;
+        if matches!(&answer, Err(failure) if failure.is_locked) {
+            let until = self.work.database().clock().now().saturating_add(REMEMBERED);
+            lock(&self.locked).insert(W::key(operation).to_owned(), until);
+            self.any_locked.store(true, Ordering::Relaxed);
+        }
+        answer
+    }
+
+    /// Sends an operation by itself once there is room, unless its caller is gone by then.
+    async fn ask_alone(self: Arc<Self>, waiting: Waiting<W>, why: Alone) {
+        let database = self.work.database();
+        let (room, full) = match (why, &self.large) {
+            (Alone::Large, Some(large)) => (large, "other large results are still on their way"),
+            _ => (&self.alone, "others wait for records that another session has locked"),
+        };
+        let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), room.acquire());
+        let answer = match room.await {
+            Some(Ok(_room)) if waiting.is_wanted() => self.one(&waiting.operation).await,
+            Some(Ok(_)) => return,
+            _ => Err(Failure::not_sent(full)),
+        };
+        waiting.answer.send(answer).ok();
+    }
+
+    /// The batch a lane sends next; an empty one gives the lane's place back. Both under one lock, or an operation that
+    /// gathers in between would be stranded.
+    fn next(&self) -> Vec<Waiting<W>> {
+        let mut queue = lock(&self.queue);
+        let mut bytes = 0;
+        let mut next = Vec::new();
+        while next.len() < BATCH
+            && let Some(waiting) = queue.pop_front()
+        {
+            if !waiting.is_wanted() {
+                continue;
+            }
+            bytes += W::bytes(&waiting.operation);
+            if bytes > BATCH_BYTES && !next.is_empty() {
+                queue.push_front(waiting);
+                break;
+            }
+            next.push(waiting);
+        }
+        if next.is_empty() {
+            self.lanes.fetch_sub(1, Ordering::Relaxed);
+        }
+        next
+    }
+
+    async fn send(self: &Arc<Self>, batch: Vec<Waiting<W>>) {
+        let database = self.work.database();
+        let now = database.clock().now();
+        let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
+            // The server stalls. An operation that waited this long is not sent: its caller knows that nothing was written.
+            now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
+        });
+        for waiting in late.drain(..) {
+            waiting.answer.send(Err(Failure::not_sent("it did not answer what was sent before"))).ok();
+        }
+        if batch.len() > 1 {
+            let mut answer = self.work.many(&batch).await;
+            if matches!(&answer, Err(failure) if failure.is_deadlock) {
+                answer = self.work.many(&batch).await;
+            }
+            match answer {
+                Ok(all) => {
+                    for (waiting, one) in batch.into_iter().zip(all) {
+                        waiting.answer.send(Ok(one)).ok();
+                    }
+                }
+                // Nothing was written. The operation to blame must not fail the others, nor hold them up.
+                Err(failure) if failure.blames_one => {
+                    for waiting in batch {
+                        self.runtime.spawn(Arc::clone(self).ask_alone(waiting, Alone::Locked));
+                    }
+                }
+                Err(failure) => {
+                    for waiting in batch {
+                        waiting.answer.send(Err(failure.clone())).ok();
+                    }
+                }
+            }
+        } else if let Some(waiting) = batch.pop() {
+            waiting.answer.send(self.one(&waiting.operation).await).ok();
+        }
+    }
+}
+
+/// A task that sends batches until nothing gathers any more.
+struct Lane<W: Work> {
+    shared: Arc<Shared<W>>,
+    running: bool,
+}
+
+impl<W: Work> Lane<W> {
+    async fn run(mut self) {
+        loop {
+            let _turn = match self.shared.work.turn() {
+                // It is never closed.
+                Some(turn) => turn.acquire().await.ok(),
+                None => None,
+            };
+            // Callers woken by the same answer run first, so that their next operations are in one batch.
+            tokio::task::yield_now().await;
+            let batch = self.shared.next();
+            if batch.is_empty() {
+                self.running = false;
+                return;
+            }
+            self.shared.is_busy.store(batch.len() > 1, Ordering::Relaxed);
+            self.shared.send(batch).await;
+        }
+    }
+}
+
+impl<W: Work> Drop for Lane<W> {
+    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
+    /// waiting operations, since no other lane may come. The callers of operations in flight learn that the answer is lost.
+    fn drop(&mut self) {
+        if self.running {
+            let mut queue = lock(&self.shared.queue);
+            self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
+            let waiting = std::mem::take(&mut *queue);
+            drop(queue);
+            let failure = Failure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
+            for waiting in waiting {
+                waiting.answer.send(Err(failure.clone())).ok();
+            }
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! The operations that are sent together: reservations, and ends of attempts.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio_postgres::types::ToSql;
+
+use super::super::Server;
+use super::super::client::{Database, Effect, Hidden};
+use super::super::failure::Failure;
+use super::super::sql::{self, Ask as _, Found, Met};
+use super::{Waiting, Work};
+use crate::key::Key;
+use crate::kit::replays::Replays;
+use crate::record::{Parts, Record, ReserveRequest, StoredResult};
+
+/// Reservations.
+pub(in super::super) struct Reserves {
+    server: Arc<Server>,
+    replays: Replays,
+}
+
+/// The order of a batch by key. Every process locks rows in the same order, so that none waits in a circle.
+pub(in super::super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
+    // With the keys at hand, a comparison need not look for them in the operations.
+    let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
+    order.sort_unstable();
+    order.into_iter().map(|(_, place)| place).collect()
+}
+
+impl Reserves {
+    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+        Self { server, replays: Replays::new() }
+    }
+
+    /// Sends one of the requests for each key that is still `Unseen`, if its caller still waits.
+    async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
+        let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        let mut asked: Vec<&ReserveRequest> = Vec::new();
+        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, Met::Unseen)) {
+            of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
+            if let Some(place) = of_key.asked {
+                let request = &batch[place].operation;
+                places.insert(request.key.as_str(), at);
+                asked.push(request);
+            }
+        }
+        if asked.is_empty() {
+            return Ok(());
+        }
+        let column = |of: fn(&ReserveRequest) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
+        let names: Vec<&str> = asked.iter().map(|it| it.key.as_str()).collect();
+        let owners: Vec<&[u8]> = asked.iter().map(|it| &it.owner.as_bytes()[..]).collect();
+        let fingerprints: Vec<_> = asked.iter().map(|it| fingerprint(it)).collect();
+        let on_crash_fail: Vec<bool> = asked.iter().map(|it| on_crash_fail(it)).collect();
+        let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
+        let holders: Vec<_> = asked.iter().map(|it| holder(it)).collect();
+        let traceparents: Vec<_> = asked.iter().map(|it| it.trail.traceparent_text()).collect();
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls, &holders, &traceparents];
+        for row in &ready.query(&params, Effect::Writes).await? {
+            if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                // The old row, purged while this statement made a new one, no longer counts.
+                if !matches!(keys[*at].met, Met::Made) {
+                    keys[*at].met = sql::met_in_a_batch(row);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The requests in a batch that are for one key.
+struct OfKey<'a> {
+    places: &'a [usize],
+    /// The request that was sent.
+    asked: Option<usize>,
+    met: Met,
+}
+
+fn is_replay(met: &Met) -> bool {
+    matches!(met, Met::LeftOut) || matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
+}
+
+fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
+    request.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..])
+}
+
+fn holder(request: &ReserveRequest) -> Option<&str> {
+    request.trail.holder().map(|holder| holder.as_str())
+}
+
+fn on_crash_fail(request: &ReserveRequest) -> bool {
+    Parts::of(&Record::first(request)).on_crash_fail
+}
+
+impl Work for Reserves {
+    type Operation = ReserveRequest;
+    type Answer = Met;
+
+    const LANES: usize = 2;
+    const OUTLIVES: bool = false;
+
+    fn database(&self) -> &Database {
+        &self.server.database
+    }
+
+    fn key(request: &ReserveRequest) -> &str {
+        request.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        // Replays write nothing: they keep the client busy rather than the disk.
+        (!self.replays.are_expected()).then_some(&self.server.turn)
+    }
+
+    fn bytes(request: &ReserveRequest) -> usize {
+        request.key.as_str().len() + 80
+    }
+
+    async fn one(&self, request: &ReserveRequest) -> Result<Met, Failure> {
+        let key = request.key.as_str();
+        if self.replays.are_expected() {
+            let rows = self.server.rows(&self.server.sql.look, &[&key], Effect::Reads).await?;
+            if let Some(row) = rows.first() {
+                let met = sql::met(row);
+                self.replays.note(usize::from(is_replay(&met)), 1);
+                return Ok(met);
+            }
+        }
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &key,
+            &Hidden(&request.owner.as_bytes()[..]),
+            &Hidden(fingerprint(request)),
+            &on_crash_fail(request),
+            &sql::millis(request.lease),
+            &sql::millis(request.ttl),
+            &holder(request),
+            &request.trail.traceparent_text(),
+        ];
+        let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
+        let mut met = Met::Unseen;
+        for row in &rows {
+            if !matches!(met, Met::Made) {
+                met = sql::met(row);
+            }
+        }
+        self.replays.note(usize::from(is_replay(&met)), 1);
+        Ok(met)
+    }
+
+    async fn many(&self, batch: &[Waiting<Self>]) -> Result<Vec<Met>, Failure> {
+        let order = by_key(batch, |it| it.operation.key.as_str());
+        let same = |a: &usize, b: &usize| batch[*a].operation.key == batch[*b].operation.key;
+        let groups = order.chunk_by(same);
+        let mut keys: Vec<OfKey<'_>> = groups.map(|places| OfKey { places, asked: None, met: Met::Unseen }).collect();
+        if self.replays.are_expected() {
+            let ready = self.server.database.ready(&self.server.sql.look_many).await?;
+            let names: Vec<&str> = keys.iter().map(|it| batch[it.places[0]].operation.key.as_str()).collect();
+            let places: HashMap<&str, usize> = names.iter().enumerate().map(|(at, name)| (*name, at)).collect();
+            for row in &ready.query(&[&names], Effect::Reads).await? {
+                if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                    keys[*at].met = sql::met_in_a_batch(row);
+                }
+            }
+        }
+        if keys.iter().any(|it| matches!(it.met, Met::Unseen)) {
+            self.reserve_unseen(batch, &mut keys).await?;
+        }
+        self.replays.note(keys.iter().filter(|it| is_replay(&it.met)).count(), keys.len());
+        let mut answers: Vec<Met> = batch.iter().map(|_| Met::Unseen).collect();
+        for OfKey { places, asked, met } in keys {
+            for place in places {
+                answers[*place] = match (&met, asked) {
+                    // One request made the record; the others meet it.
+                    (Met::Made, Some(asked)) if asked != *place => {
+                        let first = &batch[asked].operation;
+                        Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
+                    }
+                    (met, _) => met.clone(),
+                };
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// The ends of attempts.
+pub(in super::super) struct Ends(Arc<Server>);
+
+/// The end of one attempt.
+pub(in super::super) struct End {
+    pub(in super::super) key: Key,
+    pub(in super::super) record: Record,
+    pub(in super::super) refund: i64,
+    pub(in super::super) ttl: Duration,
+}
+
+impl Ends {
+    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+        Self(server)
+    }
+
+    async fn distinct(&self, ends: &[&End]) -> Result<Vec<bool>, Failure> {
+        let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
+        let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
+        let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
+        let owners: Vec<&[u8]> = parts.iter().map(|it| it.owner).collect();
+        let states: Vec<&str> = parts.iter().map(|it| it.state).collect();
+        let refunds: Vec<i64> = ends.iter().map(|it| it.refund).collect();
+        let codecs: Vec<Option<&str>> = parts.iter().map(|it| it.codec).collect();
+        let results: Vec<Option<&[u8]>> = parts.iter().map(|it| it.result.as_deref()).collect();
+        let sizes: Vec<Option<i64>> = parts.iter().map(|it| it.result_bytes).collect();
+        let ttls: Vec<i64> = ends.iter().map(|it| sql::millis(it.ttl)).collect();
+        let numbers: Vec<Option<i64>> = ends.iter().map(|it| sql::number_of(&it.record)).collect();
+        let params: [&(dyn ToSql + Sync); 9] =
+            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls, &numbers];
+        let mut done = vec![false; ends.len()];
+        let bytes = ends.iter().map(|it| Self::bytes(it)).sum();
+        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Records(bytes)).await? {
+            if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
+                done[*i] = true;
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl Work for Ends {
+    type Operation = End;
+    /// Whether it ended a pending record.
+    type Answer = bool;
+
+    const LANES: usize = 1;
+    // An attempt has ended even if the caller that handed over its end is gone.
+    const OUTLIVES: bool = true;
+
+    fn database(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(end: &End) -> &str {
+        end.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(end: &End) -> usize {
+        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
+    }
+
+    async fn one(&self, end: &End) -> Result<bool, Failure> {
+        let sql = &self.0.sql;
+        sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
+    }
+
+    async fn many(&self, ends: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
+        let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
+        let order = by_key(&ends, |it| it.key.as_str());
+        let mut done = vec![false; ends.len()];
+        // Of several ends of one key, each has a statement of its own: within one, it would be undefined which of them
+        // counts.
+        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
+        let mut turn = 0;
+        loop {
+            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
+            if some.is_empty() {
+                return Ok(done);
+            }
+            let distinct: Vec<&End> = some.iter().map(|i| ends[*i]).collect();
+            for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
+                done[*i] = was_done;
+            }
+            turn += 1;
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What the errors of the server and of the driver mean.
+
+use std::error::Error as _;
+use std::sync::Arc;
+
+use tokio_postgres::Error;
+use tokio_postgres::error::{DbError, SqlState};
+
+use super::client::Effect;
+use crate::store::{StoreError, StoreErrorKind};
+
+/// What to do about an unexpected pooler.
+const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
+
+/// The failure of an operation that was not done, or perhaps was; it may be the answer to many operations.
+#[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
+pub(super) struct Failure {
+    pub(super) kind: StoreErrorKind,
+    message: Arc<str>,
+    /// Whether one operation of a batch may be to blame for the whole failure.
+    pub(super) blames_one: bool,
+    /// Whether nothing was written and a retry is likely to succeed.
+    pub(super) is_deadlock: bool,
+    /// Whether the connection is unusable afterwards.
+    pub(super) gives_up: bool,
+    /// Whether the server may still be working on the operation.
+    pub(super) is_late: bool,
+    /// Whether an open transaction of another session holds what the operation needs.
+    pub(super) is_locked: bool,
+}
+
+impl Failure {
+    pub(super) fn new(kind: StoreErrorKind, message: impl Into<Arc<str>>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            blames_one: false,
+            is_deadlock: false,
+            gives_up: false,
+            is_late: false,
+            is_locked: false,
+        }
+    }
+
+    /// Nothing was sent.
+    pub(super) fn not_sent(reason: &str) -> Self {
+        Self::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
+    }
+
+    /// The answer got lost.
+    pub(super) fn lost() -> Self {
+        Self::new(StoreErrorKind::Unconfirmed, "the answer was lost")
+    }
+
+    /// No answer came in time.
+    pub(super) fn timed_out() -> Self {
+        let failure = Self::new(StoreErrorKind::Unconfirmed, "the server did not answer in time").giving_up();
+        Self { is_late: true, ..failure }
+    }
+
+    /// The same for an operation without a result: its own parameters are never too large.
+    pub(super) fn without_result(self) -> Self {
+        match self.kind {
+            StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
+            _ => self,
+        }
+    }
+
+    fn giving_up(self) -> Self {
+        Self { gives_up: true, ..self }
+    }
+
+    /// The same for a statement of this `effect`: one that only reads leaves nothing unknown.
+    pub(super) fn of(self, effect: Effect) -> Self {
+        match (effect, self.kind) {
+            (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },
+            _ => self,
+        }
+    }
+
+    /// The server refused. The `DETAIL` of its error is left out: it may quote a result or an owner token.
+    fn refused(error: &DbError) -> Self {
+        let code = error.code();
+        let (kind, advice) = match code.code() {
+            // Only a pooler reports this.
+            "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
+            code => meaning(code, error.message()),
+        };
+        let message = format!("the server refused: {advice} ({}: {})", code.code(), error.message());
+        let is_fatal = matches!(error.severity(), "FATAL" | "PANIC");
+        let stale = matches!(code.code(), "25006" | "26000" | "42P05" | "0A000");
+        let is_locked = *code == SqlState::LOCK_NOT_AVAILABLE;
+        Self {
+            blames_one: is_locked
+                || kind == StoreErrorKind::TooLarge
+                || (kind == StoreErrorKind::Misconfigured && matches!(&code.code()[..2], "22" | "23" | "44" | "P0")),
+            is_deadlock: matches!(*code, SqlState::T_R_DEADLOCK_DETECTED | SqlState::T_R_SERIALIZATION_FAILURE),
+            gives_up: is_fatal || stale || kind == StoreErrorKind::Unconfirmed,
+            is_locked,
+            ..Self::new(kind, message)
+        }
+    }
+
+    /// An exchange that broke.
+    pub(super) fn broken(error: &Error) -> Self {
+        match error.as_db_error() {
+            Some(error) => Self::refused(error),
+            // Any other error is a connection that ended or sent nonsense; how far the server got is unknown.
+            None => {
+                Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", told(error))).giving_up()
+            }
+        }
+    }
+
+    /// A connection that could not be opened.
+    pub(super) fn not_connected(error: &Error) -> Self {
+        let failure = match error.as_db_error() {
+            Some(error) => Self::refused(error),
+            None => {
+                let text = error.to_string();
+                // A retry does not help against an untrusted certificate.
+                let cause = error.source().and_then(|cause| cause.downcast_ref::<std::io::Error>());
+                let untrusted = cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::InvalidData);
+                let refused = ["authentication", "invalid configuration", "invalid connection string"];
+                let is_wrong = refused.iter().any(|start| text.starts_with(start))
+                    || (text.contains("TLS") && (untrusted || cause.is_none()));
+                let kind = if is_wrong { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
+                Self::new(kind, format!("the server can't be reached: {}", told(error)))
+            }
+        };
+        failure.of(Effect::Reads)
+    }
+}
+
+/// What an error of the server means, by its `SQLSTATE`, and what to do about it.
+pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static str) {
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
+    let read_only = "the server is read-only: a standby, or a former primary; the next call connects again";
+    match code {
+        "42P01" | "3F000" | "42703" | "42883" => {
+            (Misconfigured, "the table is missing or of another version; see `PostgresOptions::ensure_schema`")
+        }
+        "42501" => (Misconfigured, "the login may not use the table"),
+        "28000" | "28P01" => (Misconfigured, "the login is refused"),
+        "3D000" => (Misconfigured, "there is no such database"),
+        "25006" => (Unavailable, read_only),
+        "26000" | "42P05" => (Unavailable, POOLED),
+        "0A000" => (Unavailable, "the table was altered; the next call prepares its statement again"),
+        "40003" => (Unconfirmed, "the connection broke before the answer came"),
+        // Nothing was written; there may be room later, or for a smaller record.
+        "53100" => (Full, "its disk is full"),
+        "53200" => (Full, "it is out of memory"),
+        "53300" => (Unavailable, "its limit of connections is reached"),
+        "55P03" => (Unavailable, "another session has locked the record, or is about to make it"),
+        "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
+        "57P03" => (Unavailable, "it is starting up or shutting down"),
+        "XX001" | "XX002" => (Corrupt, "its data is damaged"),
+        // How the server reports a value that is too large, or has a part that is.
+        "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
+        code => match code.get(..2).unwrap_or_default() {
+            "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),
+            "54" => (TooLarge, "the result is too large"),
+            "22" | "23" | "42" | "44" | "P0" => (Misconfigured, "it does not accept this operation"),
+            _ => (Unavailable, "nothing was written"),
+        },
+    }
+}
+
+impl From<Failure> for StoreError {
+    fn from(failure: Failure) -> Self {
+        Self::new(failure.kind, &*failure.message)
+    }
+}
+
+/// The text of an error of the driver, not of the server, and its cause. It holds neither values nor passwords.
+pub(super) fn told(error: &Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+pub(super) fn misconfigured(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}

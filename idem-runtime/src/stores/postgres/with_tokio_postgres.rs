@@ -1,0 +1,185 @@
+//! Transactions of tokio-postgres, and of its pool.
+
+use std::pin::pin;
+use std::task::{Context, Waker};
+
+use tokio_postgres::types::ToSql;
+use tokio_postgres::{Client, Transaction};
+
+use super::PostgresStore;
+use super::failure::told;
+use super::sql::Statement;
+use super::within::{InPostgres, Refused, Session, is_conflict};
+use crate::engine::Outcome;
+use crate::store::StoreError;
+use crate::within::sealed::Sealed;
+use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
+
+impl Sealed for &Transaction<'_> {}
+
+impl super::within::Transaction for &Transaction<'_> {
+    type Session = Self;
+
+    fn session(self) -> Self {
+        self
+    }
+}
+
+#[cfg(feature = "with-deadpool-postgres-0_14")]
+impl Sealed for &deadpool_postgres::Transaction<'_> {}
+
+#[cfg(feature = "with-deadpool-postgres-0_14")]
+impl<'a, 'b> super::within::Transaction for &'a deadpool_postgres::Transaction<'b> {
+    type Session = &'a Transaction<'b>;
+
+    fn session(self) -> Self::Session {
+        self
+    }
+}
+
+impl Session for &Transaction<'_> {
+    type Row = tokio_postgres::Row;
+
+    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Self::Row>, Refused> {
+        let typed: Vec<_> = params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
+        Ok(self.query_typed(&statement.text, &typed).await?)
+    }
+
+    async fn execute(&self, text: &str) -> Result<(), Refused> {
+        Ok(self.batch_execute(text).await?)
+    }
+
+    fn identity(&self) -> usize {
+        std::ptr::from_ref(*self).addr()
+    }
+
+    async fn save(&self) -> Result<(), Refused> {
+        send(self, "SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn rewind(&self) -> Result<(), Refused> {
+        send(self, "ROLLBACK TO SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
+        begun();
+        send(self, "RELEASE SAVEPOINT idem");
+        Ok(())
+    }
+
+    async fn undo(&self) -> Result<(), Refused> {
+        self.undo_at_once();
+        Ok(())
+    }
+
+    fn undo_at_once(&self) {
+        send(self, "ROLLBACK TO SAVEPOINT idem; RELEASE SAVEPOINT idem");
+    }
+}
+
+/// Queues `text` on the connection, before every later statement, and does not wait for it. If it fails, the transaction
+/// can't go on, which the next statement reports.
+fn send(tx: &Transaction<'_>, text: &str) {
+    let sent = pin!(tx.batch_execute(text));
+    // The first poll hands it over.
+    drop(sent.poll(&mut Context::from_waker(Waker::noop())));
+}
+
+impl From<tokio_postgres::Error> for Refused {
+    fn from(error: tokio_postgres::Error) -> Self {
+        match error.as_db_error() {
+            Some(error) => Self { code: Some(error.code().code().to_owned()), message: error.message().to_owned() },
+            None => Self { code: None, message: told(&error) },
+        }
+    }
+}
+
+impl PostgresStore {
+    /// Begins a transaction, does `work` in it and commits it. Returns how the delivery ended and what to do with its
+    /// message.
+    ///
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and
+    /// the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
+    /// alone. If the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was
+    /// committed.
+    ///
+    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit
+    /// or in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
+    /// happened in the database. The isolation level is the session's default.
+    ///
+    /// ```no_run
+    /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// use idem_runtime::{Disposition, PostgresStore, idempotent};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
+    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
+    /// }
+    ///
+    /// let (paid, outcome) = PostgresStore::transact(client, async |tx| pay(tx, order).await).await;
+    /// match outcome.disposition() {
+    ///     Disposition::Ack => println!("the payment and its record are committed: {paid:?}"),
+    ///     Disposition::Retry { after } => println!("deliver it again after {after:?}"),
+    ///     Disposition::DeadLetter => println!("set it aside: {paid:?}"),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
+    pub async fn transact<T, E, W>(client: &mut Client, work: W) -> (Result<T, E>, Outcome)
+    where
+        W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E> + Clone,
+        E: From<tokio_postgres::Error>,
+    {
+        let is_conflict = |error: &tokio_postgres::Error| error.code().is_some_and(|code| is_conflict(code.code()));
+        let mut next = 1;
+        loop {
+            let tx = match client.transaction().await {
+                Ok(tx) => tx,
+                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
+            };
+            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
+            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
+            match result {
+                Ok(done) => match commit(tx).await {
+                    Ok(()) => return (Ok(done), outcome.committed()),
+                    Err(error) if is_conflict(&error) && next < TRIES => {}
+                    Err(error) => return (Err(error.into()), not_committed(outcome)),
+                },
+                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
+                Err(error) => {
+                    tx.rollback().await.ok();
+                    let recorded = record_failed(client, &journal).await;
+                    return (Err(error), rolled_back(outcome, &recorded));
+                }
+            }
+            within::pause_before(next).await;
+            next += 1;
+        }
+    }
+}
+
+/// Commits, unless a statement has failed: the server would roll back, and report success.
+async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
+    tx.batch_execute("SELECT 1").await?;
+    tx.commit().await
+}
+
+/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
+async fn record_failed(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.failed.is_empty() {
+        return Ok(false);
+    }
+    let tx = client.transaction().await.map_err(Refused::from)?;
+    for failed in &journal.failed {
+        let Within(at) = Within(InPostgres::new(&tx)).schema(&failed.place);
+        failed.write(&at).await?;
+    }
+    commit(tx).await.map_err(Refused::from)?;
+    Ok(true)
+}

@@ -1,0 +1,318 @@
+//! Operations that gather while lanes come and go, in every order.
+
+use std::future::poll_fn;
+use std::pin::pin;
+
+use redis::RedisFuture;
+use redis::aio::ConnectionLike;
+use shuttle::future::{block_on, yield_now};
+use shuttle::thread;
+use tokio::sync::Semaphore;
+
+use super::*;
+use crate::record::{OwnerToken, State};
+use crate::stores::redis::connection::Theirs;
+use crate::sync::{TestClock, explore};
+
+/// A server that knows each operation by its key: a reservation finds the key itself as the value, a completion is done (by
+/// a script if its key starts with `differs`), and any other command is answered with its first argument (any other script with 1).
+#[derive(Clone)]
+struct Server(Arc<Inner>);
+
+struct Inner {
+    /// Holds each exchange that has arrived.
+    gate: Semaphore,
+    // A plain mutex: no thread switch happens while it is held.
+    log: std::sync::Mutex<Log>,
+}
+
+#[derive(Default)]
+struct Log {
+    exchanges: usize,
+    /// The key of every operation that arrived.
+    arrived: Vec<Vec<u8>>,
+}
+
+impl Server {
+    fn arrived(&self, key: &str) -> usize {
+        lock(&self.0.log).arrived.iter().filter(|it| **it == key.as_bytes()).count()
+    }
+
+    /// Waits until `count` exchanges have arrived.
+    async fn exchanges(&self, count: usize) {
+        while lock(&self.0.log).exchanges < count {
+            yield_now().await;
+        }
+    }
+
+    /// Lets everything through from here on.
+    fn open(&self) {
+        self.0.gate.add_permits(1000);
+    }
+
+    async fn exchange(&self, commands: Vec<Cmd>) -> Vec<Value> {
+        // On its way: a caller that gives up before its next poll has sent nothing.
+        yield_now().await;
+        {
+            let mut log = lock(&self.0.log);
+            log.exchanges += 1;
+            for command in &commands {
+                let keys = match argument(command, 0) {
+                    b"MGET" => 1..command.args_iter().count(),
+                    b"EVALSHA" => 3..3 + keys(command),
+                    _ => 1..2,
+                };
+                log.arrived.extend(keys.map(|at| argument(command, at).to_vec()));
+            }
+        }
+        let _through = self.0.gate.acquire().await;
+        yield_now().await;
+        commands
+            .iter()
+            .map(|command| match (argument(command, 0), argument(command, 1)) {
+                (b"MGET", _) => {
+                    let met = (1..command.args_iter().count()).map(|at| argument(command, at).to_vec());
+                    Value::Array(met.map(Value::BulkString).collect())
+                }
+                (b"EVALSHA", b"finish") => Value::BulkString(vec![b'1'; keys(command)]),
+                (b"EVALSHA", _) => Value::Int(1),
+                (b"SET", key) if argument(command, 3) == b"IFEQ" => {
+                    if key.starts_with(b"differs") {
+                        Value::Nil
+                    } else {
+                        Value::Okay
+                    }
+                }
+                (_, key) => Value::BulkString(key.to_vec()),
+            })
+            .collect()
+    }
+}
+
+fn keys(call: &Cmd) -> usize {
+    std::str::from_utf8(argument(call, 2)).expect("text").parse().expect("a number")
+}
+
+impl ConnectionLike for Server {
+    fn req_packed_command<'a>(&'a mut self, command: &'a Cmd) -> RedisFuture<'a, Value> {
+        Box::pin(async move { Ok(self.exchange(vec![command.clone()]).await.remove(0)) })
+    }
+
+    fn req_packed_commands<'a>(
+        &'a mut self,
+        pipeline: &'a Pipeline,
+        _offset: usize,
+        _count: usize,
+    ) -> RedisFuture<'a, Vec<Value>> {
+        Box::pin(async move { Ok(self.exchange(pipeline.cmd_iter().cloned().collect()).await) })
+    }
+
+    fn get_db(&self) -> i64 {
+        0
+    }
+}
+
+fn script(name: &str) -> Script {
+    Script { source: "", sha: name.to_owned() }
+}
+
+/// A dispatch to a server whose gate is shut.
+fn open() -> (Arc<Dispatch>, Server) {
+    let server = Server(Arc::new(Inner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
+    let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
+    let timeout = Duration::from_secs(1);
+    let names = ["decide", "finish", "finish_one", "glance", "inspect", "release", "renew", "take", "watch"];
+    let scripts = Arc::new(Scripts::new(names.map(script)));
+    let connection = Connection::theirs(Theirs::new(server.clone(), &clock), Arc::clone(&clock), timeout);
+    let terms = Terms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };
+    (Arc::new(Dispatch::new(connection, terms, None)), server)
+}
+
+fn get(key: &str) -> Ask {
+    let mut command = Cmd::new();
+    command.arg("GET").arg(key);
+    Ask { command, script: None, brings_record: true, is_kept: false }
+}
+
+static RECORD: Record = Record::new(OwnerToken::from_bytes([7; 16]), 1, State::Released);
+
+fn name(key: &str) -> Name<'_> {
+    Name { prefix: "", key }
+}
+
+fn reserving(key: &str) -> Reserving<'_> {
+    Reserving { name: name(key), record: &RECORD, ttl_ms: 1 }
+}
+
+fn finishing(key: &str) -> Finishing<'_> {
+    Finishing { name: name(key), record: &RECORD, reserved: Some((&RECORD, 1)), ttl_ms: 1 }
+}
+
+async fn reserve(dispatch: &Dispatch, key: &str) {
+    let answer = dispatch.reserve(&reserving(key)).await;
+    assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
+}
+
+async fn finish(dispatch: &Dispatch, key: &str) {
+    assert!(matches!(dispatch.finish(&finishing(key)).await, Ok(Value::Int(1))), "not the answer for {key}");
+}
+
+async fn ask(dispatch: &Dispatch, key: &str) {
+    let answer = dispatch.command(get(key)).await;
+    assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
+}
+
+/// Polls `call` once, which hands its operation over.
+async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
+    let mut call = call;
+    poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
+}
+
+/// Once the lanes have ended nothing is left, and each has given its place back.
+async fn all_is_over(dispatch: &Dispatch) {
+    let shared = &dispatch.0;
+    shared.runtime.0.idle().await;
+    assert_eq!(shared.runtime.0.alive(), 0, "a lane is still running");
+    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "the place of a lane is lost");
+    assert!(lock(&shared.queue).gathers.is_empty(), "an operation is left that no lane will take");
+    assert!(!shared.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
+}
+
+/// Whatever gathers while lanes end, each operation gets its own answer.
+#[test]
+fn each_operation_gets_its_own_answer() {
+    explore(|| {
+        let (dispatch, server) = open();
+        server.open();
+        let threads: Vec<_> = (0..4)
+            .map(|of| {
+                let dispatch = Arc::clone(&dispatch);
+                thread::spawn(move || {
+                    block_on(async {
+                        reserve(&dispatch, &format!("reserve-{of}")).await;
+                        match of {
+                            0 => finish(&dispatch, "finish").await,
+                            1 => finish(&dispatch, "differs").await,
+                            _ => ask(&dispatch, &format!("get-{of}")).await,
+                        }
+                    });
+                })
+            })
+            .collect();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&dispatch));
+    });
+}
+
+/// An operation that waits for a lane is not sent once its caller is gone, unless it ends an attempt.
+#[test]
+fn what_nobody_waits_for_is_not_sent() {
+    explore(|| {
+        let (dispatch, server) = open();
+        // One operation that its caller drives, and one for each lane; the server holds them all.
+        let mut threads = Vec::new();
+        for of in 0..=LANES {
+            let held = Arc::clone(&dispatch);
+            threads.push(thread::spawn(move || block_on(ask(&held, &format!("held-{of}")))));
+            block_on(server.exchanges(of + 1));
+        }
+        let leaving: Vec<_> = (0..2)
+            .map(|of| {
+                let dispatch = Arc::clone(&dispatch);
+                thread::spawn(move || {
+                    block_on(async {
+                        let (reserved, got) = (format!("reserve-{of}"), format!("get-{of}"));
+                        let mut reserving = pin!(dispatch.reserve(&reserving(&reserved)));
+                        assert!(!poll_once(reserving.as_mut()).await);
+                        let mut asking = pin!(dispatch.command(get(&got)));
+                        assert!(!poll_once(asking.as_mut()).await);
+                        let (finished, kept) = (format!("finish-{of}"), format!("kept-{of}"));
+                        let mut finish = pin!(dispatch.finish(&finishing(&finished)));
+                        assert!(!poll_once(finish.as_mut()).await);
+                        let mut keeping = pin!(dispatch.command(get(&kept).that_is_kept()));
+                        assert!(!poll_once(keeping.as_mut()).await);
+                    });
+                })
+            })
+            .collect();
+        let stays = Arc::clone(&dispatch);
+        threads.push(thread::spawn(move || block_on(reserve(&stays, "stays"))));
+        for thread in leaving {
+            thread.join().expect("no panic");
+        }
+        server.open();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&dispatch));
+        for of in 0..2 {
+            for (what, times) in [("reserve", 0), ("get", 0), ("finish", 1), ("kept", 1)] {
+                assert_eq!(server.arrived(&format!("{what}-{of}")), times, "how often {what}-{of} was sent");
+            }
+        }
+    });
+}
+
+/// A completion that its caller drives is done even if the caller goes away at any of its polls.
+#[test]
+fn what_ends_an_attempt_is_done_although_its_caller_goes() {
+    explore(|| {
+        let (dispatch, server) = open();
+        let leaving: Vec<_> = (0..3)
+            .map(|of| {
+                let dispatch = Arc::clone(&dispatch);
+                thread::spawn(move || {
+                    block_on(async {
+                        let key = format!("finish-{of}");
+                        let mut finish = pin!(dispatch.finish(&finishing(&key)));
+                        for _ in 0..of {
+                            if poll_once(finish.as_mut()).await {
+                                return;
+                            }
+                            yield_now().await;
+                        }
+                        poll_once(finish.as_mut()).await;
+                    });
+                })
+            })
+            .collect();
+        server.open();
+        for thread in leaving {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&dispatch));
+        for of in 0..3 {
+            assert!(server.arrived(&format!("finish-{of}")) > 0, "finish-{of} was never sent");
+        }
+    });
+}
+
+/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
+#[test]
+fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
+    explore(|| {
+        let (dispatch, server) = open();
+        server.open();
+        let threads: Vec<_> = (0..4)
+            .map(|of| {
+                let dispatch = Arc::clone(&dispatch);
+                thread::spawn(move || {
+                    let key = format!("key-{of}");
+                    let answer = block_on(dispatch.reserve(&reserving(&key)));
+                    match answer {
+                        Ok(Value::BulkString(met)) => assert_eq!(met, key.as_bytes()),
+                        Err(Failure::NotSent(_) | Failure::Lost) => {}
+                        other => panic!("unexpected: {other:?}"),
+                    }
+                })
+            })
+            .collect();
+        dispatch.0.runtime.0.end();
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        block_on(all_is_over(&dispatch));
+    });
+}

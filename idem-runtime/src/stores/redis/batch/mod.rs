@@ -1,0 +1,1255 @@
+//! Sends the operations of many tasks over one connection.
+//!
+//! - A lone command never waits: while nothing is in flight, it goes straight to the connection, driven by its caller.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one pipeline:
+//!   one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
+//! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server knows that option and the caller
+//!   knows the bytes. If they differ (somebody waits for the record, or it is another attempt's), a script decides.
+//! - Gathered completions for scripts become one call for up to [`FINISHED_AT_ONCE`] keys.
+//! - Gathered reservations are first looked up with one `MGET` while most turn out to be replays: a tenth of the work for
+//!   the server. Absent keys are then reserved; an existing value is what `SET … NX GET` would have answered.
+//! - A batch is bounded by the size of its requests, and by the size of its answers as estimated from the latest ones.
+//! - A batch belongs to its lane. If a caller goes away before its operation is sent, the operation is dropped, unless it
+//!   ends an attempt: then it was handed over.
+//! - If replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use redis::{Cmd, Pipeline, RedisWrite, ServerError, Value};
+
+use super::connection::Connection;
+use super::failure::{Failure, Refusal};
+use super::limits::SURE;
+use super::scripts::{Script, Scripts, TOUCH};
+use crate::clock::{Clock, Instant};
+use crate::kit::replays::Replays;
+use crate::record::Record;
+use crate::record::format::{self, millis};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Handle, Mutex, MutexGuard, lock};
+
+#[cfg(all(test, shuttle))]
+mod interleavings;
+
+/// Batches in flight at a time. First runs keep the server busy with scripts, so one batch should always be ready for it;
+/// replays keep the client busy, and more batches would only be smaller.
+const LANES: usize = 3;
+const LANES_FOR_REPLAYS: usize = 2;
+/// The most operations in one batch.
+const BATCH: usize = 256;
+/// A batch with this many bytes of keys and values takes no more operations.
+const BATCH_BYTES: usize = 256 * 1024;
+/// Bytes of records that one exchange may bring, if each is as large as the latest ones.
+const ANSWER_BYTES: usize = 1024 * 1024;
+/// The assumed size of a record before any has arrived.
+const FIRST_RECORD: usize = 64 * 1024;
+/// Keys in one script call: it bounds how long the server does nothing else.
+const FINISHED_AT_ONCE: usize = 64;
+/// A batch of this many reservations looks its keys up before it reserves, if it expects replays.
+const LOOK_FIRST: usize = 8;
+/// Why an operation was not sent.
+const STALLED: &str = "the server did not answer what was sent before";
+
+pub(super) type Answer = Result<Value, Failure>;
+
+/// `Ok` if enough replicas have what was answered; otherwise the server's reason, if it gave one.
+type Replicated = Result<(), Option<Arc<str>>>;
+
+/// Turns one reply of the server into the answer of its operation.
+fn answer(value: Value, replicated: &Replicated) -> Answer {
+    match (value, replicated) {
+        (Value::ServerError(error), _) => Err(Failure::from(&error)),
+        (value, Ok(())) => Ok(value),
+        (value, Err(why)) => Err(Failure::Unreplicated(Box::new(value), why.clone())),
+    }
+}
+
+/// How many replicas must have what an answer says, and how long the server waits for them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Replicas {
+    pub(super) count: usize,
+    pub(super) within: Duration,
+}
+
+impl Replicas {
+    /// The time limit of an exchange that ends in `WAIT`, including one queued before it.
+    pub(super) fn exchange(self, timeout: Duration) -> Duration {
+        timeout.saturating_add(self.within.saturating_mul(2))
+    }
+}
+
+/// What all connections of a store share.
+#[derive(Clone)]
+pub(super) struct Terms {
+    pub(super) clock: Arc<dyn Clock>,
+    /// The time limit of one exchange.
+    pub(super) timeout: Duration,
+    /// The channel on which ends of attempts are published.
+    pub(super) channel: Arc<str>,
+    pub(super) scripts: Arc<Scripts>,
+    /// Whether a command may name only one key, as in a cluster.
+    pub(super) one_key: bool,
+    /// Whether the server that was asked first replaces a value only if it equals another one (`SET … IFEQ`).
+    pub(super) compares: bool,
+}
+
+/// A command, and how to treat it.
+#[derive(Clone)]
+pub(super) struct Ask {
+    command: Cmd,
+    /// The source of the script that it calls, for a server that has forgotten it.
+    script: Option<&'static str>,
+    /// Whether the answer may be a record.
+    brings_record: bool,
+    /// Whether it is sent even if its caller is gone.
+    is_kept: bool,
+}
+
+impl Ask {
+    /// A command that calls no script.
+    pub(super) fn plain(command: Cmd) -> Self {
+        Self { command, script: None, brings_record: false, is_kept: false }
+    }
+
+    /// Calls `script` with these keys and arguments.
+    pub(super) fn script<'n>(
+        script: &Script,
+        keys: impl ExactSizeIterator<Item = Name<'n>>,
+        args: impl FnOnce(&mut Cmd),
+    ) -> Self {
+        let mut command = Cmd::with_capacity(3 + 3 * keys.len(), 64 + 128 * keys.len());
+        command.arg("EVALSHA").arg(&script.sha).arg(keys.len());
+        keys.for_each(|key| command.write_arg_fmt(key));
+        args(&mut command);
+        Self { command, script: Some(script.source), brings_record: false, is_kept: false }
+    }
+
+    /// Says that the answer may be a record.
+    pub(super) fn that_brings_a_record(self) -> Self {
+        Self { brings_record: true, ..self }
+    }
+
+    /// Says that it is sent even if its caller is gone.
+    pub(super) fn that_is_kept(self) -> Self {
+        Self { is_kept: true, ..self }
+    }
+}
+
+/// The same call with the source of its script, which loads it.
+fn with_source(call: &Cmd, source: &str) -> Cmd {
+    let mut command = Cmd::new();
+    command.arg("EVAL").arg(source);
+    for argument in call.args_iter().skip(2) {
+        if let redis::Arg::Simple(argument) = argument {
+            command.arg(argument);
+        }
+    }
+    command
+}
+
+/// The name of a key at the server, in two parts that are not put together before it is sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Name<'a> {
+    pub(super) prefix: &'a str,
+    pub(super) key: &'a str,
+}
+
+impl Name<'_> {
+    fn len(&self) -> usize {
+        self.prefix.len() + self.key.len()
+    }
+
+    pub(super) fn write(&self, bytes: &mut Vec<u8>) {
+        bytes.extend_from_slice(self.prefix.as_bytes());
+        bytes.extend_from_slice(self.key.as_bytes());
+    }
+}
+
+impl fmt::Display for Name<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.prefix)?;
+        f.write_str(self.key)
+    }
+}
+
+/// A reservation that is yet to be written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reserving<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) record: &'a Record,
+    pub(super) ttl_ms: u64,
+}
+
+impl Reserving<'_> {
+    fn write(&self, bytes: &mut Vec<u8>) -> Lengths {
+        bytes.reserve(self.name.len() + format::len(self.record));
+        self.name.write(bytes);
+        let value_at = bytes.len();
+        format::write(self.record, bytes);
+        Lengths { key: self.name.len(), value: bytes.len() - value_at, pending: 0 }
+    }
+}
+
+/// A completion that is yet to be written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Finishing<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) record: &'a Record,
+    /// The record as the reservation wrote it, and when, in milliseconds since 1970; `None` if it must have changed.
+    pub(super) reserved: Option<(&'a Record, u64)>,
+    pub(super) ttl_ms: u64,
+}
+
+impl Finishing<'_> {
+    /// How many bytes its record has.
+    pub(super) fn value_len(&self) -> usize {
+        format::len(self.record)
+    }
+
+    fn write(&self, bytes: &mut Vec<u8>) -> Lengths {
+        let pending = self.reserved.map_or(0, |(reserved, _)| format::len(reserved));
+        bytes.reserve(self.name.len() + self.value_len() + pending);
+        self.name.write(bytes);
+        let value_at = bytes.len();
+        format::write(self.record, bytes);
+        let pending_at = bytes.len();
+        if let Some((reserved, at)) = self.reserved {
+            // A script finds the times by itself.
+            format::set_times(&mut bytes[value_at..], at);
+            format::write(reserved, bytes);
+        }
+        Lengths { key: self.name.len(), value: pending_at - value_at, pending: bytes.len() - pending_at }
+    }
+}
+
+/// The lengths of what was written end to end: key, value and the record to compare with.
+#[derive(Clone, Copy)]
+struct Lengths {
+    key: usize,
+    value: usize,
+    pending: usize,
+}
+
+/// A completion as it is sent; its value names the attempt.
+#[derive(Clone, Copy, Debug)]
+struct Completion<'a> {
+    key: &'a [u8],
+    value: &'a [u8],
+    /// The record as the reservation wrote it, which names the attempt, too; empty if it must have changed.
+    pending: &'a [u8],
+    ttl_ms: u64,
+}
+
+impl<'a> Completion<'a> {
+    /// What was written at the start of `bytes`.
+    fn of(bytes: &'a [u8], Lengths { key, value, pending }: Lengths, ttl_ms: u64) -> Self {
+        let (key, rest) = bytes.split_at(key);
+        let (value, rest) = rest.split_at(value);
+        Self { key, value, pending: &rest[..pending], ttl_ms }
+    }
+}
+
+/// A reservation or completion in [`Gather::bytes`]: key, value and the record to compare with, end to end.
+struct Entry {
+    slot: usize,
+    at: usize,
+    lengths: Lengths,
+    ttl_ms: u64,
+}
+
+/// The operations that gather for one batch. Their bytes share one buffer, so that an operation allocates nothing before
+/// its batch is sent.
+struct Gather {
+    bytes: Vec<u8>,
+    reserves: Vec<Entry>,
+    completions: Vec<Entry>,
+    commands: Vec<(usize, Ask)>,
+    /// When the first operation joined.
+    opened: Instant,
+    replies: Arc<Replies>,
+}
+
+impl Gather {
+    fn new(opened: Instant) -> Self {
+        let (bytes, replies) = (Vec::new(), Arc::default());
+        let (reserves, completions, commands) = (Vec::new(), Vec::new(), Vec::new());
+        Self { bytes, reserves, completions, commands, opened, replies }
+    }
+
+    fn len(&self) -> usize {
+        self.reserves.len() + self.completions.len() + self.commands.len()
+    }
+
+    fn is_full(&self) -> bool {
+        self.len() >= BATCH || self.bytes.len() >= BATCH_BYTES
+    }
+
+    /// Encodes an operation straight into the batch.
+    fn entry(&mut self, ttl_ms: u64, write: impl FnOnce(&mut Vec<u8>) -> Lengths) -> Entry {
+        let at = self.bytes.len();
+        Entry { slot: self.replies.open(), at, lengths: write(&mut self.bytes), ttl_ms }
+    }
+
+    /// Adds a reservation; returns the slot of its answer.
+    fn add_reserve(&mut self, reserving: &Reserving<'_>) -> usize {
+        let entry = self.entry(reserving.ttl_ms, |bytes| reserving.write(bytes));
+        let slot = entry.slot;
+        self.reserves.push(entry);
+        slot
+    }
+
+    fn add_completion(&mut self, finishing: &Finishing<'_>) -> usize {
+        let entry = self.entry(finishing.ttl_ms, |bytes| finishing.write(bytes));
+        let slot = entry.slot;
+        self.completions.push(entry);
+        slot
+    }
+
+    fn add_command(&mut self, ask: Ask) -> usize {
+        let slot = self.replies.open();
+        self.commands.push((slot, ask));
+        slot
+    }
+
+    /// Removes the operations that might bring more than `records` records.
+    fn beyond(&mut self, mut records: usize) -> Later {
+        let reserves = self.reserves.split_off(records.min(self.reserves.len()));
+        records -= self.reserves.len();
+        let is_beyond = |(_, ask): &mut (usize, Ask)| {
+            let beyond = ask.brings_record && records == 0;
+            records -= usize::from(ask.brings_record && !beyond);
+            beyond
+        };
+        Later { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
+    }
+
+    /// Replaces its operations by the next of `later`, which bring up to `records` records.
+    fn next(&mut self, later: &mut Later, records: usize) {
+        let now = records.min(later.reserves.len());
+        let commands = (records - now).min(later.commands.len());
+        self.completions.clear();
+        self.reserves.clear();
+        self.reserves.extend(later.reserves.drain(..now));
+        self.commands.clear();
+        self.commands.extend(later.commands.drain(..commands));
+        self.forget_gone();
+    }
+
+    /// Forgets the operations whose callers are gone, unless they are kept.
+    fn forget_gone(&mut self) {
+        let slots = lock(&self.replies.0);
+        let is_gone = |slot: usize| matches!(slots[slot], Slot::Gone);
+        self.reserves.retain(|entry| !is_gone(entry.slot));
+        self.commands.retain(|(slot, ask)| ask.is_kept || !is_gone(*slot));
+    }
+
+    fn key(&self, entry: &Entry) -> &[u8] {
+        &self.bytes[entry.at..entry.at + entry.lengths.key]
+    }
+
+    fn reserve(&self, entry: &Entry) -> Cmd {
+        let Completion { key, value, ttl_ms, .. } = self.completion(entry);
+        reserve(key, value, ttl_ms)
+    }
+
+    fn completion(&self, entry: &Entry) -> Completion<'_> {
+        Completion::of(&self.bytes[entry.at..], entry.lengths, entry.ttl_ms)
+    }
+
+    /// Empties it for other operations, and keeps its capacity.
+    fn clear(&mut self) {
+        self.bytes.clear();
+        self.reserves.clear();
+        self.completions.clear();
+        self.commands.clear();
+        self.replies = Arc::default();
+    }
+}
+
+/// The operations of a batch that bring records and are left for further exchanges.
+struct Later {
+    reserves: Vec<Entry>,
+    commands: Vec<(usize, Ask)>,
+}
+
+impl Later {
+    fn is_empty(&self) -> bool {
+        self.reserves.is_empty() && self.commands.is_empty()
+    }
+
+    fn slots(&self) -> impl Iterator<Item = usize> {
+        self.reserves.iter().map(|entry| entry.slot).chain(self.commands.iter().map(|(slot, _)| *slot))
+    }
+}
+
+/// The answers of one batch, shared by its lane and its callers.
+#[derive(Default)]
+struct Replies(Mutex<Vec<Slot>>);
+
+#[derive(Default)]
+enum Slot {
+    #[default]
+    Empty,
+    Waiting(Waker),
+    Done(Answer),
+    /// Its caller is gone.
+    Gone,
+}
+
+impl Replies {
+    fn open(&self) -> usize {
+        let mut slots = lock(&self.0);
+        slots.push(Slot::Empty);
+        slots.len() - 1
+    }
+
+    /// Sets answers and wakes their callers, after the lock is released.
+    fn deliver(&self, answers: impl Iterator<Item = (usize, Answer)>) {
+        let mut wakers = Vec::with_capacity(answers.size_hint().0);
+        let mut slots = lock(&self.0);
+        for (slot, answer) in answers {
+            let slot = &mut slots[slot];
+            if matches!(slot, Slot::Gone) {
+                continue;
+            }
+            if let Slot::Waiting(waker) = std::mem::replace(slot, Slot::Done(answer)) {
+                wakers.push(waker);
+            }
+        }
+        drop(slots);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Removes the entries whose callers are gone.
+    fn retain_waiting(&self, entries: &mut Vec<&Entry>) {
+        let slots = lock(&self.0);
+        entries.retain(|entry| !matches!(slots[entry.slot], Slot::Gone));
+    }
+
+    /// Answers everything that isn't answered yet.
+    fn fail(&self, failure: &Failure) {
+        let open: Vec<usize> = {
+            let slots = lock(&self.0);
+            (0..slots.len()).filter(|&i| !matches!(slots[i], Slot::Done(_) | Slot::Gone)).collect()
+        };
+        self.deliver(open.into_iter().map(|slot| (slot, Err(failure.clone()))));
+    }
+}
+
+/// Waits for one answer of a batch.
+pub(super) struct Reply {
+    replies: Arc<Replies>,
+    slot: usize,
+    /// Whether the answer was taken.
+    taken: bool,
+}
+
+impl Future for Reply {
+    type Output = Answer;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+        let this = &mut *self;
+        let slot = &mut lock(&this.replies.0)[this.slot];
+        match std::mem::replace(slot, Slot::Gone) {
+            Slot::Done(answer) => {
+                this.taken = true;
+                Poll::Ready(answer)
+            }
+            Slot::Waiting(waker) if waker.will_wake(cx.waker()) => {
+                *slot = Slot::Waiting(waker);
+                Poll::Pending
+            }
+            _ => {
+                *slot = Slot::Waiting(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        if self.taken {
+            return;
+        }
+        // Drops the answer, which may be large, outside of the lock.
+        let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], Slot::Gone);
+        drop(before);
+    }
+}
+
+/// One connection and everything in flight on it.
+pub(super) struct Dispatch(Arc<Shared>);
+
+struct Shared {
+    connection: Connection,
+    terms: Terms,
+    replicas: Option<Replicas>,
+    runtime: Handle,
+    /// Whether a lone command is in flight, driven by its caller.
+    lone: AtomicBool,
+    /// The running lanes; written under `queue`, read without it as a hint.
+    lanes: AtomicUsize,
+    replays: Replays,
+    /// The number of the connection whose server does not know `SET … IFEQ`; 0 if there is none.
+    plain_sets: AtomicU64,
+    /// The size of the largest recent record, in bytes.
+    record: AtomicUsize,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+struct Queue {
+    gathers: VecDeque<Gather>,
+    spare: Vec<Gather>,
+}
+
+struct Lone<'a>(&'a AtomicBool);
+
+impl Drop for Lone<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Dispatch {
+    /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an exchange
+    /// may take. With `replicas`, an answer counts once they have what it says.
+    pub(super) fn new(connection: Connection, terms: Terms, replicas: Option<Replicas>) -> Self {
+        Self(Arc::new(Shared {
+            connection,
+            plain_sets: AtomicU64::new(u64::from(!terms.compares)),
+            terms,
+            replicas,
+            runtime: Handle::current(),
+            lone: AtomicBool::new(false),
+            lanes: AtomicUsize::new(0),
+            replays: Replays::new(),
+            record: AtomicUsize::new(FIRST_RECORD),
+            queue: Mutex::default(),
+        }))
+    }
+
+    /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the existing value.
+    pub(super) fn reserve<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
+        let Some(lone) = self.0.enter() else {
+            return Running::Gathered(self.0.gather(|gather| gather.add_reserve(reserving)));
+        };
+        let command = written(reserving);
+        Running::alone(async move {
+            let _lone = lone;
+            let answer = self.0.one(&command).await;
+            self.0.expect_records(record_bytes(&answer));
+            answer
+        })
+    }
+
+    /// Answers whether the record is this attempt's and now finished.
+    pub(super) fn finish<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
+        let Some(lone) = self.0.enter() else {
+            return Running::Gathered(self.0.gather(|gather| gather.add_completion(finishing)));
+        };
+        let finishing = *finishing;
+        Running::alone(async move {
+            let _lone = lone;
+            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(&finishing)))));
+            let mut bytes = Vec::new();
+            let lengths = finishing.write(&mut bytes);
+            let answer = self.0.finish_alone(Completion::of(&bytes, lengths, finishing.ttl_ms)).await;
+            unanswered.done();
+            answer
+        })
+    }
+
+    /// Any other command.
+    pub(super) fn command(&self, ask: Ask) -> Running<'_> {
+        let Some(lone) = self.0.enter() else {
+            return Running::Gathered(self.0.gather(|gather| gather.add_command(ask)));
+        };
+        if !ask.is_kept {
+            return Running::alone(async move {
+                let _lone = lone;
+                let answer = self.0.ask(&ask).await;
+                if ask.brings_record {
+                    self.0.expect_records(record_bytes(&answer));
+                }
+                answer
+            });
+        }
+        Running::alone(async move {
+            let _lone = lone;
+            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_command(ask.clone())))));
+            let answer = self.0.ask(&ask).await;
+            unanswered.done();
+            answer
+        })
+    }
+}
+
+/// An operation that is under way: one future for all ways it may take.
+pub(super) enum Running<'a> {
+    /// In a batch.
+    Gathered(Reply),
+    /// Driven by its caller. Boxed: under load most operations gather, and would carry the size of this future.
+    Alone(Pin<Box<dyn Future<Output = Answer> + Send + 'a>>),
+}
+
+impl<'a> Running<'a> {
+    pub(super) fn alone(driven: impl Future<Output = Answer> + Send + 'a) -> Self {
+        Self::Alone(Box::pin(driven))
+    }
+}
+
+impl Future for Running<'_> {
+    type Output = Answer;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+        match &mut *self {
+            Self::Gathered(reply) => Pin::new(reply).poll(cx),
+            Self::Alone(driven) => driven.as_mut().poll(cx),
+        }
+    }
+}
+
+/// An operation that was handed over and is driven by its caller. If the caller goes away before the answer, a lane takes
+/// it: it may not have been sent yet, and sending it twice does no harm.
+struct HandedOver<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> HandedOver<F> {
+    /// The answer has arrived.
+    fn done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<F: FnOnce()> Drop for HandedOver<F> {
+    fn drop(&mut self) {
+        if let Some(hand_over) = self.0.take() {
+            hand_over();
+        }
+    }
+}
+
+impl Dispatch {
+    /// The connection, for questions that are not operations.
+    pub(super) fn connection(&self) -> &Connection {
+        &self.0.connection
+    }
+
+    /// [`reserve`](Self::reserve) for a key whose slot is migrating to this node.
+    pub(super) fn reserve_asking<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
+        Running::alone(self.asking(written(reserving)))
+    }
+
+    /// [`finish`](Self::finish) for a key whose slot is migrating to this node.
+    pub(super) fn finish_asking<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
+        let mut bytes = Vec::new();
+        let lengths = finishing.write(&mut bytes);
+        let completion = Completion::of(&bytes, lengths, finishing.ttl_ms);
+        Running::alone(self.asking(self.0.finish_one(completion, true)))
+    }
+
+    /// [`command`](Self::command) for a key whose slot is migrating to this node.
+    pub(super) fn command_asking(&self, ask: Ask) -> Running<'_> {
+        let command = match ask.script {
+            Some(source) => with_source(&ask.command, source),
+            None => ask.command,
+        };
+        Running::alone(self.asking(command))
+    }
+
+    /// Sent by itself: `ASKING` permits one command.
+    async fn asking(&self, command: Cmd) -> Answer {
+        let mut pipeline = Pipeline::with_capacity(5);
+        pipeline.cmd("ASKING").add_command(command);
+        self.0.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+    }
+}
+
+impl Shared {
+    /// One command.
+    async fn one(&self, command: &Cmd) -> Answer {
+        if self.replicas.is_none() {
+            return self.connection.one(command).await;
+        }
+        let mut pipeline = Pipeline::with_capacity(3);
+        pipeline.add_command(command.clone());
+        self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+    }
+
+    /// One command; with the source of its script if the server has forgotten it.
+    async fn ask(&self, ask: &Ask) -> Answer {
+        match (self.one(&ask.command).await, ask.script) {
+            // The server restarted, failed over or flushed its scripts: nothing was written.
+            (Err(failure), Some(source)) if failure.is_unknown_script() => {
+                self.one(&with_source(&ask.command, source)).await
+            }
+            (answer, _) => answer,
+        }
+    }
+
+    /// Whether the server is taken to know `SET … IFEQ`: as it was told when the store was opened, until an answer shows
+    /// otherwise. A new connection may lead to another server, so it is tried again.
+    fn compares(&self) -> bool {
+        self.connection.generation() != self.plain_sets.load(Ordering::Relaxed)
+    }
+
+    /// The answer to a completion by `SET … IFEQ`; `None` if a script has to decide, as nothing was written.
+    fn compared(&self, answer: Answer) -> Option<Answer> {
+        match answer {
+            Ok(Value::Okay) => Some(Ok(Value::Int(1))),
+            // Another attempt's, gone, finished already, or somebody waits for it.
+            Ok(Value::Nil) => None,
+            Err(Failure::Unreplicated(set, why)) => match *set {
+                Value::Okay => Some(Err(Failure::Unreplicated(Box::new(Value::Int(1)), why))),
+                Value::Nil => None,
+                other => Some(Err(Failure::Unreplicated(Box::new(other), why))),
+            },
+            Err(failure) if failure.is_unknown_option() => {
+                self.plain_sets.store(self.connection.generation(), Ordering::Relaxed);
+                None
+            }
+            other => Some(other),
+        }
+    }
+
+    async fn finish_alone(&self, completion: Completion<'_>) -> Answer {
+        if !completion.pending.is_empty() && self.compares() {
+            let answer = self.one(&compare(completion)).await;
+            if let Some(answer) = self.compared(answer) {
+                return answer;
+            }
+        }
+        match self.one(&self.finish_one(completion, false)).await {
+            Err(failure) if failure.is_unknown_script() => self.one(&self.finish_one(completion, true)).await,
+            answer => answer,
+        }
+    }
+
+    /// Many commands, as many answers.
+    async fn exchange(&self, pipeline: &mut Pipeline) -> Result<Vec<Answer>, Failure> {
+        let Some(Replicas { count, within }) = self.replicas else {
+            let values = self.connection.many(pipeline).await?;
+            return Ok(values.into_iter().map(|value| answer(value, &Ok(()))).collect());
+        };
+        // `WAIT` covers the writes of its own connection. A replay, or an operation that finds itself done, writes nothing:
+        // its answer would count as confirmed although no replica may have it. Replicas follow one stream, so one write
+        // behind all answers covers them all.
+        let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
+            [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
+            [first, ..] => (false, key_of(first).to_vec()),
+            [] => return Ok(Vec::new()),
+        };
+        if asking {
+            pipeline.cmd("ASKING");
+        }
+        let confirm = |pipeline: &mut Pipeline, key: &[u8]| {
+            pipeline.cmd("EVAL").arg(TOUCH).arg(1).arg(key);
+            pipeline.cmd("WAIT").arg(count).arg(millis(within).max(1));
+        };
+        confirm(pipeline, &key);
+        let generation = self.connection.generation();
+        let mut values = self.connection.many(pipeline).await?;
+        let (mut confirmed, mut touched) = (values.pop(), values.pop());
+        if asking {
+            values.pop();
+        } else if matches!(&touched, Some(Value::ServerError(error)) if is_redirect(error)) {
+            // The slot of the first key is being moved. A key that was served will do, on the same connection: another one may
+            // lead to a server that knows nothing of these writes.
+            let mut served = pipeline.cmd_iter().zip(&values).filter(|(_, it)| !matches!(it, Value::ServerError(_)));
+            if let Some((command, _)) = served.next() {
+                let mut again = Pipeline::with_capacity(2);
+                confirm(&mut again, key_of(command));
+                let mut answers = self.connection.many(&again).await?;
+                if self.connection.generation() == generation {
+                    (confirmed, touched) = (answers.pop(), answers.pop());
+                }
+            }
+        }
+        let replicated = match (confirmed, touched) {
+            (Some(Value::Int(have)), Some(Value::Int(1))) if usize::try_from(have).is_ok_and(|have| have >= count) => {
+                Ok(())
+            }
+            (Some(Value::ServerError(error)), _) | (_, Some(Value::ServerError(error))) => Err(Some(said(&error))),
+            _ => Err(None),
+        };
+        Ok(values.into_iter().map(|value| answer(value, &replicated)).collect())
+    }
+
+    /// The right to send a command by itself, if nothing else is in flight.
+    fn enter(&self) -> Option<Lone<'_>> {
+        let alone = self.lanes.load(Ordering::Relaxed) == 0 && !self.lone.swap(true, Ordering::Relaxed);
+        alone.then(|| Lone(&self.lone))
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        lock(&self.queue)
+    }
+
+    /// The batch a lane sends next; `None` gives the lane's place back. Both under one lock, or an operation that gathers
+    /// in between would be stranded.
+    fn next(&self) -> Option<Gather> {
+        let mut queue = self.queue();
+        let next = queue.gathers.pop_front();
+        if next.is_none() {
+            self.lanes.fetch_sub(1, Ordering::Relaxed);
+        }
+        next
+    }
+
+    /// Keeps the buffers of a sent batch for another, unless they grew unusually large.
+    fn keep(&self, mut gather: Gather) {
+        gather.clear();
+        let mut queue = self.queue();
+        if queue.spare.len() < LANES && gather.bytes.capacity() <= 2 * BATCH_BYTES {
+            queue.spare.push(gather);
+        }
+    }
+
+    /// Adds an operation to the gathering batch, and makes sure that a lane will take it.
+    fn gather(self: &Arc<Self>, add: impl FnOnce(&mut Gather) -> usize) -> Reply {
+        let mut queue = self.queue();
+        if queue.gathers.back().is_none_or(Gather::is_full) {
+            let opened = self.terms.clock.now();
+            let gather = queue.spare.pop().map(|spare| Gather { opened, ..spare });
+            queue.gathers.push_back(gather.unwrap_or_else(|| Gather::new(opened)));
+        }
+        let gather = queue.gathers.back_mut().expect("just pushed");
+        let slot = add(gather);
+        let reply = Reply { replies: Arc::clone(&gather.replies), slot, taken: false };
+        let lanes = self.lanes.load(Ordering::Relaxed);
+        let limit = match self.replicas {
+            // `WAIT` blocks whatever comes after it on its connection.
+            Some(_) => 1,
+            None if self.replays.are_expected() => LANES_FOR_REPLAYS,
+            None => LANES,
+        };
+        if lanes < limit {
+            self.lanes.store(lanes + 1, Ordering::Relaxed);
+            drop(queue);
+            self.runtime.spawn(Lane { shared: Arc::clone(self), running: true }.run());
+        }
+        reply
+    }
+
+    /// Notes the largest record among some answers, in bytes. The expected size falls by half at most, so it takes a while
+    /// until small records are expected again.
+    fn expect_records(&self, largest: usize) {
+        let before = self.record.load(Ordering::Relaxed);
+        let now = largest.max(before / 2);
+        if now != before {
+            self.record.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// How many records one exchange may bring.
+    fn records_at_once(&self) -> usize {
+        (ANSWER_BYTES / self.record.load(Ordering::Relaxed).max(1)).max(1)
+    }
+
+    async fn send(&self, gather: &mut Gather) {
+        let replies = Arc::clone(&gather.replies);
+        gather.forget_gone();
+        // Each by itself, after the others: a server that refuses its size closes the connection, and a batch would lose
+        // the answer.
+        let large: Vec<Entry> = gather.completions.extract_if(.., |entry| entry.lengths.value >= SURE).collect();
+        let mut later = gather.beyond(self.records_at_once());
+        loop {
+            if let Err(failure) = self.send_small(gather, &replies).await {
+                let unsent = later.slots().chain(large.iter().map(|entry| entry.slot));
+                replies.deliver(unsent.map(|slot| (slot, Err(Failure::NotSent(STALLED.into())))));
+                return replies.fail(&failure);
+            }
+            if later.is_empty() {
+                break;
+            }
+            gather.next(&mut later, self.records_at_once());
+        }
+        for entry in large {
+            let answer = self.finish_alone(gather.completion(&entry)).await;
+            replies.deliver(std::iter::once((entry.slot, answer)));
+        }
+    }
+
+    /// Sends the operations in `gather` and answers them. After an error the rest is still unanswered.
+    async fn send_small(&self, gather: &mut Gather, replies: &Replies) -> Result<(), Failure> {
+        let by_comparing = |entry: &mut Entry| entry.lengths.pending > 0;
+        let compared: Vec<Entry> = match self.compares() {
+            true => gather.completions.extract_if(.., by_comparing).collect(),
+            false => Vec::new(),
+        };
+        let calls: Vec<Range<usize>> = chunks(gather.completions.len(), self.finished_at_once()).collect();
+        let look_first = gather.reserves.len() >= LOOK_FIRST && self.replays.are_expected() && !self.terms.one_key;
+
+        let others = gather.commands.len() + calls.len() + compared.len();
+        let mut pipeline = Pipeline::with_capacity(gather.reserves.len() + others);
+        if look_first {
+            let mut look = Cmd::with_capacity(gather.reserves.len() + 1, gather.bytes.len());
+            look.arg("MGET");
+            gather.reserves.iter().for_each(|entry| {
+                look.arg(gather.key(entry));
+            });
+            pipeline.add_command(look);
+        } else {
+            for entry in &gather.reserves {
+                pipeline.add_command(gather.reserve(entry));
+            }
+        }
+        let mut asked = Vec::with_capacity(gather.commands.len());
+        for (slot, Ask { command, script, brings_record, .. }) in gather.commands.drain(..) {
+            asked.push((slot, pipeline.len(), script, brings_record));
+            pipeline.add_command(command);
+        }
+        for call in &calls {
+            pipeline.add_command(self.finish(gather, &gather.completions[call.clone()], false));
+        }
+        for entry in &compared {
+            pipeline.add_command(compare(gather.completion(entry)));
+        }
+        if pipeline.is_empty() {
+            return Ok(());
+        }
+        let mut answers = self.exchange(&mut pipeline).await?.into_iter();
+        // A missing answer must not become nil: nil means "reserved".
+        let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
+
+        let (mut absent, mut again) = (Vec::new(), Pipeline::new());
+        let mut largest = None;
+        if look_first {
+            absent = self.found(gather, next(), &mut largest);
+            for entry in &absent {
+                again.add_command(gather.reserve(entry));
+            }
+        } else if !gather.reserves.is_empty() {
+            let mut met = 0;
+            replies.deliver(gather.reserves.iter().map(|entry| {
+                let answer = next();
+                met += usize::from(matches!(answer, Ok(Value::BulkString(_))));
+                largest = largest.max(Some(record_bytes(&answer)));
+                (entry.slot, answer)
+            }));
+            self.replays.note(met, gather.reserves.len());
+        }
+        // The server lost its scripts (restart, failover, SCRIPT FLUSH): these calls wrote nothing.
+        let (mut unknown, mut unfinished) = (Vec::new(), Vec::new());
+        replies.deliver(asked.into_iter().filter_map(|(slot, at, script, brings_record)| {
+            let answer = next();
+            match (&answer, script) {
+                (Err(failure), Some(source)) if failure.is_unknown_script() => {
+                    again.add_command(with_source(pipeline.cmd_iter().nth(at)?, source));
+                    unknown.push(slot);
+                    return None;
+                }
+                _ if brings_record => largest = largest.max(Some(record_bytes(&answer))),
+                _ => {}
+            }
+            Some((slot, answer))
+        }));
+        for call in calls {
+            match next() {
+                Err(failure) if failure.is_unknown_script() => unfinished.push(call),
+                answer => settle(replies, &gather.completions[call], answer),
+            }
+        }
+        for call in &unfinished {
+            again.add_command(self.finish(gather, &gather.completions[call.clone()], true));
+        }
+        let differing = self.settle_compared(replies, compared, next);
+        if let Some(largest) = largest {
+            self.expect_records(largest);
+        }
+
+        if !again.is_empty() {
+            let mut answers = self.exchange(&mut again).await?.into_iter();
+            let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
+            replies.deliver(absent.into_iter().map(|entry| (entry.slot, next())));
+            replies.deliver(unknown.into_iter().map(|slot| (slot, next())));
+            for call in unfinished {
+                settle(replies, &gather.completions[call], next());
+            }
+        }
+        self.finish_by_scripts(gather, &differing, replies).await
+    }
+
+    /// Answers the completions that the server has compared. Returns those that a script has to decide.
+    fn settle_compared(&self, replies: &Replies, compared: Vec<Entry>, mut next: impl FnMut() -> Answer) -> Vec<Entry> {
+        let mut differing = Vec::new();
+        replies.deliver(compared.into_iter().filter_map(|entry| match self.compared(next()) {
+            Some(answer) => Some((entry.slot, answer)),
+            None => {
+                differing.push(entry);
+                None
+            }
+        }));
+        differing
+    }
+
+    /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten them.
+    async fn finish_by_scripts(&self, gather: &Gather, entries: &[Entry], replies: &Replies) -> Result<(), Failure> {
+        let mut calls: Vec<Range<usize>> = chunks(entries.len(), self.finished_at_once()).collect();
+        for with_source in [false, true] {
+            if calls.is_empty() {
+                break;
+            }
+            let mut pipeline = Pipeline::with_capacity(calls.len());
+            for call in &calls {
+                pipeline.add_command(self.finish(gather, &entries[call.clone()], with_source));
+            }
+            let mut answers = self.exchange(&mut pipeline).await?.into_iter();
+            calls.retain(|call| match answers.next().unwrap_or(Err(Failure::Lost)) {
+                Err(failure) if failure.is_unknown_script() && !with_source => true,
+                answer => {
+                    settle(replies, &entries[call.clone()], answer);
+                    false
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// How many keys a script call finishes.
+    fn finished_at_once(&self) -> usize {
+        if self.terms.one_key { 1 } else { FINISHED_AT_ONCE }
+    }
+
+    /// Delivers the existing values. Returns the reservations that found none and whose callers still wait.
+    fn found<'a>(&self, gather: &'a Gather, found: Answer, largest: &mut Option<usize>) -> Vec<&'a Entry> {
+        let (found, replicated) = match found {
+            Ok(found) => (found, Ok(())),
+            Err(Failure::Unreplicated(found, why)) => (*found, Err(why)),
+            // The look has written nothing, so the callers get its failure.
+            Err(failure) => {
+                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
+                return Vec::new();
+            }
+        };
+        let values = match found {
+            Value::Array(values) if values.len() == gather.reserves.len() => values,
+            _ => {
+                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(Failure::Lost))));
+                return Vec::new();
+            }
+        };
+        let mut absent = Vec::new();
+        gather.replies.deliver(gather.reserves.iter().zip(values).filter_map(|(entry, value)| match value {
+            Value::Nil => {
+                absent.push(entry);
+                None
+            }
+            value => {
+                let answer = answer(value, &replicated);
+                *largest = (*largest).max(Some(record_bytes(&answer)));
+                Some((entry.slot, answer))
+            }
+        }));
+        self.replays.note(gather.reserves.len() - absent.len(), gather.reserves.len());
+        gather.replies.retain_waiting(&mut absent);
+        absent
+    }
+
+    fn finish(&self, gather: &Gather, entries: &[Entry], with_source: bool) -> Cmd {
+        if self.terms.one_key {
+            return self.finish_one(gather.completion(&entries[0]), with_source);
+        }
+        let completions = entries.iter().map(|entry| gather.completion(entry));
+        self.finishing(&self.terms.scripts.finish, with_source, completions)
+    }
+
+    fn finish_one(&self, completion: Completion<'_>, with_source: bool) -> Cmd {
+        self.finishing(&self.terms.scripts.finish_one, with_source, std::iter::once(completion))
+    }
+
+    fn finishing<'a>(
+        &self,
+        Script { source, sha }: &Script,
+        with_source: bool,
+        completions: impl ExactSizeIterator<Item = Completion<'a>> + Clone,
+    ) -> Cmd {
+        let (name, script) = if with_source { ("EVAL", *source) } else { ("EVALSHA", sha.as_str()) };
+        finish(name, script, &self.terms.channel, completions)
+    }
+}
+
+/// A task that sends batches until nothing gathers any more.
+struct Lane {
+    shared: Arc<Shared>,
+    running: bool,
+}
+
+impl Lane {
+    async fn run(mut self) {
+        loop {
+            let shared = &self.shared;
+            let Some(mut gather) = shared.next() else {
+                self.running = false;
+                return;
+            };
+            let operations = gather.len();
+            let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
+            if shared.terms.clock.now().saturating_since(gather.opened) > shared.connection.patience() {
+                // The server stalls. Operations that waited this long are not sent: none takes longer than two time-outs,
+                // unless the server keeps answering others, and its caller knows that nothing was written.
+                gather.replies.fail(&Failure::NotSent(STALLED.into()));
+            } else {
+                shared.send(&mut gather).await;
+            }
+            unanswered.0 = None;
+            shared.keep(gather);
+            // The callers that were just woken run first, so that their next operations join the next batch.
+            if operations > 1 {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+}
+
+impl Drop for Lane {
+    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
+    /// waiting batches, since no other lane may come.
+    fn drop(&mut self) {
+        if self.running {
+            let mut queue = self.shared.queue();
+            self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
+            let waiting = std::mem::take(&mut queue.gathers);
+            drop(queue);
+            for gather in waiting {
+                gather.replies.fail(&Failure::NotSent("the runtime of the connection has shut down".into()));
+            }
+        }
+    }
+}
+
+/// Fails what a lane leaves unanswered if its task is dropped or panics.
+struct Unanswered(Option<Arc<Replies>>);
+
+impl Drop for Unanswered {
+    fn drop(&mut self) {
+        if let Some(replies) = &self.0 {
+            replies.fail(&Failure::Lost);
+        }
+    }
+}
+
+fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(size).map(move |from| from..len.min(from + size))
+}
+
+/// Answers the keys of one script call.
+fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
+    let (value, replicated) = match settled {
+        Ok(value) => (value, Ok(())),
+        Err(Failure::Unreplicated(value, why)) => (*value, Err(why)),
+        Err(failure) => return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone())))),
+    };
+    let (answers, error): (Vec<u8>, Arc<str>) = match value {
+        Value::BulkString(answers) => (answers, "".into()),
+        Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
+            Ok([Value::BulkString(answers), Value::BulkString(error)]) => {
+                (answers, String::from_utf8_lossy(&error).into())
+            }
+            _ => (Vec::new(), "".into()),
+        },
+        // The script for one key answers with a number.
+        Value::Int(done) if entries.len() == 1 => {
+            return replies.deliver(std::iter::once((entries[0].slot, answer(Value::Int(done), &replicated))));
+        }
+        _ => (Vec::new(), "".into()),
+    };
+    replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
+        let answer = match answers.get(i) {
+            Some(b'1') => answer(Value::Int(1), &replicated),
+            Some(b'0') => answer(Value::Int(0), &replicated),
+            Some(b'E') => Err(Failure::Refused(Refusal::read(&error))),
+            _ => Err(Failure::Lost),
+        };
+        (entry.slot, answer)
+    }));
+}
+
+/// Whether a node of a cluster does not serve a key, or not yet.
+fn is_redirect(error: &ServerError) -> bool {
+    matches!(error.code(), "MOVED" | "ASK" | "TRYAGAIN")
+}
+
+/// The text of an error of the server.
+fn said(error: &ServerError) -> Arc<str> {
+    format!("{} {}", error.code(), error.details().unwrap_or_default()).into()
+}
+
+/// The size of the record in an answer, in bytes; 0 if it holds none.
+fn record_bytes(answer: &Answer) -> usize {
+    let value = match answer {
+        Ok(value) => value,
+        Err(Failure::Unreplicated(value, _)) => value,
+        Err(_) => return 0,
+    };
+    match value {
+        Value::BulkString(record) => record.len(),
+        // A record with its retention, or with the rest of its lease.
+        Value::Array(parts) => match parts.first() {
+            Some(Value::BulkString(record)) => record.len(),
+            _ => 0,
+        },
+        _ => 0,
+    }
+}
+
+/// The first key that a command names.
+fn key_of(command: &Cmd) -> &[u8] {
+    match argument(command, 0) {
+        b"EVAL" | b"EVALSHA" => argument(command, 3),
+        _ => argument(command, 1),
+    }
+}
+
+fn argument(command: &Cmd, at: usize) -> &[u8] {
+    match command.args_iter().nth(at) {
+        Some(redis::Arg::Simple(argument)) => argument,
+        _ => b"",
+    }
+}
+
+fn written(reserving: &Reserving<'_>) -> Cmd {
+    let mut bytes = Vec::new();
+    let Lengths { key, .. } = reserving.write(&mut bytes);
+    let (key, value) = bytes.split_at(key);
+    reserve(key, value, reserving.ttl_ms)
+}
+
+fn reserve(key: &[u8], value: &[u8], ttl_ms: u64) -> Cmd {
+    let mut command = Cmd::with_capacity(7, key.len() + value.len() + 32);
+    command.arg("SET").arg(key).arg(value).arg("NX").arg("GET").arg("PX").arg(ttl_ms);
+    command
+}
+
+/// Completes if the record is as the reservation wrote it.
+fn compare(Completion { key, value, pending, ttl_ms }: Completion<'_>) -> Cmd {
+    let mut command = Cmd::with_capacity(7, key.len() + value.len() + pending.len() + 32);
+    command.arg("SET").arg(key).arg(value).arg("IFEQ").arg(pending).arg("PX").arg(ttl_ms);
+    command
+}
+
+fn finish<'a>(
+    name: &str,
+    script: &str,
+    channel: &str,
+    completions: impl ExactSizeIterator<Item = Completion<'a>> + Clone,
+) -> Cmd {
+    let bytes: usize = completions.clone().map(|it| it.key.len() + it.value.len() + 20).sum();
+    let mut command = Cmd::with_capacity(4 + 3 * completions.len(), bytes + script.len() + channel.len() + 16);
+    command.arg(name).arg(script).arg(completions.len());
+    for it in completions.clone() {
+        command.arg(it.key);
+    }
+    command.arg(channel);
+    for it in completions {
+        command.arg(it.value).arg(it.ttl_ms);
+    }
+    command
+}

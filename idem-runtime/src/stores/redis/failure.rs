@@ -1,0 +1,205 @@
+//! Why an exchange with a server failed, and what that means for its operation.
+
+use std::sync::Arc;
+
+use redis::{ErrorKind, RedisError, ServerError, ServerErrorKind, Value};
+
+use super::scripts::DAMAGED;
+use crate::record::format;
+use crate::store::{StoreError, StoreErrorKind};
+
+/// Why an exchange failed.
+#[derive(Clone, Debug)]
+pub(super) enum Failure {
+    /// The server refused this operation and wrote nothing for it.
+    Refused(Refusal),
+    /// No connection, or none that took the operation in time: nothing was sent.
+    NotSent(Arc<str>),
+    /// No connection is possible here: nothing was sent, and nothing will be.
+    Unusable(Arc<str>),
+    /// The exchange broke off: it may have taken effect.
+    Broken(Arc<RedisError>),
+    /// No answer in time: it may have taken effect.
+    TimedOut,
+    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: it may have
+    /// taken effect.
+    Lost,
+    /// The server gave this answer, but too few replicas have it: it may get lost with the server. And the server's reason,
+    /// if it gave one.
+    Unreplicated(Box<Value>, Option<Arc<str>>),
+}
+
+/// An error that the server answered.
+#[derive(Clone, Debug)]
+pub(super) struct Refusal {
+    pub(super) code: Arc<str>,
+    pub(super) message: Arc<str>,
+}
+
+impl Refusal {
+    /// Reads an error as a script passes it on: the first word is its code.
+    pub(super) fn read(text: &str) -> Self {
+        let (code, message) = text.split_once(' ').unwrap_or((text, ""));
+        Self { code: code.into(), message: message.into() }
+    }
+}
+
+impl From<&ServerError> for Refusal {
+    fn from(error: &ServerError) -> Self {
+        Self { code: error.code().into(), message: error.details().unwrap_or_default().into() }
+    }
+}
+
+impl From<&ServerError> for Failure {
+    fn from(error: &ServerError) -> Self {
+        Self::Refused(error.into())
+    }
+}
+
+impl Failure {
+    /// Whether the server has forgotten a script; nothing was written then.
+    pub(super) fn is_unknown_script(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
+    }
+
+    /// Whether the keys of a command are on two nodes, as their slot migrates; nothing was written then.
+    pub(super) fn is_split_slot(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if &*refusal.code == "TRYAGAIN")
+    }
+
+    /// Whether the server does not know an option of a command; nothing was written then. Any error without a code of its own
+    /// counts, as other servers have other words for it, except that the request could not be read at all.
+    pub(super) fn is_unknown_option(&self) -> bool {
+        matches!(self, Self::Refused(Refusal { code, message })
+            if &**code == "ERR" && !message.starts_with("Protocol error"))
+    }
+
+    /// The connection could not be opened, so nothing was sent. The server may have said why.
+    pub(super) fn not_opened(error: RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(_) => Self::of(error),
+            _ => Self::NotSent(error.to_string().into()),
+        }
+    }
+
+    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection is
+    /// being set up; either way nothing was written.
+    pub(super) fn of(error: RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(_) => Self::Refused(Refusal {
+                code: error.code().unwrap_or_default().into(),
+                message: error.detail().unwrap_or_default().into(),
+            }),
+            ErrorKind::AuthenticationFailed
+            | ErrorKind::InvalidClientConfig
+            | ErrorKind::Client
+            | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
+            _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
+            _ if error.is_timeout() => Self::TimedOut,
+            // A closed connection looks the same whether or not the command was written.
+            _ => Self::Broken(Arc::new(error)),
+        }
+    }
+}
+
+/// The error of an operation whose exchange failed.
+pub(super) fn failed(failure: Failure) -> StoreError {
+    match failure {
+        // A script is never half done: it checks everything before its first write.
+        Failure::Refused(refusal) => refused(&refusal),
+        Failure::NotSent(reason) => {
+            StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
+        }
+        Failure::Unusable(reason) => {
+            StoreError::new(StoreErrorKind::Misconfigured, format!("the server can't be reached: {reason}"))
+        }
+        Failure::Broken(error) => {
+            StoreError::new(StoreErrorKind::Unconfirmed, "the connection broke before the answer came")
+                .with_source(error)
+        }
+        Failure::TimedOut => StoreError::new(StoreErrorKind::Unconfirmed, "the server did not answer in time"),
+        Failure::Lost => StoreError::new(StoreErrorKind::Unconfirmed, "the answer was lost"),
+        Failure::Unreplicated(_, why) => {
+            let why = why.map_or_else(|| "it in time".to_owned(), |said| format!("it: the server refused: {said}"));
+            let message = format!("fewer replicas than `min_replicas` confirmed {why}");
+            StoreError::new(StoreErrorKind::Unconfirmed, message)
+        }
+    }
+}
+
+fn refused(Refusal { code, message }: &Refusal) -> StoreError {
+    let (kind, what) = match &**code {
+        DAMAGED => return damaged(),
+        "WRONGTYPE" => (StoreErrorKind::Corrupt, "the server refused"),
+        "OOM" => (StoreErrorKind::Full, "the server is full"),
+        "NOAUTH" | "WRONGPASS" | "NOPERM" => {
+            (StoreErrorKind::Misconfigured, "the server refused the login, or the login lacks a right")
+        }
+        // A command that is forbidden in a script has no error code of its own.
+        "ERR" if FORBIDDEN.iter().any(|words| message.contains(words)) => {
+            (StoreErrorKind::Misconfigured, "the server forbids a command that the store needs")
+        }
+        _ => (StoreErrorKind::Unavailable, "the server refused"),
+    };
+    StoreError::new(kind, format!("{what}: {code} {message}"))
+}
+
+/// How servers report in a script that the login lacks a right, or that a command does not exist: it may have been renamed.
+const FORBIDDEN: [&str; 5] = [
+    "The user executing the script can't",
+    "ACL failure in script",
+    "ACL permissions",
+    "unknown command",
+    "Unknown Redis command",
+];
+
+/// The error of a store that could not be opened.
+pub(super) fn not_connected(error: &RedisError) -> StoreError {
+    match error.kind() {
+        ErrorKind::AuthenticationFailed | ErrorKind::Server(ServerErrorKind::NoPerm) => {
+            misconfigured(format!("the server refused the login: {error}"))
+        }
+        ErrorKind::MasterNameNotFoundBySentinel | ErrorKind::EmptySentinelList => misconfigured(error.to_string()),
+        ErrorKind::InvalidClientConfig | ErrorKind::Client => {
+            misconfigured(format!("the connection can't be made: {error}"))
+        }
+        _ => match error.code() {
+            Some("NOAUTH" | "WRONGPASS") => misconfigured(format!("the server refused the login: {error}")),
+            _ => StoreError::new(StoreErrorKind::Unavailable, "the server can't be reached").with_source(error.clone()),
+        },
+    }
+}
+
+pub(super) fn misconfigured(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}
+
+pub(super) fn corrupt(error: format::FormatError) -> StoreError {
+    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
+}
+
+/// An answer that no command of this store can have. The value may be a payload and is not shown.
+pub(super) fn unexpected(value: &Value) -> StoreError {
+    let kind = match value {
+        Value::Nil => "nil",
+        Value::Int(_) => "a number",
+        Value::BulkString(_) => "a string",
+        Value::Array(_) => "an array",
+        _ => "something else",
+    };
+    StoreError::new(StoreErrorKind::Unconfirmed, format!("the server gave an unexpected answer: {kind}"))
+}
+
+/// A pending record without an expiry: the expiry was removed, or the record was restored without one.
+pub(super) fn damaged() -> StoreError {
+    StoreError::new(
+        StoreErrorKind::Corrupt,
+        "the record is pending but has no expiry, so whether its lease holds is unknown; it is left alone: delete the \
+         key once no handler is running for it",
+    )
+}
+
+pub(super) fn too_large(bytes: usize, most: usize) -> StoreError {
+    let message = format!("the record has {bytes} bytes, more than the {most} that the server takes");
+    StoreError::new(StoreErrorKind::TooLarge, message)
+}

@@ -1,0 +1,606 @@
+//! Settings, opening a store, and what the server behind it must be.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+#[cfg(feature = "with-redis-1")]
+use redis::aio::ConnectionLike;
+use redis::{Client, Pipeline, Value};
+
+use super::batch::{Replicas, Terms};
+use super::cluster::{Cluster, Named, first};
+#[cfg(feature = "with-redis-1")]
+use super::connection::Theirs;
+use super::connection::{Connection, Place};
+use super::failure::{Failure, failed, misconfigured, not_connected};
+use super::limits::Limits;
+use super::line::{Found, Line, Plan};
+use super::scripts::{Script, Scripts};
+use super::{Core, RedisStore, Shared};
+use crate::clock::{Clock, SystemClock};
+use crate::store::{Heartbeats, StoreError};
+use crate::sync::PerProcess;
+
+/// Settings for a [`RedisStore`].
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+/// # use std::time::Duration;
+/// use idem_runtime::RedisStore;
+/// let store = RedisStore::options()
+///     .namespace("shop:")
+///     .response_timeout(Duration::from_millis(500))
+///     .connect("redis://localhost")
+///     .await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RedisOptions {
+    namespace: String,
+    holder: String,
+    response_timeout: Duration,
+    replicas: Option<Replicas>,
+}
+
+impl Default for RedisOptions {
+    fn default() -> Self {
+        let response_timeout = Duration::from_secs(2);
+        Self { namespace: "idem:".to_owned(), holder: String::new(), response_timeout, replicas: None }
+    }
+}
+
+impl RedisOptions {
+    /// The name of this application, in front of every key in the server (default: `idem:`). Applications that share a server
+    /// but must not share operations need different names. It enters child keys, too.
+    #[must_use]
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
+    }
+
+    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// [`Holder`](crate::store::Holder).
+    #[must_use]
+    pub fn holder(self, name: impl Into<String>) -> Self {
+        Self { holder: name.into(), ..self }
+    }
+
+    /// The time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
+    /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token.
+    #[must_use]
+    pub fn response_timeout(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
+    }
+
+    /// Counts a reservation, a renewal, a result or a release only once `count` replicas have it too, by `WAIT` (default:
+    /// waits for no replica).
+    ///
+    /// A primary that fails takes with it every write that no replica has: an acknowledged operation runs again.
+    /// `min_replicas` withholds that acknowledgement: if fewer than `count` replicas confirm a write `within` that time,
+    /// the call fails with [`StoreErrorKind::Unconfirmed`](crate::StoreErrorKind::Unconfirmed), no body runs, and a result is
+    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the replicas have. The
+    /// price is that nothing is reserved, recorded or replayed while replicas are missing.
+    ///
+    /// Only a `count` of *all* replicas of a primary makes failovers lossless: with fewer, a lagging replica may be
+    /// promoted. A replica confirms what it holds in memory, so the confirmation of a replica that restarts without
+    /// persistence is void.
+    ///
+    /// Confirmed writes have a connection of their own. Concurrent operations share one wait. An operation may also have to
+    /// wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep that below the
+    /// shortest beat.
+    #[must_use]
+    pub fn min_replicas(self, count: usize, within: Duration) -> Self {
+        Self { replicas: (count > 0).then_some(Replicas { count, within }), ..self }
+    }
+
+    /// Connects to the server at `url`; see [`RedisStore::connect`].
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
+        match url.split_once("://") {
+            Some(("redis-sentinel", rest)) => {
+                let url = Several::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
+                let url = url.map_err(|problem| unreadable(&problem, SENTINEL_FORM))?;
+                let (name, database) = url.path.split_once('/').unwrap_or((url.path, "0"));
+                let sentinels = url.clients(&url.sentinel_login(), 26_379, "0", SENTINEL_FORM)?;
+                let primary = url.clients(url.login, 6379, database, SENTINEL_FORM)?.swap_remove(0);
+                if name.is_empty() {
+                    return Err(unreadable("the name of the primary is missing", SENTINEL_FORM));
+                }
+                self.connect_sentinels(sentinels, name, &primary).await
+            }
+            Some(("redis-cluster", rest)) => {
+                let url = Several::read(rest, &["tls", "protocol"]);
+                let url = url.map_err(|problem| unreadable(&problem, CLUSTER_FORM))?;
+                if !matches!(url.path, "" | "0") {
+                    return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
+                }
+                self.connect_cluster(url.clients(url.login, 6379, "0", CLUSTER_FORM)?).await
+            }
+            _ => self.connect_client(client(url, "redis://[user:password@]host[:port][/database]")?).await,
+        }
+    }
+
+    /// Connects with your own client: its address, credentials and certificates.
+    ///
+    /// The type is that of redis 1 (feature `with-redis-1`).
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    #[cfg(feature = "with-redis-1")]
+    pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
+        self.connect_client(client).await
+    }
+
+    async fn connect_client(self, client: Client) -> Result<RedisStore, StoreError> {
+        let client = Box::new(client);
+        let found = Found { place: Place::At(client.clone()), watching: Vec::new(), plain: None };
+        self.connect_one(found, Plan::At(client)).await
+    }
+
+    /// Connects to the primary called `name`, wherever it is, through your own clients for its sentinels. Credentials,
+    /// database and certificates are those of `primary`; its address is ignored.
+    ///
+    /// The type is that of redis 1 (feature `with-redis-1`).
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    #[cfg(feature = "with-redis-1")]
+    pub async fn connect_sentinels_with(
+        self,
+        sentinels: impl IntoIterator<Item = Client>,
+        name: &str,
+        primary: &Client,
+    ) -> Result<RedisStore, StoreError> {
+        self.connect_sentinels(sentinels, name, primary).await
+    }
+
+    async fn connect_sentinels(
+        self,
+        sentinels: impl IntoIterator<Item = Client>,
+        name: &str,
+        primary: &Client,
+    ) -> Result<RedisStore, StoreError> {
+        provide_cryptography();
+        let template = primary.get_connection_info();
+        let sentinels: Vec<Client> = sentinels.into_iter().collect();
+        if sentinels.is_empty() {
+            return Err(misconfigured("the list of sentinels is empty".to_owned()));
+        }
+        let found = Found::by_sentinels(&sentinels, name, template, &clock(), self.response_timeout);
+        let (name, template) = (name.to_owned(), Box::new(template.clone()));
+        self.connect_one(found, Plan::Sentinels { sentinels, name, template }).await
+    }
+
+    /// Connects to a cluster through your own clients for some of its nodes, which name the others. Credentials and
+    /// certificates are those of the first client.
+    ///
+    /// The type is that of redis 1 (feature `with-redis-1`).
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    #[cfg(feature = "with-redis-1")]
+    pub async fn connect_cluster_with(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
+        self.connect_cluster(nodes).await
+    }
+
+    async fn connect_cluster(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
+        provide_cryptography();
+        let clock = clock();
+        let nodes: Vec<Client> = nodes.into_iter().collect();
+        let Some(first_node) = nodes.first().cloned() else {
+            return Err(misconfigured("the list of cluster nodes is empty".to_owned()));
+        };
+        // Concurrently, so that a node that hangs does not delay the others.
+        let tries: Vec<_> = nodes
+            .iter()
+            .map(|node| {
+                Box::pin(async {
+                    let connection =
+                        Connection::ours(Place::At(Box::new(node.clone())), Arc::clone(&clock), self.response_timeout);
+                    connection.try_open().await.map_err(|error| not_connected(&error))?;
+                    prepare(&connection, true).await
+                })
+            })
+            .collect();
+        let (prepared, _) = first(tries).await.0?;
+        let terms = self.terms(&clock, prepared, true);
+        let named = Arc::new(Named::new(&first_node, nodes));
+        let cluster = Cluster::new(&named, terms.clone(), self.replicas, false);
+        cluster.ask().await;
+        let limits = cluster.prepare().await?;
+        cluster.keep_asking();
+        let line = Line::of_cluster(cluster, &terms);
+        Ok(self.open(Plan::Cluster(named), line, terms, limits))
+    }
+
+    /// Uses your own connection, for example an existing `ConnectionManager`. It must be multiplexed, so that clones share
+    /// it, and reconnect by itself.
+    ///
+    /// The type is that of redis 1 (feature `with-redis-1`).
+    ///
+    /// Such a connection can't subscribe, so a duplicate that waits for a running attempt polls every 50 ms. With
+    /// [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: `WAIT` would block all
+    /// other users of the connection.
+    ///
+    /// There is only this one connection, so renewals share it with everything else: megabytes of results, or blocking
+    /// commands of your own, delay them. The runtime that opened it reads and writes it; if that runtime is blocked or
+    /// gone, leases are lost. A forked process can't use it. The other ways to connect have none of these limits.
+    ///
+    /// # Errors
+    /// As [`RedisStore::connect`].
+    #[cfg(feature = "with-redis-1")]
+    pub async fn connect_over<C>(self, connection: C) -> Result<RedisStore, StoreError>
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        if self.replicas.is_some() {
+            return Err(misconfigured(
+                "`min_replicas` can't use your connection, which `WAIT` would block: use `connect` or `connect_with`"
+                    .to_owned(),
+            ));
+        }
+        let clock = clock();
+        let theirs = Theirs::new(connection, &clock);
+        let connection = Connection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
+        let (prepared, limits) = prepare(&connection, false).await?;
+        let terms = self.terms(&clock, prepared, false);
+        let plan = Plan::Theirs(theirs);
+        let line = plan.line(&terms, None, false);
+        Ok(self.open(plan, line, terms, limits))
+    }
+
+    async fn connect_one(self, found: Found, plan: Plan) -> Result<RedisStore, StoreError> {
+        provide_cryptography();
+        let clock = clock();
+        let connection = Connection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
+        connection.try_open().await.map_err(|error| not_connected(&error))?;
+        let (prepared, limits) = prepare(&connection, false).await?;
+        let terms = self.terms(&clock, prepared, false);
+        let line = Found { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
+        Ok(self.open(plan, line, terms, limits))
+    }
+
+    fn terms(&self, clock: &Arc<dyn Clock>, prepared: Prepared, one_key: bool) -> Terms {
+        let Prepared { scripts, compares } = prepared;
+        Terms {
+            clock: Arc::clone(clock),
+            timeout: self.response_timeout,
+            channel: format!("{}wake", self.namespace).into(),
+            scripts: Arc::new(scripts),
+            one_key,
+            compares,
+        }
+    }
+
+    fn open(self, plan: Plan, line: Line, terms: Terms, limits: impl Into<Arc<Limits>>) -> RedisStore {
+        let core = Core {
+            heartbeats: Arc::new(Heartbeats::new(Arc::clone(&terms.clock)).held_by(&self.holder)),
+            plan,
+            terms,
+            replicas: self.replicas,
+            prefix: self.namespace.into(),
+            limits: limits.into(),
+            held: PerProcess::default(),
+        };
+        RedisStore(Shared::new(Arc::new(core), line))
+    }
+}
+
+fn clock() -> Arc<dyn Clock> {
+    Arc::new(SystemClock::default())
+}
+
+/// Installs a cryptography provider unless the application has chosen one: without any, TLS would panic.
+fn provide_cryptography() {
+    #[cfg(feature = "redis-tls")]
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
+const SENTINEL_FORM: &str = "redis-sentinel://[user:password@]host[:port][,host…]/name[/database][?tls=true]\
+                             [&sentinel_user=…][&sentinel_password=…]";
+const CLUSTER_FORM: &str = "redis-cluster://[user:password@]host[:port][,host…][?tls=true]";
+
+fn unreadable(problem: &str, form: &str) -> StoreError {
+    misconfigured(format!("the Redis URL can't be used: {problem}; write `{form}`"))
+}
+
+/// The client that `url` describes.
+fn client(url: &str, form: &str) -> Result<Client, StoreError> {
+    if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
+        return Err(misconfigured("TLS (`rediss://`) needs the feature `redis-tls` of idem-runtime".to_owned()));
+    }
+    // The error of `redis` may quote the URL, and the URL may hold a password.
+    Client::open(url).map_err(|error| match error.detail().filter(|_| !url.contains('@')) {
+        Some(detail) => misconfigured(format!("the Redis URL can't be used: {detail}")),
+        None => misconfigured(format!("the Redis URL can't be used: write `{form}`")),
+    })
+}
+
+/// The parts of a URL that names several servers, as written.
+struct Several<'a> {
+    login: &'a str,
+    hosts: Vec<&'a str>,
+    path: &'a str,
+    query: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Several<'a> {
+    /// Reads what follows `://`; `known` are the allowed parameters.
+    fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let (login, hosts) = servers.rsplit_once('@').unwrap_or(("", servers));
+        let hosts: Vec<&str> = hosts.split(',').collect();
+        if hosts.iter().any(|host| host.is_empty()) {
+            return Err("a host is missing".to_owned());
+        }
+        let query = query.split('&').filter(|parameter| !parameter.is_empty());
+        let query: Vec<_> = query.map(|parameter| parameter.split_once('=').unwrap_or((parameter, ""))).collect();
+        if query.iter().any(|(name, _)| !known.contains(name)) {
+            return Err(format!("its parameters can only be `{}`", known.join("`, `")));
+        }
+        let several = Self { login, hosts, path, query };
+        match several.parameter("tls") {
+            None | Some("true" | "false") => Ok(several),
+            Some(_) => Err("`tls` is `true` or `false`".to_owned()),
+        }
+    }
+
+    fn parameter(&self, name: &str) -> Option<&'a str> {
+        self.query.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
+    }
+
+    fn sentinel_login(&self) -> String {
+        let (user, password) = (self.parameter("sentinel_user"), self.parameter("sentinel_password"));
+        password.map(|password| format!("{}:{password}", user.unwrap_or_default())).unwrap_or_default()
+    }
+
+    /// A client for each server, with this login.
+    fn clients(&self, login: &str, port: u16, database: &str, form: &str) -> Result<Vec<Client>, StoreError> {
+        let one = |host: &&str| {
+            let scheme = if self.parameter("tls") == Some("true") { "rediss" } else { "redis" };
+            let mut url = format!("{scheme}://");
+            if !login.is_empty() {
+                let _ = write!(url, "{login}@");
+            }
+            url.push_str(host);
+            // An IPv6 address stands in brackets and has colons of its own.
+            if !host.rsplit(']').next().unwrap_or(host).contains(':') {
+                let _ = write!(url, ":{port}");
+            }
+            let _ = write!(url, "/{database}");
+            if let Some(protocol) = self.parameter("protocol") {
+                let _ = write!(url, "?protocol={protocol}");
+            }
+            client(&url, form)
+        };
+        self.hosts.iter().map(one).collect()
+    }
+}
+
+/// A server that was checked.
+pub(super) struct Prepared {
+    scripts: Scripts,
+    /// Whether it knows `SET … IFEQ`.
+    compares: bool,
+}
+
+/// Checks the server, loads the scripts, and asks how large a value may be.
+pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(Prepared, Limits), StoreError> {
+    let mut questions = Pipeline::new();
+    questions.cmd("INFO");
+    for source in Scripts::SOURCES {
+        questions.cmd("SCRIPT").arg("LOAD").arg(source);
+    }
+    for setting in LIMITS {
+        questions.cmd("CONFIG").arg("GET").arg(setting);
+    }
+    let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
+    let mut answer = || match answers.next() {
+        Some(Value::ServerError(error)) => Err(failed(Failure::from(&error))),
+        answer => Ok(answer.unwrap_or(Value::Nil)),
+    };
+    let info = match answer()? {
+        Value::BulkString(info) => String::from_utf8_lossy(&info).into_owned(),
+        Value::VerbatimString { text, .. } => text,
+        _ => return Err(misconfigured("the server is not Redis: it answers `INFO` otherwise".to_owned())),
+    };
+    let server = Server::read(&info);
+    server.check(cluster)?;
+    let compares = server.compares();
+    let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
+    for script in &mut scripts {
+        script.sha = match answer()? {
+            Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
+            Value::SimpleString(sha) => sha,
+            _ => return Err(misconfigured("the server is not Redis: it loads scripts otherwise".to_owned())),
+        };
+    }
+    // A login that may not ask gets no limit here; the store learns it from failures.
+    let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
+    // The limit applies to the whole request; apart from the value it is small.
+    let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
+    let limits = Limits::default();
+    value.into_iter().chain(request).for_each(|most| limits.tell(most));
+    Ok((Prepared { scripts: Scripts::new(scripts), compares }, limits))
+}
+
+/// The settings that limit the size of a value, and of a request.
+const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
+/// Bytes of a request other than the value: its key, and requests that the server reads along with it.
+const BESIDE: usize = 64 * 1024;
+
+/// The number in an answer of `CONFIG GET`.
+fn setting(answer: &Value) -> Option<usize> {
+    let value = match answer {
+        Value::Array(parts) => parts.get(1),
+        Value::Map(parts) => parts.first().map(|(_, value)| value),
+        _ => None,
+    };
+    match value? {
+        Value::BulkString(number) => String::from_utf8_lossy(number).parse().ok(),
+        Value::SimpleString(number) => number.parse().ok(),
+        _ => None,
+    }
+}
+
+/// Servers that speak the protocol without being Redis.
+const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
+
+/// What `INFO` says about the server.
+#[derive(Debug, PartialEq, Eq)]
+struct Server<'a> {
+    name: &'a str,
+    version: &'a str,
+    role: &'a str,
+    cluster: bool,
+    maxmemory_policy: &'a str,
+    maxmemory: &'a str,
+}
+
+impl<'a> Server<'a> {
+    fn read(info: &'a str) -> Self {
+        let field =
+            |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
+        // Other servers also claim a version of Redis; a version field of their own identifies them.
+        let other =
+            OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
+        let (name, version) = match (field("server_name"), other) {
+            (_, Some(other)) => other,
+            ("valkey", None) => ("Valkey", field("valkey_version")),
+            ("" | "redis", None) => ("Redis", field("redis_version")),
+            (name, None) => (name, field("redis_version")),
+        };
+        Self {
+            name,
+            version,
+            role: field("role"),
+            // Valkey 9 calls it otherwise.
+            cluster: [field("redis_mode"), field("server_mode")].contains(&"cluster"),
+            maxmemory_policy: field("maxmemory_policy"),
+            maxmemory: field("maxmemory_human"),
+        }
+    }
+
+    /// Major and minor version.
+    fn release(&self) -> [u32; 2] {
+        let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or_default());
+        [(); 2].map(|()| parts.next().unwrap_or_default())
+    }
+
+    /// Whether it knows `SET … IFEQ`.
+    fn compares(&self) -> bool {
+        match self.name {
+            "Redis" => self.release() >= [8, 4],
+            "Valkey" => self.release() >= [8, 1],
+            _ => false,
+        }
+    }
+
+    fn check(&self, cluster: bool) -> Result<(), StoreError> {
+        let Self { name, version, .. } = self;
+        let [major, _] = self.release();
+        let least = match *name {
+            "Redis" => 7,
+            "Valkey" => 8,
+            _ => u32::MAX,
+        };
+        if major < least {
+            return Err(misconfigured(format!(
+                "the server is {name} {version}; Redis 7.0 or newer or Valkey 8 or newer is needed"
+            )));
+        }
+        match (self.cluster, cluster) {
+            (true, false) => {
+                return Err(misconfigured("the server is a cluster node; connect with `redis-cluster://`".to_owned()));
+            }
+            (false, true) => {
+                return Err(misconfigured("the server is not a cluster node; connect with `redis://`".to_owned()));
+            }
+            _ => {}
+        }
+        // A cluster replica is fine: it redirects to the primary of the slot.
+        if self.role != "master" && !cluster {
+            return Err(misconfigured(format!(
+                "the server is a read-only replica (role `{}`); connect to the primary",
+                self.role
+            )));
+        }
+        if !matches!(self.maxmemory_policy, "noeviction" | "") {
+            tracing::warn!(
+                maxmemory_policy = self.maxmemory_policy,
+                maxmemory = self.maxmemory,
+                "the server may evict records before their retention ends, and an evicted operation runs again; \
+                 set `maxmemory-policy noeviction`"
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(lines: &[&str]) -> String {
+        let base =
+            ["# Server", "role:master", "redis_mode:standalone", "maxmemory_policy:noeviction", "gcc_version:12.2.0"];
+        base.iter().chain(lines).flat_map(|line| [line, "\r\n"]).collect()
+    }
+
+    fn check(lines: &[&str]) -> Result<(), String> {
+        Server::read(&info(lines)).check(false).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn servers_that_can_do_the_work_are_accepted() {
+        assert_eq!(check(&["redis_version:7.0.15"]), Ok(()));
+        assert_eq!(check(&["redis_version:8.4.0"]), Ok(()));
+        assert_eq!(check(&["redis_version:7.2.4", "server_name:valkey", "valkey_version:8.0.1"]), Ok(()));
+    }
+
+    #[test]
+    fn servers_that_compare_are_known() {
+        let compares = |lines: &[&str]| Server::read(&info(lines)).compares();
+        let valkey = |version: &str| {
+            compares(&["redis_version:7.2.4", "server_name:valkey", &format!("valkey_version:{version}")])
+        };
+        for (version, expected) in [("8.0.9", false), ("8.1.0", true), ("8.10.0", true), ("9.0.1", true)] {
+            assert_eq!(valkey(version), expected, "{version}");
+        }
+        for (version, expected) in
+            [("7.4.2", false), ("8.2.3", false), ("8.4.0", true), ("8.10.0", true), ("9.0.0", true)]
+        {
+            assert_eq!(compares(&[&format!("redis_version:{version}")]), expected, "{version}");
+        }
+    }
+
+    #[test]
+    fn anything_else_is_named_and_refused() {
+        let refused = |lines: &[&str], words: &str| {
+            let error = check(lines).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        };
+        refused(&["redis_version:6.2.14"], "Redis 6.2.14");
+        refused(&["redis_version:7.2.4", "server_name:valkey", "valkey_version:7.2.5"], "Valkey 7.2.5");
+        refused(&["redis_version:7.4.0", "dragonfly_version:df-v1.2"], "dragonfly df-v1.2");
+        refused(&["redis_version:7.0.0", "kvrocks_version:2.9.0"], "kvrocks 2.9.0");
+        refused(&[], "Redis ");
+    }
+
+    #[test]
+    fn replicas_and_cluster_nodes_are_refused() {
+        let refused = |from: &str, to: &str, words: &str| {
+            let text = info(&["redis_version:7.0.15"]).replace(from, to);
+            let error = Server::read(&text).check(false).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        refused("role:master", "role:slave", "read-only replica");
+        refused("redis_mode:standalone", "redis_mode:cluster", "redis-cluster://");
+        refused("redis_mode:standalone", "server_mode:cluster", "redis-cluster://");
+        let error = Server::read(&info(&["redis_version:7.0.15"])).check(true).unwrap_err().to_string();
+        assert!(error.contains("`redis://`"), "{error}");
+    }
+}

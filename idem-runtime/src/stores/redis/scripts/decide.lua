@@ -1,0 +1,22 @@
+-- Replaces or removes a record as an operator has decided, if it is still the record that was met. It keeps its retention.
+-- KEYS: record. ARGV: the record that was met (state, then bytes 9 to 32), its ttl in milliseconds if its lease must have
+-- lapsed ('' otherwise), new record ('' to remove it), wake channel.
+-- Answers 1 done, 0 another record is there, or its lease was renewed.
+local record = redis.call('GET', KEYS[1])
+if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
+if string.sub(record, 6, 6) .. string.sub(record, 9, 32) ~= ARGV[1] then return 0 end
+if ARGV[2] ~= '' then
+  -- A pending record is retained for its lease and its ttl: the lease holds while more than the ttl is left.
+  local left = redis.call('PTTL', KEYS[1])
+  if left == -1 then return redis.error_reply('DAMAGED no expiry') end
+  if left > tonumber(ARGV[2]) then return 0 end
+end
+if ARGV[3] ~= '' then
+  local decided = string.sub(ARGV[3], 1, 32) .. times(KEYS[1], record) .. string.sub(ARGV[3], 49)
+  redis.call('SET', KEYS[1], decided, 'KEEPTTL')
+else
+  -- Removes it, without a right that no other operation needs.
+  redis.call('PEXPIRE', KEYS[1], 0)
+end
+if string.byte(record, 7) % 2 == 1 then redis.pcall('PUBLISH', ARGV[4], KEYS[1]) end
+return 1

@@ -1,0 +1,54 @@
+//! The scripts that change records, and how a server knows them.
+
+use std::fmt;
+
+/// The error code of a script that found a damaged record.
+pub(super) const DAMAGED: &str = "DAMAGED";
+/// Writes to a key without changing anything.
+pub(super) const TOUCH: &str = include_str!("touch.lua");
+
+/// A script, and the hash that the server knows it by.
+pub(super) struct Script {
+    pub(super) source: &'static str,
+    pub(super) sha: String,
+}
+
+impl fmt::Debug for Script {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sha)
+    }
+}
+
+/// The scripts as the server knows them.
+#[derive(Debug)]
+pub(super) struct Scripts {
+    pub(super) decide: Script,
+    pub(super) finish: Script,
+    pub(super) finish_one: Script,
+    pub(super) glance: Script,
+    pub(super) inspect: Script,
+    pub(super) release: Script,
+    pub(super) renew: Script,
+    pub(super) take: Script,
+    pub(super) watch: Script,
+}
+
+impl Scripts {
+    pub(super) const SOURCES: [&str; 9] = [
+        concat!(include_str!("times.lua"), include_str!("decide.lua")),
+        concat!(include_str!("times.lua"), include_str!("finish.lua")),
+        concat!(include_str!("times.lua"), include_str!("finish_one.lua")),
+        include_str!("glance.lua"),
+        include_str!("inspect.lua"),
+        concat!(include_str!("times.lua"), include_str!("release.lua")),
+        concat!(include_str!("times.lua"), include_str!("renew.lua")),
+        concat!(include_str!("times.lua"), include_str!("take.lua")),
+        include_str!("watch.lua"),
+    ];
+
+    /// The scripts by the results of loading [`Scripts::SOURCES`], in their order.
+    pub(super) fn new(scripts: [Script; 9]) -> Self {
+        let [decide, finish, finish_one, glance, inspect, release, renew, take, watch] = scripts;
+        Self { decide, finish, finish_one, glance, inspect, release, renew, take, watch }
+    }
+}

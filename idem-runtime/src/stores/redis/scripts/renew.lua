@@ -1,0 +1,15 @@
+-- Renews leases. KEYS: records. ARGV: for each key its owner token with the attempt's number, and its retention.
+-- Answers one character per key: 1 done, 0 refused, D damaged. The first renewal notes since when the attempt runs: until then
+-- the retention tells it.
+local KEYS, ARGV, sub = KEYS, ARGV, string.sub
+local found, answers = redis.call('MGET', unpack(KEYS)), {}
+for i = 1, #KEYS do
+  local record, answer = found[i], '0'
+  if record and sub(record, 9, 28) == ARGV[2 * i - 1] and sub(record, 1, 6) == 'idem\1P' then
+    if sub(record, 41, 48) == NEVER then redis.pcall('SETRANGE', KEYS[i], 32, times(KEYS[i], record)) end
+    -- Only a record that has an expiry gets a new one.
+    answer = redis.call('PEXPIRE', KEYS[i], ARGV[2 * i], 'XX') == 1 and '1' or 'D'
+  end
+  answers[i] = answer
+end
+return table.concat(answers)

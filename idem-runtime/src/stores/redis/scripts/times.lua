@@ -1,0 +1,17 @@
+-- Goes in front of the scripts that write records. Bytes 33 to 48 of a record: when its key was first seen and when its attempt
+-- began, in milliseconds since 1970; zeros if that is unknown. A pending record that was not renewed yet has no such times: its
+-- retention runs since it was reserved. Nothing depends on them, so a login that may not ask for them is no failure.
+local NEVER = '\0\0\0\0\0\0\0\0'
+local function times(key, record)
+  local seen, began = string.sub(record, 33, 40), string.sub(record, 41, 48)
+  local lease_at = 49 + bit.band(string.byte(record, 7), 4) * 8
+  if string.byte(record, 6) == 80 and began == NEVER and #record >= lease_at + 15 then
+    local lease, ttl = struct.unpack('>I8I8', record, lease_at)
+    local expires_at = redis.pcall('PEXPIRETIME', key)
+    if type(expires_at) == 'number' and expires_at > lease + ttl then
+      began = struct.pack('>I8', expires_at - lease - ttl)
+      if seen == NEVER then seen = began end
+    end
+  end
+  return seen .. began
+end

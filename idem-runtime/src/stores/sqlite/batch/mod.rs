@@ -1,0 +1,552 @@
+//! The threads of a store handle, which work on the file: no task of the runtime waits for a disk, but for the lone replays
+//! in [`spare`](super::spare). Each thread is started at first use, and has a connection of its own.
+//!
+//! - The *writer* makes one transaction of everything that waits: one lock, one commit, one wait for the disk. Before a
+//!   commit that waits for the disk, the transaction takes along the next steps of the callers it has just answered, and
+//!   waits for them for a moment; a lone call is not delayed.
+//! - The *reader* answers operations that change nothing. It waits for no lock and no disk: in WAL mode it sees what is
+//!   committed. Reservations go through it while most turn out to be replays; those that have to write are handed on to the
+//!   writer, which decides anew. While duplicates wait, the reader also looks for commits of others, and then has the
+//!   duplicates look again.
+//! - The *upkeep* thread renews leases and makes late writes. It waits for no queue of calls; while another connection
+//!   holds the lock, it tries again and again, and the writer of the same handle lets it go first. A beat of many leases is
+//!   cut into short transactions, and after each of them the others have their turn.
+//!
+//! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
+//! some time, and after some bytes of questions or answers; the rest is left for the next one.
+
+pub(super) mod queue;
+mod session;
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, oneshot};
+
+use self::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
+use self::session::Session;
+use super::Synchronous;
+use super::failure::{busy, not_written, unavailable};
+use super::file::{Connected, Database};
+use super::link::Link;
+use super::spare::Spare;
+use crate::clock::{Instant, wall_millis};
+use crate::combine::race;
+use crate::kit::replays::Replays;
+use crate::kit::waiting::Waiting;
+use crate::record::{Lease, Reservation, ReserveRequest};
+use crate::store::{Answers, StoreError, StoreErrorKind};
+use crate::sync::lock;
+
+/// The most renewals and late writes that the upkeep thread takes at once: they are small. Time ends its transactions.
+const UPKEEP_BATCH: usize = 8192;
+/// How long the upkeep thread leaves the lock alone between two transactions. Other handles look for the lock more often
+/// ([`file`](super::file)), so that those that wait find it free.
+const TURN: Duration = Duration::from_micros(1500);
+/// The most turns in a row, for a writer of the same handle that still waits.
+const TURNS: u32 = 4;
+/// How long a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the lease
+/// asks for that lock every half millisecond.
+pub(super) const SPARED: Duration = Duration::from_millis(250);
+/// The least number of answered callers that the writer waits for.
+const COMPANY: usize = 4;
+/// Clean-up is due after this many reservations: a lone call need not pay for it each time.
+const CLEAN_UP_AFTER: u32 = 8;
+/// The most batches for which the writer does not wait, after it has waited in vain.
+const LONGEST_SKIP: u32 = 64;
+/// The interval at which the reader looks for commits of other handles while duplicates wait, and what each waiter adds.
+const POLL: Duration = Duration::from_millis(5);
+const POLL_FOR_EACH: Duration = Duration::from_micros(100);
+/// The pauses of the upkeep thread between two tries to get the lock. Short: others may release it only for a moment.
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+const LONGEST_PAUSE: Duration = Duration::from_micros(500);
+
+/// Which thread a call goes to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lane {
+    /// The writer, or the reader.
+    Calls,
+    Upkeep,
+}
+
+/// What the handle and its threads share, in one process.
+pub(super) struct Core {
+    pub(super) database: Arc<Database>,
+    pub(super) waiting: Waiting,
+    /// The number of waiting duplicates.
+    waiters: AtomicUsize,
+    writes: Queue,
+    reads: Queue,
+    upkeep: Queue,
+    /// Whether the upkeep thread waits for the lock: the writer lets it go first.
+    upkeep_waits: AtomicBool,
+    /// Whether the writer does: after a transaction, the upkeep thread lets it go first.
+    writer_waits: AtomicBool,
+    /// Since when the lock was held, by others and then by the writer, in milliseconds of the wall clock; and until when
+    /// leases that lapsed meanwhile are spared.
+    locked: Mutex<Option<(i64, Instant)>>,
+    numbers: AtomicU64,
+    /// Reservations since the last clean-up.
+    reservations: AtomicU32,
+    /// With other answers that change nothing.
+    replays: Replays,
+    spare: Spare,
+}
+
+/// Opens the file, and creates it and its table if they are missing.
+pub(super) async fn start(database: Database) -> Result<Arc<Core>, StoreError> {
+    let core = Arc::new(Core::new(Arc::new(database)));
+    let (reply, opened) = oneshot::channel();
+    let writer = Arc::clone(&core);
+    core.writes.set_started(true);
+    spawn("idem-sqlite", move || writer.write(Some(reply)))?;
+    opened.await.unwrap_or_else(|_| Err(unavailable("the thread of the store has ended".to_owned())))?;
+    Ok(core)
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreError> {
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
+    spawned.map(drop).map_err(|error| unavailable(format!("no thread can be started: {error}")))
+}
+
+/// Ends the queue with its thread, so that no caller waits for it.
+struct Ending<'a>(&'a Queue);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+/// A waiting duplicate is counted until this is dropped.
+pub(super) struct Counted<'a>(&'a AtomicUsize);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A thread waits for the lock until this is dropped.
+pub(super) struct Waits<'a>(&'a AtomicBool);
+
+impl<'a> Waits<'a> {
+    pub(super) fn upkeep(core: &'a Core) -> Self {
+        Self::noted(&core.upkeep_waits)
+    }
+
+    pub(super) fn writer(core: &'a Core) -> Self {
+        Self::noted(&core.writer_waits)
+    }
+
+    fn noted(waits: &'a AtomicBool) -> Self {
+        waits.store(true, Ordering::SeqCst);
+        Self(waits)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+impl Core {
+    pub(super) fn new(database: Arc<Database>) -> Self {
+        Self {
+            database,
+            waiting: Waiting::default(),
+            waiters: AtomicUsize::new(0),
+            writes: Queue::default(),
+            reads: Queue::default(),
+            upkeep: Queue::default(),
+            upkeep_waits: AtomicBool::new(false),
+            writer_waits: AtomicBool::new(false),
+            locked: Mutex::default(),
+            numbers: AtomicU64::new(0),
+            reservations: AtomicU32::new(0),
+            replays: Replays::new(),
+            spare: Spare::new(),
+        }
+    }
+
+    /// Lets the threads end once they have done all requests.
+    pub(super) fn close(&self) {
+        [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
+    }
+
+    /// Milliseconds since 1970 by the wall clock of this host.
+    pub(super) fn wall_millis(&self) -> i64 {
+        wall_millis(&*self.database.clock)
+    }
+
+    /// Counts a duplicate that waits.
+    pub(super) fn count_waiter(&self) -> Counted<'_> {
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        Counted(&self.waiters)
+    }
+
+    /// Whether the upkeep thread is to get the lock first.
+    pub(super) fn upkeep_waits(&self) -> bool {
+        self.upkeep_waits.load(Ordering::SeqCst)
+    }
+
+    /// Notes that the upkeep thread has the lock, so that the writer asks for it as soon as it is free again.
+    pub(super) fn upkeep_has_lock(&self) {
+        self.upkeep_waits.store(false, Ordering::SeqCst);
+    }
+
+    /// Notes that no lease could be renewed from `since` on, by the wall clock, until just now.
+    pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
+        *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
+    }
+
+    /// Since when no lease could be renewed, if that was so just now.
+    pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
+        lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
+    }
+
+    /// Counts `more` reservations. If a clean-up is due, returns how many there were since the last one.
+    pub(super) fn reserved(&self, more: u32) -> Option<u32> {
+        let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
+        let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
+        is_due.then(|| self.reservations.swap(0, Ordering::Relaxed))
+    }
+
+    pub(super) fn waiters(&self) -> usize {
+        self.waiters.load(Ordering::SeqCst)
+    }
+
+    pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: &ReserveRequest) -> Answered {
+        // While most are replays, the reader, or a lone caller itself, can answer most of them.
+        let reads = lane == Lane::Calls && self.replays.are_expected();
+        if reads && let Some(answer) = self.spare.replay(&self.database, request) {
+            self.replays.note(1, 1);
+            // A task that does nothing but replay must yield now and then.
+            tokio::task::coop::consume_budget().await;
+            return Ok(Answer::Reservation(answer));
+        }
+        let _counted = reads.then(|| self.spare.count_other());
+        let queue = match lane {
+            Lane::Upkeep => &self.upkeep,
+            Lane::Calls if reads => &self.reads,
+            Lane::Calls => &self.writes,
+        };
+        let began = self.database.clock.now();
+        let mut answer = self.ask_one(queue, Ask::Reserve(request.clone(), true), self.limit()).await?;
+        if matches!(answer, Answer::Spared) {
+            self.database.clock.sleep(SPARED).await;
+            let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
+            // Boxed: most calls don't get here, but would carry its size inline.
+            answer = Box::pin(self.ask_one(queue, Ask::Reserve(request.clone(), false), left)).await?;
+        }
+        if lane == Lane::Calls {
+            let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Granted { .. }));
+            self.replays.note(usize::from(changed_nothing), 1);
+        }
+        Ok(answer)
+    }
+
+    /// How long a call may take.
+    fn limit(&self) -> Duration {
+        self.database.options.response_timeout
+    }
+
+    pub(super) fn ask(self: &Arc<Self>, lane: Lane, ask: Ask) -> impl Future<Output = Answered> {
+        let queue = match lane {
+            Lane::Upkeep => &self.upkeep,
+            Lane::Calls if ask.reads() => &self.reads,
+            Lane::Calls => &self.writes,
+        };
+        self.ask_one(queue, ask, self.limit())
+    }
+
+    /// Not an `async fn`: that stores its argument twice, which enlarges every enclosing future.
+    #[expect(clippy::manual_async_fn, reason = "see above")]
+    fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> impl Future<Output = Answered> {
+        async move {
+            let (reply, answer) = oneshot::channel();
+            let op = self.op(queue, ask, Reply::One(reply));
+            let number = op.number;
+            self.push(queue, std::iter::once(op))?;
+            // Outside of a runtime the future is not polled again: it is enough that the operation was handed over.
+            let answered = match Handle::try_current() {
+                Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
+                Err(_) => Some(answer.await),
+            };
+            match answered {
+                Some(Ok(answer)) => answer,
+                Some(Err(_)) => Err(unknown("the thread of the store has ended")),
+                None if [&self.reads, &self.writes, &self.upkeep].iter().any(|queue| queue.forget(number)) => {
+                    Err(unavailable("the file was busy for too long; nothing was written".to_owned()))
+                }
+                None => Err(unknown("SQLite did not answer in time")),
+            }
+        }
+    }
+
+    /// Renews `leases`, each as an operation of its own: one that fails does not affect the others.
+    pub(super) async fn renew(
+        self: &Arc<Self>,
+        lane: Lane,
+        leases: &[Lease],
+        answer: &Answers<'_>,
+    ) -> Result<(), StoreError> {
+        let (reply, mut answers) = mpsc::unbounded_channel();
+        let queue = if lane == Lane::Upkeep { &self.upkeep } else { &self.writes };
+        let op =
+            |(at, lease): (usize, &Lease)| self.op(queue, Ask::Renew(lease.clone()), Reply::Lease(at, reply.clone()));
+        self.push(queue, leases.iter().enumerate().map(op))?;
+        drop(reply);
+        let all = async {
+            let (mut answered, mut outcome) = (0, Ok(()));
+            while let Some((at, said)) = answers.recv().await {
+                answered += 1;
+                match said {
+                    Ok(Answer::Write(write)) => answer(at, write),
+                    Ok(other) => outcome = Err(super::nonsense(&other)),
+                    Err(error) => outcome = Err(error),
+                }
+            }
+            match answered == leases.len() {
+                true => outcome,
+                false => Err(unknown("the thread of the store has ended")),
+            }
+        };
+        let in_time = race(all, self.database.clock.sleep(self.limit())).await;
+        in_time.unwrap_or_else(|| Err(unknown("SQLite did not answer in time")))
+    }
+
+    fn op(&self, queue: &Queue, ask: Ask, reply: Reply) -> Op {
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let asked_at = std::ptr::eq(queue, std::ptr::from_ref(&self.upkeep)).then(|| self.database.clock.now());
+        Op { number, asked_at, ask, reply }
+    }
+
+    /// Hands operations to a thread, and starts the thread if there is none.
+    fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
+        let is = |other: &Queue| std::ptr::eq(queue, other);
+        // There are as many leases as handlers, so a limit makes no sense.
+        let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.options.queue_capacity };
+        if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
+            return Ok(());
+        }
+        let core = Arc::clone(self);
+        let started = match () {
+            () if is(&self.writes) => spawn("idem-sqlite", move || core.write(None)),
+            () if is(&self.reads) => spawn("idem-sqlite-read", move || core.read()),
+            () => spawn("idem-sqlite-keep", move || core.keep_up()),
+        };
+        started.inspect_err(|_| queue.set_started(false))
+    }
+
+    /// The writer. `opened` hears whether the file could be opened; it is created if it is missing.
+    fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
+        let _ending = Ending(&self.writes);
+        let link = Link::new();
+        if let Some(opened) = opened {
+            let created = link.open(|| self.database.create());
+            let is_store = created.is_ok();
+            if opened.send(created).is_err() || !is_store {
+                // The caller is gone, or there is no file.
+                self.close();
+            }
+        }
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut company = Company::of(&self.writes);
+        while self.writes.take(&mut batch, None) {
+            // A commit that waits for no disk is cheap, and the tasks had better work meanwhile.
+            let waits = self.database.options.synchronous == Synchronous::Full;
+            while !batch.is_empty() {
+                self.on(&link, Database::reconnect, &mut batch, |session, batch| {
+                    while session.write(batch, waits.then_some(&company)) {
+                        if waits {
+                            company.were_answered(session.done());
+                        } else {
+                            self.writes.take_more(batch, BATCH);
+                        }
+                        if batch.is_empty() {
+                            return true;
+                        }
+                        // Other operations are under way, so the connection is not at rest in any case.
+                        session.tell_now();
+                    }
+                    false
+                });
+            }
+        }
+        link.close();
+    }
+
+    /// The reader.
+    fn read(self: &Arc<Self>) {
+        let _ending = Ending(&self.reads);
+        let link = Link::new();
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut version = None;
+        while self.reads.take(&mut batch, self.poll()) {
+            if batch.len() == 1 && self.replays.are_expected() {
+                // Before the answer: a caller that has it may fork.
+                self.spare.open(&self.database);
+            }
+            loop {
+                let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
+                if !self.on(&link, Database::reconnect, &mut batch, read) {
+                    version = None;
+                    // The waiters ask, and get the error.
+                    self.waiting.wake_all();
+                }
+                if batch.is_empty() {
+                    break;
+                }
+            }
+        }
+        self.spare.close();
+        link.close();
+    }
+
+    /// The upkeep thread.
+    fn keep_up(self: &Arc<Self>) {
+        let _ending = Ending(&self.upkeep);
+        let link = Link::new();
+        let mut batch = Vec::with_capacity(BATCH);
+        while self.upkeep.take(&mut batch, None) {
+            let (mut waits, mut pause) = (None, FIRST_PAUSE);
+            self.upkeep.take_more(&mut batch, UPKEEP_BATCH);
+            loop {
+                let asked = batch.len();
+                waits.get_or_insert_with(|| Waits::upkeep(self));
+                let connect = Database::reconnect_for_upkeep;
+                let keep_up = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.keep_up(batch);
+                self.on(&link, connect, &mut batch, keep_up);
+                if batch.is_empty() && self.upkeep.len() == 0 {
+                    break;
+                }
+                if batch.len() < asked {
+                    (waits, pause) = (None, FIRST_PAUSE);
+                    // What this transaction has added to the WAL would have to be copied by the next writer.
+                    self.on(&link, connect, &mut Vec::new(), |session, _| session.checkpoint());
+                    self.let_others_write();
+                } else {
+                    // Another connection holds the lock.
+                    thread::park_timeout(pause);
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                self.upkeep.take_more(&mut batch, UPKEEP_BATCH);
+                self.give_up(&mut batch);
+            }
+        }
+        link.close();
+    }
+
+    /// Leaves the lock to the others for a moment: those that wait for it ask again meanwhile. The writer of this handle, if
+    /// it waits, gets it for sure, unless yet another connection keeps it for long.
+    fn let_others_write(&self) {
+        for _ in 0..TURNS {
+            thread::park_timeout(TURN);
+            if !self.writer_waits.load(Ordering::SeqCst) {
+                break;
+            }
+        }
+    }
+
+    /// Fails the operations whose callers are gone, and those that have waited for too long.
+    fn give_up(&self, batch: &mut Vec<Op>) {
+        let now = self.database.clock.now();
+        let late = |op: &Op| op.asked_at.is_some_and(|asked_at| now.saturating_since(asked_at) >= self.limit());
+        for op in batch.extract_if(.., |op| op.is_abandoned() || late(op)) {
+            op.answer(Err(not_written(&busy())));
+        }
+    }
+
+    /// Works the batch off on the connection of `link`: opens it if there is none, and closes it if it has become unusable.
+    /// Returns whether it is usable.
+    fn on(
+        self: &Arc<Self>,
+        link: &Arc<Link>,
+        connect: fn(&Database) -> Result<Connected, StoreError>,
+        batch: &mut Vec<Op>,
+        work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>) -> bool,
+    ) -> bool {
+        if let Err(error) = link.open(|| connect(&self.database)) {
+            batch.drain(..).for_each(|op| op.answer(Err(same(&error))));
+            return false;
+        }
+        let mut told = Vec::with_capacity(batch.len());
+        let mut slot = link.lock();
+        let healthy = slot.as_ref().is_some_and(|connected| work(&mut Session::new(self, connected, &mut told), batch));
+        if !healthy {
+            *slot = None;
+        }
+        drop(slot);
+        for (reply, answer) in told {
+            reply.say(answer);
+        }
+        healthy
+    }
+
+    /// Hands an operation from the reader to the writer. If the writer has ended, the caller learns that no answer comes.
+    fn hand_on(self: &Arc<Self>, op: Op) {
+        let _ = self.push(&self.writes, std::iter::once(op));
+    }
+
+    /// How soon the reader looks for commits of others; `None` while no duplicate waits.
+    fn poll(&self) -> Option<Duration> {
+        match self.waiters() {
+            0 => None,
+            waiters => Some(POLL + POLL_FOR_EACH.saturating_mul(u32::try_from(waiters).unwrap_or(u32::MAX))),
+        }
+    }
+}
+
+/// The callers that were just answered. Most come back at once, one by one, with their next step, and a commit that does
+/// not wait for them is made for a few. What has come is done meanwhile. A lone call is not delayed.
+struct Company<'a> {
+    queue: &'a Queue,
+    /// How many operations were answered last, and how many waited then.
+    answered: usize,
+    waited: usize,
+    /// How many batches are not waited for, because the answered callers did not come back.
+    skip: u32,
+    next_skip: u32,
+}
+
+impl<'a> Company<'a> {
+    fn of(queue: &'a Queue) -> Self {
+        Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
+    }
+
+    /// Adds the operations that have come to a batch that is done; waits up to `at_most` for the expected ones.
+    fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
+        if self.answered >= COMPANY && self.skip == 0 {
+            self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
+        }
+    }
+
+    /// Notes that `done` operations are answered.
+    pub(super) fn were_answered(&mut self, done: usize) {
+        if self.skip > 0 {
+            self.skip -= 1;
+        } else if self.answered >= COMPANY {
+            if done.saturating_sub(self.waited) >= self.answered / 4 {
+                self.next_skip = 1;
+            } else {
+                self.skip = self.next_skip;
+                self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
+            }
+        }
+        (self.answered, self.waited) = (done, self.queue.len());
+    }
+}
+
+/// A copy of an error, for one more operation.
+pub(super) fn same(error: &StoreError) -> StoreError {
+    StoreError::new(error.kind(), error.to_string())
+}
+
+fn unknown(message: &str) -> StoreError {
+    StoreError::new(StoreErrorKind::Unconfirmed, message)
+}

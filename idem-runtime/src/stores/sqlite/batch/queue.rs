@@ -1,0 +1,265 @@
+//! The operations for the threads of a store handle, and the queues in which they wait.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::clock::Instant;
+use crate::key::Key;
+use crate::record::{
+    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
+};
+use crate::store::{Filter, Page, StoreError};
+use crate::sync::lock;
+
+/// The most operations in one transaction.
+pub(super) const BATCH: usize = 256;
+/// A transaction with this many bytes of results, in questions or answers, takes no more operations.
+pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
+
+/// An operation for a thread.
+#[derive(Debug)]
+pub(in super::super) enum Ask {
+    /// With whether to spare a lease that lapsed while the lock was held.
+    Reserve(ReserveRequest, bool),
+    Renew(Lease),
+    Finish(Lease, Finish),
+    Release(Lease, Release),
+    Decide(Decision),
+    Purge(u32),
+    Inspect(Key),
+    List(Filter),
+    Ping,
+}
+
+impl Ask {
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Finish(_, finish) => finish.result().stored_bytes(),
+            Self::Decide(decision) => decision.result().map_or(0, StoredResult::stored_bytes),
+            _ => 0,
+        }
+    }
+
+    /// Whether it only reads.
+    pub(super) fn reads(&self) -> bool {
+        matches!(self, Self::Inspect(_) | Self::List(_) | Self::Ping)
+    }
+
+    /// The key whose waiters must look again after this answer.
+    pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
+        match (self, answered) {
+            (Self::Reserve(ReserveRequest { key, .. }, _), Ok(Answer::Reservation(Reservation::Granted { .. })))
+            | (
+                Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _),
+                Ok(Answer::Write(Verdict::Applied)),
+            )
+            | (Self::Decide(Decision { key, .. }), Ok(Answer::Decided(Decided::Applied))) => Some(key),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(in super::super) enum Answer {
+    Reservation(Reservation),
+    Decided(Decided),
+    /// A lease lapsed while the lock was held: its owner gets a moment to renew it.
+    Spared,
+    Write(Verdict),
+    Removed(u64),
+    Inspection(Option<Inspection>),
+    Page(Page),
+    Pong,
+}
+
+impl Answer {
+    pub(super) fn bytes(&self) -> usize {
+        let record = match self {
+            Self::Reservation(Reservation::Finished { record, .. }) => record,
+            Self::Inspection(Some(inspection)) => &inspection.record,
+            _ => return 0,
+        };
+        record.state.result().map_or(0, StoredResult::stored_bytes)
+    }
+}
+
+pub(super) type Answered = Result<Answer, StoreError>;
+
+/// Where the answer goes.
+pub(super) enum Reply {
+    One(oneshot::Sender<Answered>),
+    /// One of several leases: its place among them.
+    Lease(usize, mpsc::UnboundedSender<(usize, Answered)>),
+}
+
+pub(super) struct Op {
+    pub(super) number: u64,
+    /// When it was asked for. Only the upkeep thread has it, which gives up by it.
+    pub(super) asked_at: Option<Instant>,
+    pub(super) ask: Ask,
+    pub(super) reply: Reply,
+}
+
+impl Reply {
+    pub(super) fn say(self, answer: Answered) {
+        // A caller that is gone needs no answer.
+        match self {
+            Self::One(reply) => drop(reply.send(answer)),
+            Self::Lease(at, reply) => drop(reply.send((at, answer))),
+        }
+    }
+}
+
+impl Op {
+    pub(super) fn answer(self, answer: Answered) {
+        self.reply.say(answer);
+    }
+
+    /// Whether it need not be done any more: its caller is gone, and it ends no attempt.
+    pub(super) fn is_abandoned(&self) -> bool {
+        let is_gone = || match &self.reply {
+            Reply::One(reply) => reply.is_closed(),
+            Reply::Lease(_, reply) => reply.is_closed(),
+        };
+        !matches!(self.ask, Ask::Finish(..) | Ask::Release(..)) && is_gone()
+    }
+}
+
+/// The operations that wait for one thread.
+#[derive(Default)]
+pub(super) struct Queue {
+    gathered: Mutex<Gathered>,
+    ready: Condvar,
+}
+
+#[derive(Default)]
+struct Gathered {
+    ops: VecDeque<Op>,
+    /// How many operations wake the thread; 0 while it is awake.
+    wakes_at: usize,
+    /// Whether there is a thread.
+    started: bool,
+    closed: bool,
+}
+
+impl Queue {
+    /// Adds operations, unless more than `capacity` would wait then. Returns true if there is no thread yet: the caller
+    /// starts it.
+    pub(super) fn push(&self, ops: impl ExactSizeIterator<Item = Op>, capacity: usize) -> Result<bool, &'static str> {
+        let mut gathered = lock(&self.gathered);
+        if gathered.closed {
+            return Err("the thread of the store has ended");
+        }
+        let len = gathered.ops.len().saturating_add(ops.len());
+        if len > capacity {
+            let before = gathered.ops.len();
+            gathered.ops.retain(|op| !op.is_abandoned());
+            if len - (before - gathered.ops.len()) > capacity {
+                return Err("too many calls wait for the file");
+            }
+        }
+        gathered.ops.extend(ops);
+        let starts = !std::mem::replace(&mut gathered.started, true);
+        let wakes = gathered.wakes_at > 0 && gathered.ops.len() >= gathered.wakes_at;
+        if wakes {
+            gathered.wakes_at = 0;
+        }
+        drop(gathered);
+        if wakes {
+            self.ready.notify_one();
+        }
+        Ok(starts)
+    }
+
+    /// Waits for operations, for `at_most` if that is given, and takes those that are there. Returns false once no more
+    /// will come.
+    pub(super) fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
+        let mut gathered = lock(&self.gathered);
+        while gathered.ops.is_empty() {
+            if gathered.closed {
+                return false;
+            }
+            gathered.wakes_at = 1;
+            match at_most {
+                None => gathered = self.ready.wait(gathered).unwrap_or_else(PoisonError::into_inner),
+                Some(at_most) => {
+                    let waited = self.ready.wait_timeout(gathered, at_most).unwrap_or_else(PoisonError::into_inner);
+                    gathered = waited.0;
+                    if waited.1.timed_out() {
+                        gathered.wakes_at = 0;
+                        break;
+                    }
+                }
+            }
+        }
+        gathered.fill(batch, BATCH);
+        true
+    }
+
+    /// Takes the operations that are there, until the batch has `at_most`.
+    pub(super) fn take_more(&self, batch: &mut Vec<Op>, at_most: usize) {
+        lock(&self.gathered).fill(batch, at_most);
+    }
+
+    /// Takes the operations that are there. If there are none and fewer than `expected` have come, waits up to `at_most`
+    /// for them.
+    pub(super) fn gather(&self, batch: &mut Vec<Op>, expected: usize, at_most: Duration) {
+        let mut gathered = lock(&self.gathered);
+        let missing = expected.saturating_sub(batch.len());
+        if missing > 0 && gathered.ops.is_empty() && !gathered.closed && !at_most.is_zero() {
+            gathered.wakes_at = missing;
+            let waited = self.ready.wait_timeout_while(gathered, at_most, |it| it.wakes_at > 0 && !it.closed);
+            gathered = waited.unwrap_or_else(PoisonError::into_inner).0;
+            gathered.wakes_at = 0;
+        }
+        gathered.fill(batch, BATCH);
+    }
+
+    /// How many operations wait.
+    pub(super) fn len(&self) -> usize {
+        lock(&self.gathered).ops.len()
+    }
+
+    /// Removes an operation that no thread has taken up. Returns whether it did.
+    pub(super) fn forget(&self, number: u64) -> bool {
+        let mut gathered = lock(&self.gathered);
+        let at = gathered.ops.iter().position(|op| op.number == number);
+        at.and_then(|at| gathered.ops.remove(at)).is_some()
+    }
+
+    /// Notes that a thread is being started, or could not be; then the waiting operations are dropped.
+    pub(super) fn set_started(&self, started: bool) {
+        let mut gathered = lock(&self.gathered);
+        gathered.started = started;
+        if !started {
+            gathered.ops.clear();
+        }
+    }
+
+    /// Closes the queue, and drops what is in it.
+    pub(super) fn end(&self) {
+        self.close();
+        lock(&self.gathered).ops.clear();
+    }
+
+    pub(super) fn close(&self) {
+        lock(&self.gathered).closed = true;
+        self.ready.notify_all();
+    }
+}
+
+impl Gathered {
+    fn fill(&mut self, batch: &mut Vec<Op>, at_most: usize) {
+        let mut bytes = batch.iter().map(|op| op.ask.bytes()).sum::<usize>();
+        while batch.len() < at_most && bytes < BATCH_BYTES {
+            let Some(op) = self.ops.pop_front() else { break };
+            if !op.is_abandoned() {
+                bytes += op.ask.bytes();
+                batch.push(op);
+            }
+        }
+    }
+}

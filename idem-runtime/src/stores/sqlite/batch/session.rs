@@ -1,0 +1,636 @@
+//! The work of one thread on its connection: transactions, and their outcomes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rusqlite::Connection;
+
+use super::super::Synchronous;
+use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written};
+use super::super::file::Connected;
+use super::super::sql::{Table, Trouble};
+use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
+use super::{Company, Core, SPARED, Waits, same};
+use crate::clock::Instant;
+use crate::store::{StoreError, StoreErrorKind};
+
+/// How long a transaction may take until its commit: all others wait for the lock meanwhile.
+const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
+/// The same for renewals and late writes, which thousands of handlers may need at once. Their commit comes on top: SQLite
+/// has written all but some 2 MB of its pages by then.
+const LONGEST_UPKEEP: Duration = Duration::from_millis(8);
+/// Operations between two looks at the time.
+const TIMED: usize = 8;
+/// A lock that was held for this many milliseconds counts as the reason why leases were not renewed.
+const LONG_LOCK: i64 = 50;
+/// How long a transaction that has done its batch waits for the callers that were answered last.
+const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
+/// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
+const CLEANED_UP: u32 = 2;
+/// Rows that clean-up looks at before an operation that found the file full is retried.
+const CLEANED_UP_FOR_ROOM: u32 = 64;
+/// How often such an operation is tried.
+const ROUNDS_FOR_ROOM: u32 = 16;
+
+/// Why a transaction failed.
+struct Failure {
+    error: StoreError,
+    /// Whether the connection is unusable.
+    broken: bool,
+    /// Whether the operations may succeed one by one.
+    alone: bool,
+    /// Whether another connection holds the lock, so that nothing was tried.
+    busy: bool,
+}
+
+impl Failure {
+    fn new(error: StoreError, broken: bool) -> Self {
+        Self { error, broken, alone: false, busy: false }
+    }
+
+    /// Nothing of the transaction was written.
+    fn nothing_written(error: &rusqlite::Error) -> Self {
+        Self { busy: is_busy(error), ..Self::new(not_written(error), breaks_connection(error)) }
+    }
+}
+
+/// When the lock was first asked for, by the wall clock and by that of the handle.
+#[derive(Clone, Copy)]
+struct Asked {
+    wall: i64,
+    at: Instant,
+}
+
+/// Answers, and where they go.
+pub(super) type Told = Vec<(Reply, Answered)>;
+
+/// Work on a connection. Nothing of it outlives the work: a forked child must be able to close the connection.
+pub(super) struct Session<'c> {
+    core: &'c Arc<Core>,
+    connected: &'c Connected,
+    table: Table<'c>,
+    /// The answers of the transaction that is open.
+    answers: Vec<Answered>,
+    /// The answers of done operations. They are sent once the connection is at rest: a caller that has its answer may fork.
+    told: &'c mut Told,
+    /// Whether it waits for the lock, for as long as the settings say.
+    patient: bool,
+}
+
+impl<'c> Session<'c> {
+    pub(super) fn new(core: &'c Arc<Core>, connected: &'c Connected, told: &'c mut Told) -> Self {
+        let table = Table::kept(&connected.connection, &core.database.texts);
+        Self { core, connected, table, answers: Vec::new(), told, patient: true }
+    }
+
+    fn fail(&mut self, batch: &mut Vec<Op>, error: &StoreError) {
+        self.told.extend(batch.drain(..).map(|op| (op.reply, Err(same(error)))));
+    }
+
+    fn connection(&self) -> &'c Connection {
+        &self.connected.connection
+    }
+
+    fn execute(&self, sql: &str) -> rusqlite::Result<()> {
+        self.connection().prepare_cached(sql)?.execute([]).map(drop)
+    }
+
+    /// Renewals first: they are urgent, and need not survive a loss of power, which no attempt does. Operations that can't
+    /// begin now, as another connection holds the lock, stay in the batch. Returns false if the connection is unusable.
+    pub(super) fn keep_up(&mut self, batch: &mut Vec<Op>) -> bool {
+        self.patient = false;
+        let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, Ask::Renew(_))).collect();
+        let healthy = self.write_at(Synchronous::Normal, &mut renewals)
+            && self.write_at(self.core.database.options.synchronous, batch);
+        batch.extend(renewals);
+        healthy
+    }
+
+    /// Copies what is in the WAL into the file. No write waits for it. Returns false if the connection is unusable.
+    pub(super) fn checkpoint(&self) -> bool {
+        let done = self.connection().query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+        done.is_ok() || done.is_err_and(|error| !breaks_connection(&error))
+    }
+
+    fn write_at(&mut self, synchronous: Synchronous, batch: &mut Vec<Op>) -> bool {
+        if batch.is_empty() {
+            return true;
+        }
+        match self.connected.wait_for_disk(synchronous) {
+            Ok(()) => self.write(batch, None),
+            Err(error) => {
+                self.fail(batch, &not_written(&error));
+                false
+            }
+        }
+    }
+
+    /// Makes one transaction of the batch and of what `company` adds to it, or of as much as one takes. Returns false if
+    /// the connection is unusable.
+    pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&Company>) -> bool {
+        self.answers.clear();
+        self.answers.reserve(batch.len());
+        match self.transact(batch, true, company) {
+            Ok(()) => self.tell(batch),
+            Err(Failure { busy: true, .. }) if !self.patient => {}
+            // An operation that fails must not fail the others; nor must clean-up.
+            Err(Failure { alone: true, broken: false, .. }) => {
+                let mut alone = batch.drain(..).collect::<VecDeque<_>>();
+                while let Some(op) = alone.pop_front() {
+                    if !self.write_alone(op) {
+                        batch.extend(alone);
+                        return false;
+                    }
+                }
+            }
+            Err(Failure { error, broken, .. }) => {
+                self.fail(batch, &error);
+                return !broken;
+            }
+        }
+        true
+    }
+
+    /// Answers the operations that were done.
+    fn tell(&mut self, batch: &mut Vec<Op>) {
+        if self.core.waiters() > 0 {
+            let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
+            ended.for_each(|key| self.core.waiting.wake(key.as_str()));
+        }
+        let done = batch.drain(..self.answers.len());
+        self.told.extend(done.map(|op| op.reply).zip(self.answers.drain(..)));
+    }
+
+    /// How many answers wait to be sent.
+    pub(super) fn done(&self) -> usize {
+        self.told.len()
+    }
+
+    /// Sends the answers, although the connection is not at rest.
+    pub(super) fn tell_now(&mut self) {
+        for (reply, answer) in self.told.drain(..) {
+            reply.say(answer);
+        }
+    }
+
+    /// One operation in a transaction of its own. If the file is full, retries after removing expired records.
+    fn write_alone(&mut self, op: Op) -> bool {
+        let mut batch = vec![op];
+        for rounds in (0..ROUNDS_FOR_ROOM).rev() {
+            self.answers.clear();
+            match self.transact(&mut batch, false, None) {
+                Ok(()) => self.tell(&mut batch),
+                Err(Failure { error, broken: false, .. })
+                    if rounds > 0 && error.kind() == StoreErrorKind::Full && self.make_room() => {}
+                Err(Failure { error, broken, .. }) => {
+                    self.fail(&mut batch, &error);
+                    return !broken;
+                }
+            }
+            if batch.is_empty() {
+                break;
+            }
+        }
+        true
+    }
+
+    /// Removes some expired records. Returns whether there were any.
+    fn make_room(&mut self) -> bool {
+        let database = &self.core.database;
+        if database.limit_size(self.connection(), true).is_err() {
+            return false;
+        }
+        let cleaned = self.begin(&mut Vec::new()).and_then(|_| {
+            let cleaned = self.table.clean_up(self.core.wall_millis(), CLEANED_UP_FOR_ROOM);
+            let removed = cleaned.map_err(|error| Failure::nothing_written(&error))?;
+            self.commit()?;
+            Ok(removed)
+        });
+        if cleaned.is_err() {
+            self.roll_back();
+        }
+        database.limit_size(self.connection(), false).is_ok() && cleaned.is_ok_and(|removed| removed > 0)
+    }
+
+    /// Gets the lock, and returns when it was first asked for. Replays need no lock: if it takes a while, they are answered
+    /// at once. Then drops the operations whose callers are gone.
+    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
+        let Core { database, .. } = &**self.core;
+        database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
+        let asked = Asked { wall: self.core.wall_millis(), at: database.clock.now() };
+        let mut begun = self.try_begin();
+        if self.patient && begun.as_ref().is_err_and(is_busy) {
+            let now = self.core.wall_millis();
+            let mut rest = Vec::with_capacity(batch.len());
+            for op in batch.drain(..) {
+                match &op.ask {
+                    Ask::Reserve(request, _) => match self.table.answer(request, now) {
+                        Ok(Some(answer)) => op.answer(Ok(Answer::Reservation(answer))),
+                        _ => rest.push(op),
+                    },
+                    _ => rest.push(op),
+                }
+            }
+            *batch = rest;
+            let _waits = Waits::writer(self.core);
+            begun = database.patiently(|| self.try_begin());
+            if begun.as_ref().is_err_and(is_busy) {
+                self.core.was_locked_since(self.locked_since(asked), SPARED);
+            }
+        }
+        batch.retain(|op| !op.is_abandoned());
+        begun.map(|()| asked).map_err(|error| Failure::nothing_written(&error))
+    }
+
+    /// Since when no lease could be renewed, as far as this handle knows.
+    fn locked_since(&self, asked: Asked) -> i64 {
+        self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
+    }
+
+    fn try_begin(&self) -> rusqlite::Result<()> {
+        if self.patient && self.core.upkeep_waits() {
+            return Err(busy());
+        }
+        self.execute("BEGIN IMMEDIATE")?;
+        if !self.patient {
+            self.core.upkeep_has_lock();
+        }
+        Ok(())
+    }
+
+    fn commit(&self) -> Result<(), Failure> {
+        self.execute("COMMIT").map_err(|error| {
+            let rolled_back = self.roll_back();
+            let failure = not_committed(&error);
+            let alone = failure.kind() == StoreErrorKind::Full;
+            Failure { alone, ..Failure::new(failure, breaks_connection(&error) || !rolled_back) }
+        })
+    }
+
+    /// Ends the transaction, if there is one.
+    fn roll_back(&self) -> bool {
+        self.connection().is_autocommit() || self.connection().execute_batch("ROLLBACK").is_ok()
+    }
+
+    /// Does as much of the batch as one transaction takes, and keeps its answers.
+    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool, company: Option<&Company>) -> Result<(), Failure> {
+        let asked = self.begin(batch)?;
+        let connection = self.connection();
+        let clock = &self.core.database.clock;
+        let (began, now) = (clock.now(), self.core.wall_millis());
+        let since = self.locked_since(asked).min(now);
+        let (mut reservations, mut bytes) = (0, 0);
+        let mut patience = WAIT_FOR_COMPANY;
+        let longest = if self.patient { LONGEST_TRANSACTION } else { LONGEST_UPKEEP };
+        loop {
+            let n = self.answers.len();
+            if n == batch.len()
+                && let Some(company) = company
+                && !self.core.upkeep_waits()
+            {
+                company.join(batch, std::mem::take(&mut patience));
+            }
+            let Some(op) = batch.get(n) else { break };
+            let answer = match self.perform(op, now, since) {
+                // A full disk and similar errors roll the whole transaction back.
+                Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
+                    return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
+                }
+                answer => answer.map_err(|trouble| failed(&trouble)),
+            };
+            reservations += u32::from(matches!(op.ask, Ask::Reserve(..)));
+            bytes += answer.as_ref().map_or(0, Answer::bytes);
+            self.answers.push(answer);
+            let is_long = || clock.now().saturating_since(began) >= longest;
+            if bytes >= BATCH_BYTES || ((n + 1).is_multiple_of(TIMED) && is_long()) {
+                break;
+            }
+        }
+        if clean_up
+            && let Some(reservations) = self.core.reserved(reservations)
+            && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
+        {
+            tracing::debug!(%error, "expired records could not be cleaned up");
+            if connection.is_autocommit() {
+                return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
+            }
+        }
+        self.commit()?;
+        if self.core.wall_millis() - asked.wall >= LONG_LOCK {
+            // An earlier lock does not count: a lease is spared once.
+            self.core.was_locked_since(asked.wall, SPARED);
+        }
+        Ok(())
+    }
+
+    /// Performs `op` at `now`; no lease could be renewed since `since`.
+    fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
+        let table = &mut self.table;
+        Ok(match &op.ask {
+            Ask::Reserve(request, true) if now - since >= LONG_LOCK && table.is_spared(request, since, now)? => {
+                Answer::Spared
+            }
+            Ask::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
+            Ask::Renew(lease) => Answer::Write(table.renew(lease, now)?),
+            Ask::Finish(_, finish) if !self.core.database.holds(finish) => {
+                return Err(Trouble::TooLarge(finish.result().stored_bytes()));
+            }
+            Ask::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
+            Ask::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
+            Ask::Decide(decision) => Answer::Decided(table.decide(decision, now)?),
+            Ask::Purge(limit) => Answer::Removed(table.clean_up(now, *limit)?),
+            Ask::Inspect(key) => Answer::Inspection(table.inspect(key, now)?),
+            Ask::List(filter) => Answer::Page(table.list(filter, now)?),
+            Ask::Ping => table.ping().map(|()| Answer::Pong)?,
+        })
+    }
+
+    /// Answers the operations that change nothing, and hands the rest on to the writer. Returns false if the connection is
+    /// unusable. `version` is that of the file when waiting duplicates were last told to look.
+    pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> bool {
+        let looked = self.look(batch, version);
+        let Err(failure) = looked else { return true };
+        self.roll_back();
+        self.fail(batch, &failure.error);
+        !failure.broken
+    }
+
+    /// Reads as much from one snapshot as a transaction may: meanwhile the WAL can't start anew.
+    fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
+        let core = self.core;
+        let database = &core.database;
+        database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
+        let failed_to_read = |error: rusqlite::Error| Failure::nothing_written(&error);
+        let polls = core.waiters() > 0;
+        let transaction = batch.len() + usize::from(polls) > 1;
+        let began = database.clock.now();
+        if transaction {
+            self.execute("BEGIN").map_err(failed_to_read)?;
+        }
+        if polls {
+            let found = database
+                .patiently(|| self.connection().prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0)));
+            let found = found.map_err(failed_to_read)?;
+            // Before the look-ups of this batch, so that the next poll finds a commit made after them.
+            if version.replace(found) != Some(found) {
+                core.waiting.wake_all();
+            }
+        }
+        let (now, mut bytes) = (self.core.wall_millis(), 0);
+        batch.reverse();
+        for n in 0_usize.. {
+            let Some(op) = batch.pop() else { break };
+            let answer = database.patiently(|| match &op.ask {
+                Ask::Reserve(request, _) => {
+                    quietly(self.table.answer(request, now).map(|it| it.map(Answer::Reservation)))
+                }
+                Ask::Inspect(_) | Ask::List(_) | Ask::Ping => quietly(self.perform(&op, now, now).map(Some)),
+                _ => Ok(Ok(None)),
+            });
+            match answer.map_err(Trouble::Sqlite).and_then(|answer| answer) {
+                Err(Trouble::Sqlite(error)) if breaks_connection(&error) => {
+                    batch.push(op);
+                    return Err(failed_to_read(error));
+                }
+                answer => match answer.map_err(|trouble| failed(&trouble)).transpose() {
+                    Some(answer) => {
+                        bytes += answer.as_ref().map_or(0, Answer::bytes);
+                        self.told.push((op.reply, answer));
+                    }
+                    None => core.hand_on(op),
+                },
+            }
+            let is_long = || database.clock.now().saturating_since(began) >= LONGEST_TRANSACTION;
+            if bytes >= BATCH_BYTES || ((n + 1).is_multiple_of(TIMED) && is_long()) {
+                break;
+            }
+        }
+        batch.reverse();
+        if transaction { self.execute("COMMIT").map_err(failed_to_read) } else { Ok(()) }
+    }
+}
+
+/// Separates the errors of SQLite, which `patiently` is to judge.
+fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>> {
+    match answer {
+        Err(Trouble::Sqlite(error)) => Err(error),
+        answer => Ok(answer),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use tokio::sync::oneshot;
+
+    use super::super::super::file::Database;
+    use super::super::queue::Queue;
+    use super::*;
+    use crate::clock::SystemClock;
+    use crate::codec::CodecName;
+    use crate::key::Key;
+    use crate::policy::OnCrash;
+    use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
+    use crate::stores::sqlite::SqliteStore;
+
+    /// A file in a folder that is removed on drop, without any threads.
+    struct Quiet {
+        folder: PathBuf,
+        core: Arc<Core>,
+        connected: Connected,
+    }
+
+    impl Quiet {
+        fn new(name: &str) -> Self {
+            let folder = std::env::temp_dir().join(format!("idem-sqlite-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&folder).unwrap();
+            let options = SqliteStore::options().busy_timeout(Duration::from_millis(1));
+            let database =
+                Database::new(&folder.join("records.db"), options, Arc::new(SystemClock::default())).unwrap();
+            let core = Arc::new(Core::new(Arc::new(database)));
+            let connected = core.database.create().unwrap();
+            Self { folder, core, connected }
+        }
+
+        /// Does `work` on `asks`. Returns how many it leaves over, and its answers.
+        fn work(&self, asks: Vec<Ask>, work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>)) -> (usize, Vec<Answered>) {
+            let mut callers = Vec::new();
+            let op = |ask| {
+                let (reply, caller) = oneshot::channel();
+                callers.push(caller);
+                Op { number: 0, asked_at: None, ask, reply: Reply::One(reply) }
+            };
+            let mut batch: Vec<_> = asks.into_iter().map(op).collect();
+            let mut told = Vec::new();
+            work(&mut Session::new(&self.core, &self.connected, &mut told), &mut batch);
+            (batch.len(), told.into_iter().map(|(_, answer)| answer).collect())
+        }
+    }
+
+    impl Drop for Quiet {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.folder).ok();
+        }
+    }
+
+    fn reserve(n: u8) -> ReserveRequest {
+        ReserveRequest {
+            key: Key::new("threads", n).unwrap(),
+            owner: OwnerToken::from_bytes([n; 16]),
+            lease: Duration::from_secs(60),
+            ttl: Duration::from_secs(60),
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+            trail: crate::record::Trail::default(),
+        }
+    }
+
+    #[test]
+    fn a_transaction_takes_no_more_than_some_megabytes_of_answers() {
+        let quiet = Quiet::new("answers");
+        let requests: Vec<_> = (0..32).map(reserve).collect();
+        for request in &requests {
+            let lease = crate::record::Record::first(request).lease(request);
+            let bytes = vec![b'x'; 1024 * 1024].into();
+            let result =
+                Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<crate::codec::Json>(), bytes });
+            let asks = vec![Ask::Reserve(request.clone(), true), Ask::Finish(lease, result)];
+            let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
+            assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
+        }
+        // By a write and by a read, every result is found, but not all at once.
+        let asks = || requests.iter().cloned().map(|request| Ask::Reserve(request, true)).collect::<Vec<_>>();
+        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
+        assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
+        let mut version = None;
+        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.read(batch, &mut version)));
+        assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
+    }
+
+    #[test]
+    fn a_transaction_takes_along_those_who_come_meanwhile() {
+        let quiet = Quiet::new("company");
+        let queue = Queue::default();
+        let mut company = Company::of(&queue);
+        let mut keys = 0_u8;
+        let mut asks = |count: u8| {
+            keys += count;
+            (keys - count..keys).map(|n| Ask::Reserve(reserve(n), true)).collect::<Vec<_>>()
+        };
+        let come = |asks: Vec<Ask>| {
+            let op = |ask| Op { number: 0, asked_at: None, ask, reply: Reply::One(oneshot::channel().0) };
+            queue.push(asks.into_iter().map(op).collect::<Vec<_>>().into_iter(), 100).unwrap();
+        };
+        let answered = |asks, company: &Company<'_>| {
+            quiet.work(asks, |session, batch| assert!(session.write(batch, Some(company)))).1.len()
+        };
+        // No caller was answered before, so none is expected.
+        assert_eq!(answered(asks(1), &company), 1);
+        company.were_answered(4);
+        let leases = (0..3).map(|n| {
+            let request = reserve(100 + n);
+            Ask::Finish(
+                crate::record::Record::first(&request).lease(&request),
+                Finish::Completed(StoredResult::Unencodable),
+            )
+        });
+        come(leases.collect());
+        assert_eq!(answered(asks(1), &company), 4);
+    }
+
+    #[test]
+    fn the_writer_lets_upkeep_go_first() {
+        let quiet = Quiet::new("first");
+        let waits = Waits::upkeep(&quiet.core);
+        let asks = || vec![Ask::Reserve(reserve(1), true)];
+        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
+        assert!(matches!(&answers[..], [Err(error)] if error.kind() == StoreErrorKind::Unavailable), "{answers:?}");
+        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.keep_up(batch)));
+        assert!(left == 0 && matches!(answers[..], [Ok(Answer::Reservation(_))]), "{answers:?}");
+        drop(waits);
+        let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
+        assert!(matches!(answers[..], [Ok(Answer::Reservation(_))]), "{answers:?}");
+    }
+
+    #[test]
+    fn a_lease_that_lapsed_while_the_lock_was_held_is_spared_for_a_moment() {
+        const LONG: Duration = Duration::from_secs(600);
+        let quiet = Quiet::new("spared");
+        let held = ReserveRequest { lease: Duration::from_millis(1), ..reserve(1) };
+        let before = quiet.core.wall_millis();
+        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
+        quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
+        while quiet.core.wall_millis() <= before + LONG_LOCK {
+            std::thread::yield_now();
+        }
+        let duplicate = ReserveRequest { owner: OwnerToken::from_bytes([9; 16]), ..held.clone() };
+        let ask = |spares| vec![Ask::Reserve(duplicate.clone(), spares)];
+        // Another connection held the lock from before the lapse until now.
+        quiet.core.was_locked_since(before, LONG);
+        let (_, answers) = quiet.work(ask(true), write);
+        assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
+        // The owner gets its own reservation.
+        let (_, answers) = quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
+        assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Granted { takeover: false, .. }))]));
+        // The moment is over: the lease is taken over.
+        let taken_over = |answers: &[Answered]| {
+            matches!(answers, [Ok(Answer::Reservation(Reservation::Granted { takeover: true, .. }))])
+        };
+        let (_, answers) = quiet.work(ask(false), write);
+        assert!(taken_over(&answers), "{answers:?}");
+        // The lock was held for long, but only after the lapse: it was not the reason.
+        let pass = |millis| {
+            let until = quiet.core.wall_millis() + millis;
+            while quiet.core.wall_millis() <= until {
+                std::thread::yield_now();
+            }
+        };
+        pass(10);
+        let since = quiet.core.wall_millis();
+        pass(LONG_LOCK);
+        quiet.core.was_locked_since(since, LONG);
+        let third = ReserveRequest { owner: OwnerToken::from_bytes([7; 16]), ..held };
+        let (_, answers) = quiet.work(vec![Ask::Reserve(third, true)], write);
+        assert!(taken_over(&answers), "{answers:?}");
+    }
+
+    #[test]
+    fn a_lock_that_can_not_be_got_is_noted_from_its_first_try_on() {
+        let quiet = Quiet::new("noted");
+        let core = &quiet.core;
+        let at = core.database.clock.now();
+        let holder = core.database.reconnect().unwrap();
+        holder.connection.execute_batch("BEGIN IMMEDIATE").unwrap();
+        let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
+        let (before, asks) = (quiet.core.wall_millis(), || vec![Ask::Reserve(reserve(1), true)]);
+        assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
+        let since = core.locked_since(at).expect("noted");
+        assert!((before..=quiet.core.wall_millis()).contains(&since));
+        // A second try keeps that time, if not much has passed in between.
+        core.was_locked_since(since, Duration::from_secs(600));
+        assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
+        assert_eq!(core.locked_since(at), Some(since));
+    }
+
+    #[test]
+    fn only_renewals_do_not_wait_for_the_disk() {
+        let quiet = Quiet::new("disk");
+        let request = reserve(1);
+        let lease = crate::record::Record::first(&request).lease(&request);
+        let asks = vec![Ask::Renew(lease.clone()), Ask::Reserve(request, true), Ask::Renew(lease.clone())];
+        let (_, answers) = quiet.work(asks, |session, batch| {
+            assert!(session.keep_up(batch));
+            assert_eq!(session.connected.synchronous(), 2, "FULL again, for what has to last");
+        });
+        let kinds: Vec<_> =
+            answers.iter().map(|answer| matches!(answer, Ok(Answer::Write(Verdict::Refused)))).collect();
+        assert_eq!(kinds, [true, true, false], "renewals come first: {answers:?}");
+        quiet.work(vec![Ask::Renew(lease)], |session, batch| {
+            assert!(session.keep_up(batch));
+            assert_eq!(session.connected.synchronous(), 1, "NORMAL");
+        });
+    }
+}

@@ -1,0 +1,140 @@
+//! What SQLite's errors mean.
+
+use rusqlite::ffi::{self, ErrorCode};
+
+use super::sql::Trouble;
+use crate::store::{StoreError, StoreErrorKind};
+
+pub(super) fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
+    error.sqlite_error_code()
+}
+
+fn extended(error: &rusqlite::Error) -> Option<i32> {
+    error.sqlite_error().map(|error| error.extended_code)
+}
+
+/// SQLite's error while another connection holds the lock.
+pub(super) fn busy() -> rusqlite::Error {
+    rusqlite::Error::SqliteFailure(ffi::Error::new(ffi::SQLITE_BUSY), None)
+}
+
+pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
+}
+
+/// Whether the connection must be reopened after `error`.
+pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
+    !matches!(
+        code(error),
+        Some(
+            ErrorCode::DatabaseBusy
+                | ErrorCode::DatabaseLocked
+                | ErrorCode::DiskFull
+                | ErrorCode::TooBig
+                | ErrorCode::ConstraintViolation
+        )
+    )
+}
+
+/// The meaning of `error` if its transaction has not been committed.
+pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
+    use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable};
+    let (kind, what) = match code(error) {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
+            (Unavailable, "another process holds the lock on the file")
+        }
+        Some(ErrorCode::DiskFull) => (Full, "the disk is full, or the file has reached `max_bytes`"),
+        // The file was removed or replaced; the next call checks what is there.
+        Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
+            (Unavailable, "the file was moved away")
+        }
+        Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied | ErrorCode::AuthorizationForStatementDenied) => {
+            (Misconfigured, "the file can't be written")
+        }
+        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (Corrupt, "the file is damaged"),
+        Some(ErrorCode::TooBig) => (TooLarge, "SQLite can't hold a row of that size"),
+        // For example a table that was removed or altered, or a trigger that refuses.
+        Some(ErrorCode::Unknown | ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch) => {
+            (Misconfigured, "the table can't be used")
+        }
+        _ => (Unavailable, "SQLite failed"),
+    };
+    StoreError::new(kind, format!("nothing was written: {what}: {error}"))
+}
+
+/// The meaning of `error` as the answer to a commit.
+pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
+    match code(error) {
+        // Without the lock, or without room for the frame that makes the others valid, there is no commit.
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
+        _ => StoreError::new(
+            StoreErrorKind::Unconfirmed,
+            format!("the commit failed, but may still take effect after a crash: {error}"),
+        ),
+    }
+}
+
+/// The error of one operation.
+pub(super) fn failed(trouble: &Trouble) -> StoreError {
+    match trouble {
+        Trouble::Sqlite(error) => not_written(error),
+        Trouble::Format(error) => StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(*error),
+        Trouble::TooLarge(bytes) => {
+            StoreError::new(StoreErrorKind::TooLarge, format!("the file can't hold a result of {bytes} bytes"))
+        }
+    }
+}
+
+pub(super) fn unavailable(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, message)
+}
+
+pub(super) fn misconfigured(message: String) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use rusqlite::ffi::*;
+
+    use super::*;
+
+    #[test]
+    fn every_failure_of_sqlite_has_its_kind() {
+        use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
+        // Its meaning before a commit, its meaning as the answer to one, and whether the connection must be reopened.
+        let codes = [
+            (SQLITE_BUSY, Unavailable, Unavailable, false),
+            (SQLITE_BUSY_RECOVERY, Unavailable, Unavailable, false),
+            (SQLITE_BUSY_SNAPSHOT, Unavailable, Unavailable, false),
+            (SQLITE_LOCKED, Unavailable, Unavailable, false),
+            (SQLITE_FULL, Full, Full, false),
+            (SQLITE_READONLY, Misconfigured, Unconfirmed, true),
+            (SQLITE_READONLY_DIRECTORY, Misconfigured, Unconfirmed, true),
+            (SQLITE_READONLY_DBMOVED, Unavailable, Unconfirmed, true),
+            (SQLITE_PERM, Misconfigured, Unconfirmed, true),
+            (SQLITE_CANTOPEN, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_READ, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_WRITE, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_FSYNC, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_SHMSIZE, Unavailable, Unconfirmed, true),
+            (SQLITE_IOERR_NOMEM, Unavailable, Unconfirmed, true),
+            (SQLITE_NOMEM, Unavailable, Unconfirmed, true),
+            (SQLITE_PROTOCOL, Unavailable, Unconfirmed, true),
+            (SQLITE_INTERRUPT, Unavailable, Unconfirmed, true),
+            (SQLITE_CORRUPT, Corrupt, Unconfirmed, true),
+            (SQLITE_CORRUPT_INDEX, Corrupt, Unconfirmed, true),
+            (SQLITE_NOTADB, Corrupt, Unconfirmed, true),
+            (SQLITE_TOOBIG, TooLarge, Unconfirmed, false),
+            // No such table, another table, a trigger that refuses.
+            (SQLITE_ERROR, Misconfigured, Unconfirmed, true),
+            (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unconfirmed, false),
+        ];
+        for (code, before, commit, anew) in codes {
+            let error = rusqlite::Error::SqliteFailure(Error::new(code), None);
+            assert_eq!(not_written(&error).kind(), before, "{error}");
+            assert_eq!(not_committed(&error).kind(), commit, "{error}");
+            assert_eq!(breaks_connection(&error), anew, "{error}");
+        }
+    }
+}

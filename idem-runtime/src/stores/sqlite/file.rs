@@ -1,0 +1,242 @@
+//! A file, and the connections to it.
+
+use std::cell::Cell;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rusqlite::ffi::ErrorCode;
+use rusqlite::{Connection, OpenFlags};
+
+use super::failure::{code, is_busy, misconfigured, not_written, unavailable};
+use super::options::{SqliteOptions, Synchronous};
+use super::sql::{self, Form, Texts};
+use crate::clock::{Clock, Instant};
+use crate::record::Finish;
+use crate::store::StoreError;
+
+/// The pauses between two tries to get a lock that another process holds: about as long as a transaction, and shorter than
+/// the time for which a beat of many leases lets go of the lock now and then (`TURN`).
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+/// The size of a file without records: the pages of the schema, of the table and of its indexes.
+const EMPTY_FILE: u64 = 4 * 4096;
+/// Pages of a bounded file that are reserved for clean-up.
+const RESERVED_PAGES: i64 = 8;
+/// Pages in the WAL from which on a renewal or a late write copies them into the file. Other writes do so from 1000 on, so
+/// a renewal takes that long only if nobody else writes.
+const UPKEEP_CHECKPOINT: u32 = 4000;
+/// The prepared statements that a connection keeps.
+const STATEMENTS: usize = 32;
+
+/// A file and how it is to be used.
+#[derive(Debug)]
+pub(super) struct Database {
+    pub(super) path: PathBuf,
+    pub(super) options: SqliteOptions,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) texts: Texts,
+}
+
+/// A connection, and which file it is connected to.
+pub(super) struct Connected {
+    pub(super) connection: Connection,
+    file: FileId,
+    synchronous: Cell<Synchronous>,
+}
+
+impl Connected {
+    /// Chooses what the next commits wait for.
+    pub(super) fn wait_for_disk(&self, synchronous: Synchronous) -> rusqlite::Result<()> {
+        if self.synchronous.get() != synchronous {
+            self.connection.execute_batch(synchronous.pragma())?;
+            self.synchronous.set(synchronous);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Connected {
+    /// What SQLite reports that it waits for.
+    pub(super) fn synchronous(&self) -> i64 {
+        self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0)).unwrap()
+    }
+}
+
+impl Database {
+    pub(super) fn new(path: &Path, options: SqliteOptions, clock: Arc<dyn Clock>) -> Result<Self, StoreError> {
+        sql::check_name(&options.table).map_err(misconfigured)?;
+        if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
+            return Err(misconfigured(
+                "an in-memory database holds no records; give a file, or use `MemoryStore`".to_owned(),
+            ));
+        }
+        // Absolute, so that a later change of the working directory has no effect, and `file:` is no URI.
+        let path = std::path::absolute(path)
+            .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
+        let texts = Texts::of(&options.table);
+        Ok(Self { path, options, clock, texts })
+    }
+
+    /// Connects, and creates the file and the table if they are missing.
+    pub(super) fn create(&self) -> Result<Connected, StoreError> {
+        self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
+            Failure::Refused(error) => error,
+            Failure::Sqlite(error) => self.unusable(&error),
+        })
+    }
+
+    /// Connects again. A missing file is not created: that would forget every record.
+    pub(super) fn reconnect(&self) -> Result<Connected, StoreError> {
+        self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
+            Failure::Refused(error) => error,
+            Failure::Sqlite(error) => not_written(&error),
+        })
+    }
+
+    /// Whether a file of the largest size could hold the result, if nothing else were in it.
+    pub(super) fn holds(&self, finish: &Finish) -> bool {
+        let bytes = u64::try_from(finish.result().stored_bytes()).unwrap_or(u64::MAX);
+        self.options.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
+    }
+
+    /// Connects for renewals and late writes.
+    pub(super) fn reconnect_for_upkeep(&self) -> Result<Connected, StoreError> {
+        let connected = self.reconnect()?;
+        let pragma = format!("PRAGMA wal_autocheckpoint = {UPKEEP_CHECKPOINT}");
+        let set = connected.connection.query_row(&pragma, [], |_| Ok(()));
+        set.map(|()| connected).map_err(|error| not_written(&error))
+    }
+
+    fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
+        let flags = flags | OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(&self.path, flags)?;
+        // This store waits for locks itself, with shorter pauses than SQLite's.
+        connection.busy_timeout(Duration::ZERO)?;
+        // If the file can't be opened for writing, SQLite opens it for reading.
+        if connection.is_readonly("main")? {
+            let message = format!("`{}` is read-only: records can't be written", self.path.display());
+            return Err(Failure::Refused(misconfigured(message)));
+        }
+        let file = FileId::of(&self.path).map_err(|error| {
+            Failure::Refused(unavailable(format!("`{}` can't be inspected: {error}", self.path.display())))
+        })?;
+        let mode =
+            self.patiently(|| connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0)))?;
+        if mode != "wal" {
+            let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
+            return Err(Failure::Refused(misconfigured(message)));
+        }
+        let synchronous = self.options.synchronous;
+        // `fullfsync` is for macOS, where a plain fsync leaves the data in the disk's own cache.
+        connection.execute_batch(&format!("{}; PRAGMA fullfsync = ON;", synchronous.pragma()))?;
+        connection.set_prepared_statement_cache_capacity(STATEMENTS);
+        self.patiently(|| self.limit_size(&connection, false))?;
+        self.check_table(&connection, may_create)?;
+        Ok(Connected { connection, file, synchronous: Cell::new(synchronous) })
+    }
+
+    /// Bounds the file. The last pages are reserved for clean-up: the removal of a row may take one before others are free.
+    pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
+        let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
+        let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
+        let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
+        let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
+        // SQLite bounds the value by the present size of the file, and by its own limit.
+        connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
+    }
+
+    fn check_table(&self, connection: &Connection, may_create: bool) -> Result<(), Failure> {
+        let table = &self.options.table;
+        let mut form = self.patiently(|| sql::form(connection, table))?;
+        if form == Form::Absent && may_create {
+            self.patiently(|| connection.execute_batch("BEGIN IMMEDIATE"))?;
+            let created = sql::create(connection, table).and_then(|()| connection.execute_batch("COMMIT"));
+            if created.is_err() && !connection.is_autocommit() {
+                connection.execute_batch("ROLLBACK").ok();
+            }
+            created?;
+            form = self.patiently(|| sql::form(connection, table))?;
+        }
+        match form.problem() {
+            None => Ok(()),
+            Some(problem) => {
+                let message = format!("the table `{table}` in `{}` {problem}", self.path.display());
+                Err(Failure::Refused(misconfigured(message)))
+            }
+        }
+    }
+
+    /// Repeats `work` while another process or handle holds the lock, up to the busy timeout.
+    pub(super) fn patiently<T>(&self, mut work: impl FnMut() -> rusqlite::Result<T>) -> rusqlite::Result<T> {
+        let started: Instant = self.clock.now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match work() {
+                Err(error)
+                    if is_busy(&error) && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
+                {
+                    std::thread::park_timeout(pause);
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Fails if the file at the path is not the connected one: after a removal or a replacement this process would
+    /// otherwise keep records that nobody else sees.
+    pub(super) fn check_file(&self, connected: &Connected) -> Result<(), StoreError> {
+        match FileId::of(&self.path) {
+            Ok(file) if file == connected.file => Ok(()),
+            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", self.path.display()))),
+            Err(error) => Err(unavailable(format!("`{}` is gone: {error}", self.path.display()))),
+        }
+    }
+
+    /// The error for a failure to open the file.
+    fn unusable(&self, error: &rusqlite::Error) -> StoreError {
+        let path = self.path.display();
+        match code(error) {
+            Some(ErrorCode::CannotOpen | ErrorCode::PermissionDenied | ErrorCode::ReadOnly) => misconfigured(format!(
+                "`{path}` can't be opened; its folder must be there, and both must be writable: {error}"
+            )),
+            Some(ErrorCode::NotADatabase) => {
+                misconfigured(format!("`{path}` is not a SQLite database; it is left alone: {error}"))
+            }
+            _ => not_written(error),
+        }
+    }
+}
+
+/// Why there is no connection.
+enum Failure {
+    Refused(StoreError),
+    Sqlite(rusqlite::Error),
+}
+
+impl From<rusqlite::Error> for Failure {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+/// Distinguishes a file from another one at the same path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct FileId(u64, u64);
+
+impl FileId {
+    #[cfg(unix)]
+    fn of(path: &Path) -> io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(path).map(|file| Self(file.dev(), file.ino()))
+    }
+
+    /// On this system an open file can't be removed.
+    #[cfg(not(unix))]
+    fn of(path: &Path) -> io::Result<Self> {
+        std::fs::metadata(path).map(|_| Self(0, 0))
+    }
+}

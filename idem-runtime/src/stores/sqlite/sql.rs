@@ -1,0 +1,667 @@
+//! The table of records: its form, and what each operation does with a row.
+//!
+//! Everything here runs on a connection that is inside a transaction, whoever began it. A reservation, a renewal and the
+//! end of an attempt begin with a write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock
+//! before it looks. `now` is [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
+
+use std::ops::{Deref, DerefMut};
+use std::time::Duration;
+
+use bytes::Bytes;
+use rusqlite::types::{FromSqlError, Value};
+use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
+
+use crate::key::Key;
+use crate::record::format::FormatError;
+use crate::record::{
+    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Reading, Record, Release, Reservation,
+    ReserveRequest, Ruling, State, StoredResult, Verdict, signed_millis,
+};
+use crate::store::{Cursor, Filter, Page};
+
+/// The default name of the table.
+pub(super) const NAME: &str = "idem_records";
+/// The limit of SQLite for a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
+const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
+/// How long clean-up leaves a row alone that it may not judge.
+const NOT_OURS: i64 = 24 * 3600 * 1000;
+
+/// The columns of version 1, in their order. A later version adds at least one, by which this release refuses it.
+const COLUMNS: [&str; 22] = [
+    "key",
+    "format",
+    "state",
+    "owner",
+    "attempt",
+    "attempts_used",
+    "fingerprint",
+    "on_crash_fail",
+    "lease_ms",
+    "ttl_ms",
+    "lapses_at",
+    "expires_at",
+    "listed_at",
+    "first_seen_at",
+    "began_at",
+    "holder",
+    "traceparent",
+    "decided_by",
+    "decided_reason",
+    "codec",
+    "result_bytes",
+    "result",
+];
+
+/// What a row is read from, in this order, before its result.
+const RECORD: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
+                      lapses_at, holder, traceparent, decided_by, decided_reason, first_seen_at, began_at, codec, result_bytes";
+/// The index of the result, of its size where it is left out, and of the key in a list.
+const RESULT_AT: usize = 19;
+const SIZE_AT: usize = 20;
+const KEY_AT: usize = 21;
+/// The longest result that a lone caller reads itself: a few pages.
+pub(super) const SMALL_RESULT: usize = 16 * 1024;
+/// How many rows a page of a list is made from at most.
+const LOOKED_AT: usize = 2_000;
+
+/// Why an operation has no answer.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// SQLite refused or failed.
+    Sqlite(rusqlite::Error),
+    /// The row is not a record.
+    Format(FormatError),
+    /// The result is larger than a row can be.
+    TooLarge(usize),
+}
+
+impl From<rusqlite::Error> for Trouble {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+impl From<FormatError> for Trouble {
+    fn from(error: FormatError) -> Self {
+        Self::Format(error)
+    }
+}
+
+impl From<FromSqlError> for Trouble {
+    fn from(_: FromSqlError) -> Self {
+        Self::Format(FormatError::Damaged)
+    }
+}
+
+/// The form of a table that has the name of the records.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Form {
+    Absent,
+    Ours,
+    /// All columns of this version, and these.
+    Later(Vec<String>),
+    Foreign,
+}
+
+impl Form {
+    /// Why a table of this form can't be used.
+    pub(super) fn problem(&self) -> Option<String> {
+        match self {
+            Self::Ours => None,
+            Self::Absent => Some("is gone".to_owned()),
+            Self::Foreign => Some("is not of this library; it is left alone: choose another name".to_owned()),
+            Self::Later(columns) => {
+                Some(format!("has columns of a later release ({}); upgrade this process", columns.join(", ")))
+            }
+        }
+    }
+}
+
+/// Refuses a name that a table can't have.
+pub(super) fn check_name(table: &str) -> Result<(), String> {
+    let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
+    if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
+        return Err(format!("`{table}` can't be the name of a table: write letters, digits and `_`"));
+    }
+    Ok(())
+}
+
+/// The form of the table `name`.
+pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<Form> {
+    let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
+    let columns = columns.query_map([name], |row| row.get::<_, String>(0))?;
+    let columns = columns.collect::<rusqlite::Result<Vec<_>>>()?;
+    Ok(match COLUMNS.iter().all(|ours| columns.iter().any(|column| column == ours)) {
+        _ if columns.is_empty() => Form::Absent,
+        true if columns.len() == COLUMNS.len() => Form::Ours,
+        true => Form::Later(columns.into_iter().filter(|column| !COLUMNS.contains(&&**column)).collect()),
+        false => Form::Foreign,
+    })
+}
+
+/// Creates the table `name` and its index, unless they exist.
+pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()> {
+    connection.execute_batch(&ddl(name))
+}
+
+/// The statements that do so.
+pub(super) fn ddl(name: &str) -> String {
+    let name = name.replace('"', "\"\"");
+    // Times are milliseconds since 1970. The columns that waiting duplicates and clean-up read come before the result,
+    // which may be long. Completions change no indexed column: `listed_at` is when clean-up looks at the row next. No decision
+    // depends on the columns from `first_seen_at` to `decided_reason`.
+    format!(
+        r#"CREATE TABLE IF NOT EXISTS "{name}" (
+    key           TEXT    NOT NULL PRIMARY KEY,
+    format        INTEGER NOT NULL,
+    state         TEXT    NOT NULL,
+    owner         BLOB    NOT NULL,
+    attempt       INTEGER NOT NULL,
+    attempts_used INTEGER NOT NULL,
+    fingerprint   BLOB,
+    on_crash_fail INTEGER NOT NULL,
+    lease_ms      INTEGER,
+    ttl_ms        INTEGER,
+    lapses_at     INTEGER,
+    expires_at    INTEGER NOT NULL,
+    listed_at     INTEGER NOT NULL,
+    first_seen_at INTEGER NOT NULL,
+    began_at      INTEGER NOT NULL,
+    holder        TEXT,
+    traceparent   TEXT,
+    decided_by    TEXT,
+    decided_reason TEXT,
+    codec         TEXT,
+    result_bytes  INTEGER,
+    result        BLOB
+);
+CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);"#
+    )
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Sql {
+    Insert,
+    Replace,
+    Select,
+    SelectSmall,
+    Finish,
+    Release,
+    Renew,
+    Decide,
+    Forget,
+    Due,
+    Delete,
+    Relist,
+    List,
+    Ping,
+}
+
+impl Sql {
+    const ALL: [Self; 14] = [
+        Self::Insert,
+        Self::Replace,
+        Self::Select,
+        Self::SelectSmall,
+        Self::Finish,
+        Self::Release,
+        Self::Renew,
+        Self::Decide,
+        Self::Forget,
+        Self::Due,
+        Self::Delete,
+        Self::Relist,
+        Self::List,
+        Self::Ping,
+    ];
+    const COUNT: usize = Self::ALL.len();
+
+    fn text(self, table: &str) -> String {
+        // The rows that an owner may write to, and those that one attempt may.
+        let owned = "key = ?1 AND owner = ?2 AND state = 'pending' AND format = 1 AND expires_at > ?3";
+        let held = format!("{owned} AND attempt = ?4");
+        match self {
+            Self::Insert => format!(
+                r#"INSERT INTO "{table}" (key, owner, format, state, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms,
+                ttl_ms, lapses_at, expires_at, holder, traceparent, decided_by, decided_reason, began_at, first_seen_at, listed_at)
+                VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19)
+                ON CONFLICT (key) DO NOTHING"#
+            ),
+            Self::Replace => format!(
+                r#"UPDATE "{table}" SET owner = ?2, format = ?3, state = ?4, attempt = ?5, attempts_used = ?6, fingerprint = ?7,
+                on_crash_fail = ?8, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
+                traceparent = ?14, decided_by = ?15, decided_reason = ?16, began_at = ?17,
+                first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
+            ),
+            Self::Select => format!(r#"SELECT {RECORD}, result FROM "{table}" WHERE key = ?1"#),
+            // The size of a result is known without reading it.
+            Self::SelectSmall => format!(
+                r#"SELECT {RECORD}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
+            ),
+            // Without `LIMIT`, as below.
+            Self::List => format!(
+                r#"SELECT {RECORD}, NULL, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
+            ),
+            Self::Ping => format!(r#"SELECT 1 FROM "{table}" LIMIT 1"#),
+            Self::Finish => format!(
+                r#"UPDATE "{table}" SET state = ?5, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
+                expires_at = ?6, codec = ?7, result_bytes = ?8, result = ?9 WHERE {held}"#
+            ),
+            Self::Release => format!(
+                r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
+                ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
+            ),
+            // A renewal never shortens what was confirmed, whatever the clock does.
+            Self::Renew => format!(
+                r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
+            ),
+            Self::Decide => format!(
+                r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4, on_crash_fail = 0, lease_ms = NULL,
+                ttl_ms = NULL, lapses_at = NULL, codec = ?5, result_bytes = ?6, result = ?7, decided_by = ?8,
+                decided_reason = ?9 WHERE key = ?1"#
+            ),
+            Self::Forget => format!(r#"DELETE FROM "{table}" WHERE key = ?1"#),
+            Self::Due => {
+                // Without `LIMIT`: SQLite would prepare the statement anew for each value.
+                format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
+            }
+            Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
+            Self::Relist => {
+                format!(r#"UPDATE "{table}" SET listed_at = iif(expires_at > ?2, expires_at, ?3) WHERE key = ?1"#)
+            }
+        }
+    }
+}
+
+/// A record and its times.
+struct Found {
+    record: Record,
+    lapses_at: Option<i64>,
+    expires_at: i64,
+    first_seen_at: i64,
+    began_at: i64,
+}
+
+impl Found {
+    fn meet(&self, request: &ReserveRequest, now: i64) -> Admission {
+        match self.record.admit(request, self.lapses_in(now).unwrap_or_default()) {
+            Admission::Answer(answer) => Admission::Answer(answer.aged(until(now, self.began_at))),
+            replace @ Admission::Replace { .. } => replace,
+        }
+    }
+
+    fn inspection(self, now: i64) -> Inspection {
+        let lapses_in = self.lapses_in(now);
+        let [first_seen, began] = [self.first_seen_at, self.began_at].map(|at| Some(until(now, at)));
+        Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, began)
+    }
+
+    /// What is left of the lease; `None` unless it is pending. Never more than the whole lease: a look-up may have read the
+    /// clock a moment before the row was written.
+    fn lapses_in(&self, now: i64) -> Option<Duration> {
+        match self.record.state {
+            State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
+            _ => None,
+        }
+    }
+}
+
+fn until(at: i64, now: i64) -> Duration {
+    Duration::from_millis(u64::try_from(at.saturating_sub(now)).unwrap_or_default())
+}
+
+fn after(now: i64, duration: Duration) -> i64 {
+    now.saturating_add(signed_millis(duration))
+}
+
+/// The texts of all statements on one table.
+#[derive(Debug)]
+pub(super) struct Texts([String; Sql::COUNT]);
+
+impl Texts {
+    pub(super) fn of(table: &str) -> Self {
+        Self(Sql::ALL.map(|sql| sql.text(table)))
+    }
+}
+
+/// Where the statements come from: prepared for one use of the table, or kept by the connection.
+enum Source<'c> {
+    Name(&'c str),
+    Kept(&'c Texts),
+}
+
+enum Prepared<'c> {
+    Once(Statement<'c>),
+    Kept(CachedStatement<'c>),
+}
+
+impl<'c> Deref for Prepared<'c> {
+    type Target = Statement<'c>;
+
+    fn deref(&self) -> &Statement<'c> {
+        match self {
+            Self::Once(statement) => statement,
+            Self::Kept(statement) => statement,
+        }
+    }
+}
+
+impl<'c> DerefMut for Prepared<'c> {
+    fn deref_mut(&mut self) -> &mut Statement<'c> {
+        match self {
+            Self::Once(statement) => statement,
+            Self::Kept(statement) => statement,
+        }
+    }
+}
+
+/// The table of records on one connection. Its statements are prepared at first use.
+pub(crate) struct Table<'c> {
+    connection: &'c Connection,
+    source: Source<'c>,
+    statements: [Option<Prepared<'c>>; Sql::COUNT],
+}
+
+impl<'c> Table<'c> {
+    /// Statements that live as long as this table.
+    pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
+        Self { connection, source: Source::Name(name), statements: [const { None }; Sql::COUNT] }
+    }
+
+    /// Statements that the connection keeps for later.
+    pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
+        Self { connection, source: Source::Kept(texts), statements: [const { None }; Sql::COUNT] }
+    }
+
+    fn sql(&mut self, sql: Sql) -> rusqlite::Result<&mut Statement<'c>> {
+        let slot = &mut self.statements[sql as usize];
+        if slot.is_none() {
+            *slot = Some(match self.source {
+                Source::Name(table) => Prepared::Once(self.connection.prepare(&sql.text(table))?),
+                Source::Kept(texts) => Prepared::Kept(self.connection.prepare_cached(&texts.0[sql as usize])?),
+            });
+        }
+        Ok(slot.as_mut().expect("was just filled"))
+    }
+
+    /// Whether another owner's lease holds the key, which has lapsed, but held at `since`.
+    pub(super) fn is_spared(&mut self, request: &ReserveRequest, since: i64, now: i64) -> Result<bool, Trouble> {
+        let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
+        Ok(found.is_some_and(|found| {
+            let held = |at| found.lapses_in(at).is_some_and(|left| !left.is_zero());
+            held(since) && !held(now)
+        }))
+    }
+
+    /// Reserves, or answers from the existing record.
+    pub(crate) fn reserve(&mut self, request: &ReserveRequest, now: i64) -> Result<Reservation, Trouble> {
+        let first = Record::first(request);
+        if self.put(Sql::Insert, &request.key, &first, true, Some(request.ttl), now)? {
+            return Ok(Reservation::Granted { lease: first.lease(request), takeover: false });
+        }
+        let found = self.find(&request.key, now)?;
+        let is_first = found.is_none();
+        let meeting = found.map(|found| found.meet(request, now));
+        let (record, takeover) = match meeting {
+            Some(Admission::Answer(answer)) => return Ok(answer),
+            Some(Admission::Replace { with, takeover }) => (with, takeover),
+            None => (first, false),
+        };
+        self.put(Sql::Replace, &request.key, &record, is_first, None, now)?;
+        Ok(Reservation::Granted { lease: record.lease(request), takeover })
+    }
+
+    /// The answer to a reservation that changes nothing; `None` if it has to write.
+    pub(crate) fn answer(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
+        let found = self.find(&request.key, now)?;
+        let meeting = found.map(|found| found.meet(request, now));
+        Ok(match meeting {
+            Some(Admission::Answer(answer)) => Some(answer),
+            _ => None,
+        })
+    }
+
+    /// The answer to a reservation from a finished record whose result is small.
+    pub(super) fn replay(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
+        let found = self.find_by(Sql::SelectSmall, &request.key, now)?;
+        Ok(match found.map(|found| found.meet(request, now)) {
+            Some(Admission::Answer(answer @ Reservation::Finished { .. })) => Some(answer),
+            _ => None,
+        })
+    }
+
+    /// Writes a pending record. Returns false if an insert meets an existing row.
+    fn put(
+        &mut self,
+        sql: Sql,
+        key: &Key,
+        record: &Record,
+        is_first: bool,
+        listed_in: Option<Duration>,
+        now: i64,
+    ) -> rusqlite::Result<bool> {
+        let Parts {
+            format,
+            state,
+            owner,
+            attempt,
+            attempts_used,
+            fingerprint,
+            on_crash_fail,
+            lease_ms,
+            ttl_ms,
+            holder,
+            traceparent,
+            decided_by,
+            decided_reason,
+            ..
+        } = Parts::of(record);
+        let first_seen_at = is_first.then_some(now);
+        let lapses_at = lease_ms.map(|ms| now.saturating_add(ms));
+        let expires_at = after(now, record.retention(Duration::ZERO));
+        // A finish is never due earlier, so it needs no other entry in the index.
+        let listed_at = listed_in.map(|ttl| after(now, ttl));
+        let columns: [&dyn ToSql; 19] = [
+            &key.as_str(),
+            &owner,
+            &format,
+            &state,
+            &attempt,
+            &attempts_used,
+            &fingerprint,
+            &on_crash_fail,
+            &lease_ms,
+            &ttl_ms,
+            &lapses_at,
+            &expires_at,
+            &holder,
+            &traceparent,
+            &decided_by,
+            &decided_reason,
+            &now,
+            &first_seen_at,
+            &listed_at,
+        ];
+        let count = columns.len() - usize::from(listed_at.is_none());
+        Ok(self.sql(sql)?.execute(&columns[..count])? == 1)
+    }
+
+    /// Ends the attempt with a result.
+    pub(crate) fn finish(&mut self, lease: &Lease, finish: &Finish, now: i64) -> Result<Verdict, Trouble> {
+        let bytes = finish.result().stored_bytes();
+        if bytes > MAX_RESULT_BYTES {
+            return Err(Trouble::TooLarge(bytes));
+        }
+        let record = Record::after(lease, finish.state());
+        let Parts { state, owner, attempt, codec, result_bytes, result, .. } = Parts::of(&record);
+        let (key, expires_at) = (lease.key.as_str(), after(now, lease.ttl));
+        let columns = params![key, owner, now, attempt, state, expires_at, codec, result_bytes, result.as_deref()];
+        match self.sql(Sql::Finish)?.execute(columns)? {
+            0 => self.ended(lease, true, now),
+            _ => Ok(Verdict::Applied),
+        }
+    }
+
+    /// Ends the attempt without a result.
+    pub(crate) fn release(&mut self, lease: &Lease, release: Release, now: i64) -> Result<Verdict, Trouble> {
+        let (key, owner, expires_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.ttl));
+        let refund = i64::from(release == Release::NotStarted);
+        let columns = params![key, owner, now, release.state().name(), expires_at, refund];
+        match self.sql(Sql::Release)?.execute(columns)? {
+            0 => self.ended(lease, false, now),
+            _ => Ok(Verdict::Applied),
+        }
+    }
+
+    /// The answer to a write that found no pending record of its own.
+    fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Verdict, Trouble> {
+        let found = self.find(&lease.key, now)?;
+        Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, with_result)))
+    }
+
+    /// Restarts the lease and the retention.
+    pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
+        let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.duration));
+        let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl)];
+        let renewed = self.sql(Sql::Renew)?.execute(columns)?;
+        Ok(if renewed == 1 { Verdict::Applied } else { Verdict::Refused })
+    }
+
+    /// Does what an operator has decided.
+    pub(crate) fn decide(&mut self, decision: &Decision, now: i64) -> Result<Decided, Trouble> {
+        let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
+        if bytes > MAX_RESULT_BYTES {
+            return Err(Trouble::TooLarge(bytes));
+        }
+        let key = decision.key.as_str();
+        let Some(found) = self.find(&decision.key, now)? else { return Ok(Decided::NoRecord) };
+        match found.record.decide(decision, found.lapses_in(now).unwrap_or_default()) {
+            Ruling::Answer(refused) => return Ok(refused),
+            Ruling::Replace(record) => {
+                let parts = Parts::of(&record);
+                let Parts { state, owner, attempts_used, codec, result_bytes, decided_by, decided_reason, .. } = parts;
+                let result = parts.result.as_deref();
+                let columns =
+                    params![key, owner, state, attempts_used, codec, result_bytes, result, decided_by, decided_reason];
+                self.sql(Sql::Decide)?.execute(columns)?;
+            }
+            Ruling::Remove => {
+                self.sql(Sql::Forget)?.execute([key])?;
+            }
+        }
+        Ok(Decided::Applied)
+    }
+
+    /// The record as an operator sees it.
+    pub(crate) fn inspect(&mut self, key: &Key, now: i64) -> Result<Option<Inspection>, Trouble> {
+        Ok(self.find(key, now)?.map(|found| found.inspection(now)))
+    }
+
+    /// Walks along the keys, from the cursor on. A cursor is a key.
+    pub(super) fn list(&mut self, filter: &Filter, now: i64) -> Result<Page, Trouble> {
+        let prefix = filter.prefix();
+        let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix);
+        // What sorts right behind everything with this prefix, which ends with a `/`.
+        let end = format!("{}0", &prefix[..prefix.len() - 1]);
+        let mut page = Page::default();
+        let mut rows = self.sql(Sql::List)?.query([after, &end])?;
+        let mut looked = 0;
+        let mut last = String::new();
+        while let Some(row) = rows.next()? {
+            if looked == LOOKED_AT || page.records.len() == filter.most() {
+                page.next = Some(Cursor::new(last));
+                break;
+            }
+            looked += 1;
+            last = row.get_ref(KEY_AT)?.as_bytes().map(|key| String::from_utf8_lossy(key).into_owned())?;
+            let found = match read(row, now) {
+                Err(Trouble::Sqlite(error)) => return Err(error.into()),
+                found => found.map(|found| found.map(|found| found.inspection(now))),
+            };
+            page.add(filter, &last, found);
+        }
+        Ok(page)
+    }
+
+    /// Whether the table can be read.
+    pub(super) fn ping(&mut self) -> Result<(), Trouble> {
+        self.sql(Sql::Ping)?.exists([])?;
+        Ok(())
+    }
+
+    /// The record of `key`, unless its retention has ended.
+    fn find(&mut self, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
+        self.find_by(Sql::Select, key, now)
+    }
+
+    fn find_by(&mut self, sql: Sql, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
+        let mut rows = self.sql(sql)?.query([key.as_str()])?;
+        match rows.next()? {
+            Some(row) => read(row, now),
+            None => Ok(None),
+        }
+    }
+
+    /// Looks at up to `limit` rows that are listed by now and removes those whose retention has ended. Returns how many.
+    /// The others are listed anew: most were renewed or finished since.
+    pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
+        let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
+        let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;
+        let mut removed = 0;
+        for key in due {
+            match self.sql(Sql::Delete)?.execute(params![key, now])? {
+                0 => {
+                    self.sql(Sql::Relist)?.execute(params![key, now, now.saturating_add(NOT_OURS)])?;
+                }
+                _ => removed += 1,
+            }
+        }
+        Ok(removed)
+    }
+}
+
+/// The record in a row; `None` if its retention has ended. A row of another version is not judged by its times.
+fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
+    let column = |index| row.get_ref(index);
+    let format = column(0)?.as_i64()?;
+    let expires_at = column(1)?.as_i64()?;
+    if format == Parts::VERSION && expires_at <= now {
+        return Ok(None);
+    }
+    let on_crash_fail = match column(7)?.as_i64()? {
+        0 => false,
+        1 => true,
+        _ => return Err(FormatError::Damaged.into()),
+    };
+    let lapses_at = column(10)?.as_i64_or_null()?;
+    let parts = Parts {
+        format,
+        state: column(2)?.as_str()?,
+        owner: column(3)?.as_blob()?,
+        attempt: column(4)?.as_i64()?,
+        attempts_used: column(5)?.as_i64()?,
+        fingerprint: column(6)?.as_blob_or_null()?,
+        on_crash_fail,
+        lease_ms: column(8)?.as_i64_or_null()?,
+        ttl_ms: column(9)?.as_i64_or_null()?,
+        holder: column(11)?.as_str_or_null()?,
+        traceparent: column(12)?.as_str_or_null()?,
+        decided_by: column(13)?.as_str_or_null()?,
+        decided_reason: column(14)?.as_str_or_null()?,
+        codec: column(17)?.as_str_or_null()?,
+        result_bytes: column(18)?.as_i64_or_null()?,
+        result: column(RESULT_AT)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
+        reading: match row.as_ref().column_count() > SIZE_AT {
+            true => {
+                Reading::WithoutResult(column(SIZE_AT)?.as_i64_or_null()?.and_then(|size| u64::try_from(size).ok()))
+            }
+            false => Reading::Whole,
+        },
+    };
+    let (first_seen_at, began_at) = (column(15)?.as_i64()?, column(16)?.as_i64()?);
+    let record = parts.record()?;
+    if record.is_pending() != lapses_at.is_some() {
+        return Err(FormatError::Damaged.into());
+    }
+    Ok(Some(Found { record, lapses_at, expires_at, first_seen_at, began_at }))
+}

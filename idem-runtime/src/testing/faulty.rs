@@ -1,0 +1,243 @@
+//! A store that fails on command.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::key::Key;
+use crate::record::StoredResult;
+use crate::store::{
+    Answers, Decided, Decision, Filter, Finish, Inspection, Lease, Page, Release, Reservation, ReserveRequest, Store,
+    StoreError, StoreErrorKind, StoreFuture, Verdict, forward, renew_all,
+};
+use crate::sync::lock;
+
+/// The fault of one call of a [`FaultyStore`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Fault {
+    /// None: the call is passed on.
+    None,
+    /// Fails; nothing is written.
+    Before(StoreErrorKind),
+    /// Fails a call that has a result to write, and writes nothing; passes all others on.
+    BeforeResult(StoreErrorKind),
+    /// Takes effect, and its answer is lost.
+    After,
+    /// Takes effect after this many polls, and is answered after as many more.
+    Slow(u32),
+    /// Never answers; nothing is written.
+    Hang,
+}
+
+/// The calls of a [`Store`] that may fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Call {
+    /// [`Store::reserve`].
+    Reserve,
+    /// [`Store::renew`].
+    Renew,
+    /// [`Store::finish`].
+    Finish,
+    /// [`Store::release`].
+    Release,
+    /// [`Store::wait`].
+    Wait,
+    /// [`Store::inspect`].
+    Inspect,
+    /// [`Store::decide`].
+    Decide,
+    /// [`Store::purge`].
+    Purge,
+    /// [`Store::list`].
+    List,
+    /// [`Store::ping`].
+    Ping,
+}
+
+/// A store that passes its calls on to another one, and fails when a test tells it to. Clones share the faults.
+///
+/// # Examples
+/// ```
+/// use idem_runtime::testing::{Call, Fault, FaultyStore};
+/// use idem_runtime::{Disposition, Error, MemoryStore, StoreErrorKind, idempotent, observe};
+///
+/// #[idempotent(key = "order:{order}", ttl = "7d", store = store)]
+/// async fn ship(store: &FaultyStore, order: u32) -> Result<u32, Error> {
+///     Ok(order)
+/// }
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// let store = FaultyStore::new(&MemoryStore::new());
+/// store.next(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+/// let (result, outcome) = observe(ship(&store, 42)).await;
+/// assert!(matches!(result, Err(Error::Store { .. })));
+/// assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
+/// # });
+/// ```
+#[derive(Clone, Debug)]
+pub struct FaultyStore {
+    inner: Arc<dyn Store>,
+    response_timeout: Duration,
+    plan: Arc<Mutex<Plan>>,
+}
+
+#[derive(Debug, Default)]
+struct Plan {
+    faults: VecDeque<(Call, Fault)>,
+    always: Vec<(Call, Fault)>,
+    calls: Vec<Call>,
+    reserves: Vec<ReserveRequest>,
+}
+
+impl FaultyStore {
+    /// Passes everything on until told otherwise.
+    pub fn new(inner: &(impl Store + ?Sized)) -> Self {
+        Self { inner: inner.handle(), response_timeout: inner.response_timeout(), plan: Arc::default() }
+    }
+
+    /// Sets the response time-out that the store claims (default: that of the store behind it).
+    #[must_use]
+    pub fn answers_within(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
+    }
+
+    /// The next call of this kind meets `fault`.
+    pub fn next(&self, call: Call, fault: Fault) {
+        lock(&self.plan).faults.push_back((call, fault));
+    }
+
+    /// Every call of this kind meets `fault` from now on.
+    pub fn always(&self, call: Call, fault: Fault) {
+        let mut plan = lock(&self.plan);
+        plan.always.retain(|(other, _)| *other != call);
+        plan.always.push((call, fault));
+    }
+
+    /// How many calls of this kind there were.
+    pub fn count(&self, call: Call) -> usize {
+        lock(&self.plan).calls.iter().filter(|it| **it == call).count()
+    }
+
+    /// The reservations that were requested, so that a test can let one land late.
+    pub fn reserves(&self) -> Vec<ReserveRequest> {
+        lock(&self.plan).reserves.clone()
+    }
+
+    fn meet(&self, call: Call) -> Fault {
+        let mut plan = lock(&self.plan);
+        plan.calls.push(call);
+        if let Some(at) = plan.faults.iter().position(|(other, _)| *other == call)
+            && let Some((_, fault)) = plan.faults.remove(at)
+        {
+            return fault;
+        }
+        plan.always.iter().find(|(other, _)| *other == call).map_or(Fault::None, |(_, fault)| *fault)
+    }
+
+    fn through<'a, T: Send + 'a>(
+        &self,
+        call: Call,
+        inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        Self::meeting(self.meet(call), inner)
+    }
+
+    fn meeting<'a, T: Send + 'a>(
+        fault: Fault,
+        inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        match fault {
+            Fault::None => inner(),
+            fault => StoreFuture::new(async move {
+                match fault {
+                    Fault::None => inner().await,
+                    Fault::Before(kind) | Fault::BeforeResult(kind) => Err(StoreError::new(kind, "failed on command")),
+                    Fault::After => {
+                        inner().await?;
+                        Err(StoreError::new(StoreErrorKind::Unconfirmed, "the answer got lost on command"))
+                    }
+                    Fault::Slow(polls) => {
+                        pending(polls).await;
+                        let answer = inner().await;
+                        pending(polls).await;
+                        answer
+                    }
+                    Fault::Hang => std::future::pending().await,
+                }
+            }),
+        }
+    }
+}
+
+/// Is pending this many times.
+async fn pending(polls: u32) {
+    for _ in 0..polls {
+        tokio::task::yield_now().await;
+    }
+}
+
+impl Store for FaultyStore {
+    forward! { |store| store.inner => name, namespace, heartbeats }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        Arc::new(self.clone())
+    }
+
+    fn upkeep(&self) -> Arc<dyn Store> {
+        self.handle()
+    }
+
+    fn response_timeout(&self) -> Duration {
+        self.response_timeout
+    }
+
+    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
+        lock(&self.plan).reserves.push(request.clone());
+        self.through(Call::Reserve, move || self.inner.reserve(request))
+    }
+
+    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
+        // A lost answer is lost for every lease.
+        let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
+        StoreFuture::renewed(answer, self.through(Call::Renew, inner))
+    }
+
+    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
+        let call = move || self.inner.finish(lease, finish);
+        let has_result = matches!(finish.result(), StoredResult::Encoded { .. });
+        match self.meet(Call::Finish) {
+            Fault::BeforeResult(_) if !has_result => call(),
+            fault => Self::meeting(fault, call),
+        }
+    }
+
+    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
+        self.through(Call::Release, move || self.inner.release(lease, release))
+    }
+
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        self.through(Call::Wait, move || self.inner.wait(key, attempt, at_most))
+    }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.through(Call::Inspect, move || self.inner.inspect(key))
+    }
+
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        self.through(Call::Decide, move || self.inner.decide(decision))
+    }
+
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        self.through(Call::Purge, move || self.inner.purge(batch))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        self.through(Call::List, move || self.inner.list(filter))
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        self.through(Call::Ping, move || self.inner.ping())
+    }
+}

@@ -1,0 +1,213 @@
+//! A layer for services of tower: their requests run once for each key (feature `tower`).
+//!
+//! [`OperationLayer`] does for a typed [`Service`] what `#[idempotent]` does for a function. The response is recorded by the
+//! codec and replayed; an error frees the key.
+
+use std::fmt;
+use std::future::Future;
+use std::marker::PhantomData;
+use std::mem;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::codec::{Codec, Json};
+use crate::engine::{Operation, RecordValues};
+use crate::error::Error;
+use crate::key::{Key, KeyError};
+use crate::policy::Policy;
+use crate::store::Store;
+
+/// Runs each request of a service once for its key, and replays the recorded response to every duplicate.
+///
+/// The response implements `Serialize` and `DeserializeOwned`, and the error of the service `From<idem_runtime::Error>`, as
+/// boxed errors do. Around `call`, [`observe`](crate::observe) tells what to do with the message.
+///
+/// - *Readiness* is that of the inner service. A request takes it along: it is spent when the body runs, and given back when the
+///   answer is a replay. So a concurrency limit or a buffer belongs inside of this layer if it is to count bodies, and outside
+///   if it is to count calls of the store.
+/// - *A middleware that retries* belongs outside: each try is an attempt of its own.
+///
+/// # Cancel safety
+/// As [`Operation::run`]: dropping the future of a response cancels the inner service and frees the key.
+///
+/// ```
+/// # use std::time::Duration;
+/// use idem_runtime::tower::OperationLayer;
+/// use idem_runtime::{Error, Key, MemoryStore, Policy, observe};
+/// # use std::convert::Infallible;
+/// # use std::task::{Context, Poll};
+/// use tower_layer::Layer;
+/// use tower_service::Service;
+///
+/// const SHIPPING: Policy = Policy::new(Duration::from_secs(7 * 86_400));
+///
+/// #[derive(Clone)]
+/// struct Ship;
+///
+/// struct Order {
+///     id: u64,
+/// }
+///
+/// impl Service<Order> for Ship {
+///     type Response = String;
+///     type Error = Error;
+///     type Future = std::future::Ready<Result<String, Error>>;
+///     # fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> { Poll::Ready(Ok(())) }
+///     // …
+///     fn call(&mut self, order: Order) -> Self::Future {
+///         std::future::ready(Ok(format!("parcel for {}", order.id)))
+///     }
+/// }
+///
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// let store = MemoryStore::new();
+/// let layer = OperationLayer::new(&store, SHIPPING, |order: &Order| Key::new("shop::ship", order.id));
+/// let mut service = layer.layer(Ship);
+/// for replayed in [false, true] {
+///     std::future::poll_fn(|cx| service.poll_ready(cx)).await.unwrap();
+///     let (parcel, outcome) = observe(service.call(Order { id: 42 })).await;
+///     assert_eq!((parcel.unwrap().as_str(), outcome.replayed()), ("parcel for 42", replayed));
+/// }
+/// # });
+/// ```
+pub struct OperationLayer<O, C = Json> {
+    operation: O,
+    codec: PhantomData<fn() -> C>,
+}
+
+impl OperationLayer<()> {
+    /// Requests named by `key`, with records in `store`.
+    pub fn new<Req, S, K>(
+        store: &S,
+        policy: Policy,
+        key: K,
+    ) -> OperationLayer<impl Fn(&Req) -> Operation + Clone + Send + Sync + 'static + use<Req, S, K>>
+    where
+        S: Store + ?Sized,
+        K: Fn(&Req) -> Result<Key, KeyError> + Clone + Send + Sync + 'static,
+    {
+        let store = store.handle();
+        OperationLayer::of(move |request: &Req| Operation::new(&store, key(request), policy))
+    }
+}
+
+impl<O> OperationLayer<O> {
+    /// Requests whose operation `operation` makes: with a fingerprint, or with a store or a policy of their own.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::tower::OperationLayer;
+    /// # use idem_runtime::{Key, MemoryStore, Operation, Policy, Store};
+    /// # const SHIPPING: Policy = Policy::new(Duration::from_secs(7 * 86_400));
+    /// # #[derive(serde::Serialize)]
+    /// # struct Order { id: u64 }
+    /// # let store = MemoryStore::new();
+    /// let layer = OperationLayer::of(move |order: &Order| {
+    ///     Operation::new(&store, Key::new("shop::ship", order.id), SHIPPING).fingerprint(order)
+    /// });
+    /// # let _ = layer;
+    /// ```
+    pub fn of<Req>(operation: O) -> Self
+    where
+        O: Fn(&Req) -> Operation,
+    {
+        Self { operation, codec: PhantomData }
+    }
+}
+
+impl<O, C> OperationLayer<O, C> {
+    /// Records responses by another codec (default: [`Json`]).
+    #[must_use]
+    pub fn codec<D: Codec>(self) -> OperationLayer<O, D> {
+        OperationLayer { operation: self.operation, codec: PhantomData }
+    }
+}
+
+impl<O: Clone, C> Clone for OperationLayer<O, C> {
+    fn clone(&self) -> Self {
+        Self { operation: self.operation.clone(), codec: PhantomData }
+    }
+}
+
+impl<O, C> fmt::Debug for OperationLayer<O, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OperationLayer")
+    }
+}
+
+impl<S, O: Clone, C> Layer<S> for OperationLayer<O, C> {
+    type Service = OperationService<S, O, C>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        OperationService { inner, layer: self.clone() }
+    }
+}
+
+/// A service behind an [`OperationLayer`].
+pub struct OperationService<S, O, C = Json> {
+    inner: S,
+    layer: OperationLayer<O, C>,
+}
+
+impl<S: Clone, O: Clone, C> Clone for OperationService<S, O, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), layer: self.layer.clone() }
+    }
+}
+
+impl<S: fmt::Debug, O, C> fmt::Debug for OperationService<S, O, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OperationService").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl<S, O, C, Req> Service<Req> for OperationService<S, O, C>
+where
+    S: Service<Req> + Clone + Send + 'static,
+    S::Response: Serialize + DeserializeOwned + Send + 'static,
+    S::Error: From<Error> + Send + 'static,
+    S::Future: Send,
+    O: Fn(&Req) -> Operation,
+    C: Codec,
+    Req: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = OperationFuture<S::Response, S::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        let operation = (self.layer.operation)(&request);
+        // The one that was polled is the one that is ready; a clone of it may not be.
+        let clone = self.inner.clone();
+        let mut ready = mem::replace(&mut self.inner, clone);
+        let body = async move { ready.call(request).await };
+        OperationFuture(Box::pin(operation.recorded_by(RecordValues::<C>::new()).run(body)))
+    }
+}
+
+/// The future of a response.
+#[must_use = "futures do nothing unless polled"]
+pub struct OperationFuture<T, E>(Pin<Box<dyn Future<Output = Result<T, E>> + Send>>);
+
+impl<T, E> fmt::Debug for OperationFuture<T, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OperationFuture")
+    }
+}
+
+impl<T, E> Future for OperationFuture<T, E> {
+    type Output = Result<T, E>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.as_mut().poll(cx)
+    }
+}
