@@ -1,0 +1,197 @@
+//! `idem conformance http`: does a server of any language keep the rules of the `Idempotency-Key`?
+
+mod cases;
+mod run;
+mod wire;
+
+use std::io::{self, Read, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use cases::{Case, File, Profile};
+use run::Checker;
+use serde_json::json;
+use wire::Server;
+
+use crate::report::CLOSED_PIPE;
+
+const BUILT_IN: &str = include_str!("../../cases/http.json");
+
+/// Cases are written by hand: what is larger is something else.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// Checks that an HTTP server keeps the rules of the Idempotency-Key.
+///
+/// The server exposes an operation that counts its runs, another one, and the counter. What they have to do is described in
+/// docs/http.md.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Exit status: 0 if every case passed, 1 if one failed, 2 for wrong use or a server that can't be \
+                        reached, 141 if what reads the output is gone."
+)]
+pub(crate) struct Arguments {
+    /// Where the server is, as `http://127.0.0.1:8080` or `https://example.com`; a path is put before those of the routes
+    url: String,
+    /// Whose rules it follows
+    #[arg(long, value_enum, default_value = "ietf")]
+    profile: Profile,
+    /// A file of cases instead of those that come along
+    #[arg(long, value_name = "FILE")]
+    cases: Option<PathBuf>,
+    /// Runs only this case; may be given more than once
+    #[arg(long = "case", value_name = "NAME")]
+    names: Vec<String>,
+    /// The operation instead of that of the file
+    #[arg(long, value_name = "PATH")]
+    path: Option<String>,
+    /// The other operation
+    #[arg(long, value_name = "PATH")]
+    other_path: Option<String>,
+    /// The counter
+    #[arg(long, value_name = "PATH")]
+    counter: Option<String>,
+    /// The credentials of a caller of the file, as `first=Authorization: Bearer …`; may be given more than once
+    #[arg(long = "caller", value_name = "NAME=HEADER")]
+    callers: Vec<String>,
+    /// How long an answer may take, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout: u64,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Why there is no verdict.
+enum Stop {
+    /// Wrong use, or a server that is not there.
+    Error(String),
+    /// Nobody reads what is printed.
+    Output(io::Error),
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Self {
+        Self::Output(error)
+    }
+}
+
+/// Runs the subcommand.
+pub(crate) fn main(arguments: &Arguments) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let verdict = runtime.map_err(Stop::Output).and_then(|runtime| runtime.block_on(check(arguments)));
+    match verdict {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(Stop::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(CLOSED_PIPE),
+        Err(Stop::Output(error)) => complain(&format!("can't write: {error}")),
+        Err(Stop::Error(text)) => complain(&text),
+    }
+}
+
+fn complain(text: &str) -> ExitCode {
+    // Nobody may be there to read this either.
+    let _ = writeln!(io::stderr(), "idem: {text}");
+    ExitCode::from(2)
+}
+
+/// Whether all cases pass.
+async fn check(arguments: &Arguments) -> Result<bool, Stop> {
+    let server = Server::parse(&arguments.url).map_err(|what| {
+        // It may hold a password.
+        let url = if arguments.url.contains('@') { "the URL" } else { &arguments.url };
+        Stop::Error(format!("{url} is not a URL to check: {what}"))
+    })?;
+    let file = file(arguments).map_err(Stop::Error)?;
+    let chosen = choose(&file, arguments).map_err(Stop::Error)?;
+    let patience = Duration::from_secs(arguments.timeout);
+    let checker = Checker { server: &server, file: &file, profile: arguments.profile, patience };
+    // Before anything is asked: there is a server, and it counts.
+    checker.count().await.map_err(|error| Stop::Error(format!("{}: {error}", arguments.url)))?;
+
+    let mut output = io::stdout().lock();
+    let width = chosen.iter().map(|case| case.name.len()).max().unwrap_or_default();
+    let mut failed = 0;
+    for case in &chosen {
+        let wrong = checker.run(case).await.err();
+        if let Some(wrong) = &wrong {
+            failed += 1;
+            if let Err(error) = checker.count().await {
+                let name = &case.name;
+                return Err(Stop::Error(format!("{}: gone in the case `{name}`: {wrong}; {error}", arguments.url)));
+            }
+        }
+        if arguments.json {
+            let passed = wrong.is_none();
+            let (case, rule, profile) = (&case.name, &case.rule, arguments.profile.to_string());
+            let line = json!({ "case": case, "profile": profile, "rule": rule, "passed": passed, "error": wrong });
+            writeln!(output, "{line}")?;
+        } else {
+            let verdict = if wrong.is_none() { "passed" } else { "FAILED" };
+            writeln!(output, "{verdict}  {:width$}  {}", case.name, case.rule)?;
+            if let Some(wrong) = wrong {
+                writeln!(output, "        {wrong}")?;
+            }
+        }
+        output.flush()?;
+    }
+    if !arguments.json {
+        let (profile, total) = (arguments.profile, chosen.len());
+        writeln!(output, "\n{profile}: {} of {total} cases passed, {failed} failed", total - failed)?;
+        output.flush()?;
+    }
+    Ok(failed == 0)
+}
+
+/// The file of cases, with what the arguments say instead.
+fn file(arguments: &Arguments) -> Result<File, String> {
+    let mut file = match &arguments.cases {
+        None => File::parse(BUILT_IN)?,
+        Some(path) => {
+            let at = |error: String| format!("{}: {error}", path.display());
+            let mut text = String::new();
+            let opened = std::fs::File::open(path).map_err(|error| at(error.to_string()))?;
+            let read = opened.take(MAX_FILE_BYTES).read_to_string(&mut text).map_err(|error| at(error.to_string()))?;
+            if read as u64 == MAX_FILE_BYTES {
+                return Err(at(format!("not a file of cases: it has {MAX_FILE_BYTES} bytes or more")));
+            }
+            File::parse(&text).map_err(at)?
+        }
+    };
+    let paths = [
+        (&arguments.path, &mut file.path),
+        (&arguments.other_path, &mut file.other_path),
+        (&arguments.counter, &mut file.counter),
+    ];
+    for (given, path) in paths {
+        if let Some(given) = given {
+            cases::is_path(given)?;
+            path.clone_from(given);
+        }
+    }
+    for given in &arguments.callers {
+        let (name, line) = given.split_once('=').ok_or("--caller is written as `NAME=Header: value`")?;
+        cases::header(line)?;
+        let Some(lines) = file.callers.get_mut(name) else {
+            let known: Vec<_> = file.callers.keys().map(String::as_str).collect();
+            return Err(format!("there is no caller `{name}`; there are {}", known.join(", ")));
+        };
+        *lines = vec![line.to_owned()];
+    }
+    Ok(file)
+}
+
+/// The cases of the profile, or those of them that are named.
+fn choose<'a>(file: &'a File, arguments: &Arguments) -> Result<Vec<&'a Case>, String> {
+    let profile = arguments.profile;
+    let of_profile = file.cases.iter().filter(|case| case.profiles.contains(&profile));
+    let chosen: Vec<_> =
+        of_profile.filter(|case| arguments.names.is_empty() || arguments.names.contains(&case.name)).collect();
+    if let Some(missing) = arguments.names.iter().find(|name| chosen.iter().all(|case| case.name != **name)) {
+        return Err(format!("the profile {profile} has no case `{missing}`"));
+    }
+    match chosen.is_empty() {
+        true => Err(format!("there are no cases of the profile {profile}")),
+        false => Ok(chosen),
+    }
+}

@@ -1,0 +1,367 @@
+//! Runs cases against a server.
+
+use std::collections::{BTreeMap, HashMap};
+use std::pin::Pin;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use super::cases::{Case, Expect, FIRST, Field, File, How, Profile, Send, Step, fill, header, key};
+use super::wire::{Connection, Reply, Server};
+
+/// How often is asked whether something has come to pass.
+const POLL: Duration = Duration::from_millis(10);
+
+/// After this time a server has most likely noticed what a client did. No answer tells, and a server that is slower passes.
+const NOTICE: Duration = Duration::from_millis(300);
+
+/// How much longer operations take when a case is run again, because the first was over too early for its duplicates.
+const LONGER: u64 = 6;
+
+/// What a run of a case knows.
+struct Run {
+    /// What its keys begin with.
+    unique: String,
+    /// How much longer operations take than the case says.
+    factor: u64,
+    /// Responses by their labels.
+    replies: HashMap<String, Reply>,
+    /// Whether an operation was over before its duplicates had their answers.
+    was_too_fast: bool,
+}
+
+/// A server, what is asked of it, and how.
+pub(super) struct Checker<'a> {
+    pub(super) server: &'a Server,
+    pub(super) file: &'a File,
+    pub(super) profile: Profile,
+    /// For each answer.
+    pub(super) patience: Duration,
+}
+
+/// A request that is ready to be sent.
+struct Message {
+    bytes: Vec<u8>,
+    body_len: usize,
+}
+
+impl Checker<'_> {
+    /// How often the operations have run.
+    pub(super) async fn count(&self) -> Result<u64, String> {
+        let path = &self.file.counter;
+        let bytes = self.server.request("GET", path, &[], b"");
+        let reply = self.exchange(&bytes).await.map_err(|error| format!("GET {path}: {error}"))?;
+        let numbers = match reply.json() {
+            Value::Object(members) => members.values().filter_map(Value::as_u64).collect(),
+            value => Vec::from_iter(value.as_u64()),
+        };
+        match (reply.status, &numbers[..]) {
+            (200, [count]) => Ok(*count),
+            (status, _) => Err(format!(
+                "GET {path} answers {status} `{}`, which is no counter: a number, or a JSON object with one number",
+                reply.excerpt()
+            )),
+        }
+    }
+
+    /// Runs a case; the error says what is wrong.
+    pub(super) async fn run(&self, case: &Case) -> Result<(), String> {
+        match self.run_once(case, 1).await {
+            // On a busy machine the duplicates of a running request may come too late.
+            Err((_, true)) => self.run_once(case, LONGER).await.map_err(|(error, was_too_fast)| match was_too_fast {
+                true => format!("{error} (the operation was over by then, or its duplicates wait for it)"),
+                false => error,
+            }),
+            ended => ended.map_err(|(error, _)| error),
+        }
+    }
+
+    /// The error comes with whether an operation was over before its duplicates had their answers.
+    async fn run_once(&self, case: &Case, factor: u64) -> Result<(), (String, bool)> {
+        let mut random = [0_u8; 16];
+        getrandom::fill(&mut random).map_err(|error| (format!("there is no randomness: {error}"), false))?;
+        let unique = random.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
+        let mut run = Run { unique, factor, replies: HashMap::new(), was_too_fast: false };
+        let ended = async {
+            let before = self.count().await?;
+            self.steps(&case.steps, "", &mut run).await?;
+            let runs = self.count().await?.checked_sub(before).ok_or("the counter went back")?;
+            match case.runs.allows(&runs) {
+                true => Ok(()),
+                false => Err(format!("the number of runs is {runs}, not {}", case.runs)),
+            }
+        };
+        let ended: Result<(), String> = ended.await;
+        ended.map_err(|error| (error, run.was_too_fast))
+    }
+
+    fn steps<'b>(
+        &'b self,
+        steps: &'b [Step],
+        within: &'b str,
+        run: &'b mut Run,
+    ) -> Pin<Box<dyn Future<Output = Result<(), String>> + 'b>> {
+        Box::pin(async move {
+            for (number, step) in steps.iter().enumerate() {
+                let place = format!("{within}{}", number + 1);
+                let at = |error: String| format!("step {place}: {error}");
+                let message = self.message(&step.send, run).map_err(at)?;
+                let received = match step.while_running.is_empty() {
+                    true => self.send(&message, step.how).await.map_err(at)?,
+                    false => vec![self.send_around(&message, &step.while_running, &place, run).await?],
+                };
+                for reply in &received {
+                    self.check(&step.expect, reply, &run.replies).map_err(at)?;
+                }
+                alike(&received).map_err(at)?;
+                if let (Some(label), Some(reply)) = (&step.label, received.into_iter().find(|it| it.status != 409)) {
+                    run.replies.insert(label.clone(), reply);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Sends `message`, and does `steps` while its operation runs.
+    async fn send_around(
+        &self,
+        message: &Message,
+        steps: &[Step],
+        place: &str,
+        run: &mut Run,
+    ) -> Result<Reply, String> {
+        let at = |error: String| format!("step {place}: {error}");
+        let before = self.count().await?;
+        let mut connection = self.connect().await.map_err(at)?;
+        self.in_time(connection.write(&message.bytes)).await.map_err(at)?;
+        self.begun(before).await.map_err(at)?;
+        let ended = self.steps(steps, &format!("{place}."), run).await;
+        run.was_too_fast |= timeout_at(Instant::now() + POLL, connection.first_byte()).await.is_ok();
+        ended?;
+        self.in_time(connection.reply()).await.map_err(at)
+    }
+
+    fn message(&self, send: &Send, run: &Run) -> Result<Message, String> {
+        let caller = send.caller.as_deref().unwrap_or(FIRST);
+        let lines = self.file.callers.get(caller).ok_or_else(|| format!("there is no caller `{caller}`"))?;
+        let mut fields = lines.iter().map(|line| header(line)).collect::<Result<Vec<_>, _>>()?;
+        fields.push(("content-type".to_owned(), "application/json".to_owned()));
+        let name = "idempotency-key";
+        if let Some(key_name) = &send.key {
+            let key = key(&run.unique, key_name);
+            // The draft's keys are strings of RFC 9651; everybody else's are bare.
+            let value = if self.profile == Profile::Ietf { format!("\"{key}\"") } else { key };
+            fields.push((name.to_owned(), value));
+        }
+        for line in &send.fields {
+            fields.push((name.to_owned(), fill(line, &run.unique)?));
+        }
+        let mut body = send.body.as_ref().unwrap_or(&self.file.body).clone();
+        if let Some(takes) = body.get_mut("takes_ms") {
+            *takes = takes.as_u64().map(|takes| takes.saturating_mul(run.factor)).into();
+        }
+        let body = match body {
+            Value::String(text) => text,
+            value => value.to_string(),
+        };
+        let path = if send.other_path { &self.file.other_path } else { &self.file.path };
+        let method = send.method.as_deref().unwrap_or("POST");
+        let bytes = self.server.request(method, path, &fields, body.as_bytes());
+        Ok(Message { bytes, body_len: body.len() })
+    }
+
+    /// Sends `message`, and returns the responses: none if it hangs up.
+    async fn send(&self, message: &Message, how: How) -> Result<Vec<Reply>, String> {
+        match how {
+            How::Alone => Ok(vec![self.exchange(&message.bytes).await?]),
+            How::Together(count) => {
+                let mut connections = Vec::new();
+                for _ in 0..count {
+                    connections.push(self.connect().await?);
+                }
+                for connection in &mut connections {
+                    self.in_time(connection.write(&message.bytes)).await?;
+                }
+                let mut replies = Vec::new();
+                for connection in &mut connections {
+                    replies.push(self.in_time(connection.reply()).await?);
+                }
+                Ok(replies)
+            }
+            How::Pipelined(count) => {
+                let mut connection = self.connect().await?;
+                self.in_time(connection.write(&message.bytes.repeat(count.into()))).await?;
+                let mut replies = Vec::new();
+                for _ in 0..count {
+                    replies.push(self.in_time(connection.reply()).await?);
+                }
+                Ok(replies)
+            }
+            How::UntilFree => {
+                let deadline = Instant::now() + self.patience;
+                loop {
+                    let reply = self.exchange(&message.bytes).await?;
+                    if reply.status != 409 {
+                        return Ok(vec![reply]);
+                    }
+                    if Instant::now() > deadline {
+                        return Err(format!("still 409 after {} s: the key is never free", self.patience.as_secs()));
+                    }
+                    sleep(10 * POLL).await;
+                }
+            }
+            How::HangUpInBody => {
+                let mut connection = self.connect().await?;
+                let half = message.bytes.len() - message.body_len.div_ceil(2);
+                self.in_time(connection.write(&message.bytes[..half])).await?;
+                // Until the server has read it.
+                sleep(NOTICE).await;
+                Ok(Vec::new())
+            }
+            How::HangUpWhileRunning => {
+                let before = self.count().await?;
+                let mut connection = self.connect().await?;
+                self.in_time(connection.write(&message.bytes)).await?;
+                self.begun(before).await?;
+                Ok(Vec::new())
+            }
+            How::HangUpInResponse => {
+                let mut connection = self.connect().await?;
+                self.in_time(connection.write(&message.bytes)).await?;
+                self.in_time(connection.first_byte()).await?;
+                drop(connection);
+                // Until the server has found out.
+                sleep(NOTICE).await;
+                Ok(Vec::new())
+            }
+        }
+    }
+
+    /// Waits until the operation has begun once more.
+    async fn begun(&self, before: u64) -> Result<(), String> {
+        let deadline = Instant::now() + self.patience;
+        while self.count().await? == before {
+            if Instant::now() > deadline {
+                return Err(format!("the operation did not begin within {} s", self.patience.as_secs()));
+            }
+            sleep(POLL).await;
+        }
+        Ok(())
+    }
+
+    async fn connect(&self) -> Result<Connection, String> {
+        self.in_time(self.server.connect()).await
+    }
+
+    async fn exchange(&self, bytes: &[u8]) -> Result<Reply, String> {
+        self.in_time(async {
+            let mut connection = self.server.connect().await?;
+            connection.write(bytes).await?;
+            connection.reply().await
+        })
+        .await
+    }
+
+    async fn in_time<T>(&self, asking: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+        let answer = timeout_at(Instant::now() + self.patience, asking).await;
+        answer.unwrap_or_else(|_| Err(format!("no answer within {} s", self.patience.as_secs())))
+    }
+
+    fn check(&self, expect: &Expect, reply: &Reply, replies: &HashMap<String, Reply>) -> Result<(), String> {
+        let status = reply.status;
+        if let Some(expected) = expect.status.as_ref().and_then(|status| status.of(self.profile))
+            && !expected.allows(&status)
+        {
+            return Err(format!("status {status}, not {expected}: `{}`", reply.excerpt()));
+        }
+        let labelled = |label: &String| replies.get(label).ok_or_else(|| format!("there is no response `{label}`"));
+        if let Some(label) = &expect.same_as {
+            let original = labelled(label)?;
+            // Where several statuses are right, a refusal is not the response.
+            if expect.status.is_none() || (200..300).contains(&status) {
+                if status != original.status {
+                    let was = original.status;
+                    return Err(format!("status {status}, not the {was} of the first: `{}`", reply.excerpt()));
+                }
+                if reply.body != original.body {
+                    return Err(format!("the body is `{}`, not `{}`", reply.excerpt(), original.excerpt()));
+                }
+            }
+            for name in &expect.same_headers {
+                let (now, then) = (reply.field(name), original.field(name));
+                if now != then {
+                    return Err(format!("{name} is {now:?}, not {then:?}"));
+                }
+            }
+        }
+        if let Some(label) = &expect.differs_from
+            && labelled(label)?.body == reply.body
+        {
+            return Err(format!("the response is that of another operation: `{}`", reply.excerpt()));
+        }
+        fields(&expect.headers, reply)?;
+        if let Some(expected) = &expect.body
+            && !holds(&reply.json(), expected)
+        {
+            return Err(format!("the body is `{}`, without {expected}", reply.excerpt()));
+        }
+        let is_problem =
+            reply.field("content-type").first().is_some_and(|it| it.starts_with("application/problem+json"))
+                && reply.json().get("title").is_some_and(Value::is_string);
+        if expect.explained && !is_problem && reply.field("link").is_empty() {
+            return Err(format!("neither application/problem+json nor a Link: `{}`", reply.excerpt()));
+        }
+        Ok(())
+    }
+}
+
+/// Whoever got the response of the operation got the same one.
+fn alike(replies: &[Reply]) -> Result<(), String> {
+    let mut successes = replies.iter().filter(|reply| (200..300).contains(&reply.status));
+    let Some(first) = successes.next() else { return Ok(()) };
+    match successes.find(|other| (other.status, &other.body) != (first.status, &first.body)) {
+        Some(other) => Err(format!("two duplicates got `{}` and `{}`", first.excerpt(), other.excerpt())),
+        None => Ok(()),
+    }
+}
+
+fn fields(expected: &BTreeMap<String, Field>, reply: &Reply) -> Result<(), String> {
+    for (name, expected) in expected {
+        let values = reply.field(name);
+        match expected {
+            Field::Is(true) if values.is_empty() => return Err(format!("there is no {name}")),
+            Field::Is(false) if !values.is_empty() => return Err(format!("{name} is there: {values:?}")),
+            Field::Text(text) if values != [text] => return Err(format!("{name} is {values:?}, not `{text}`")),
+            Field::Number { at_least } => match &values[..] {
+                [value] if value.parse::<u64>().is_ok_and(|value| value >= *at_least) => {}
+                _ => return Err(format!("{name} is {values:?}, not a whole number of at least {at_least}")),
+            },
+            Field::Count { count } if values.len() != *count => {
+                return Err(format!("{name} is there {}, not {count}", times(values.len() as u64)));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Whether `value` is `expected`, with whatever else it holds.
+fn holds(value: &Value, expected: &Value) -> bool {
+    match (value, expected) {
+        (Value::Null, _) => false,
+        (_, Value::Null) => true,
+        (Value::Object(members), Value::Object(expected)) => {
+            expected.iter().all(|(name, expected)| members.get(name).is_some_and(|value| holds(value, expected)))
+        }
+        _ => value == expected,
+    }
+}
+
+fn times(count: u64) -> String {
+    match count {
+        0 => "never".to_owned(),
+        1 => "once".to_owned(),
+        count => format!("{count} times"),
+    }
+}

@@ -1,0 +1,93 @@
+//! `idem conformance store`: does a store keep the contract, here, with this server?
+
+use std::any::Any;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use idem_runtime::conformance::{CLAUSES, Clause, Subject};
+use serde_json::json;
+
+use crate::report::{Output, STATUSES, Stop, confirm};
+use crate::store::StoreArguments;
+
+/// Checks that a store keeps the contract, with two connections to its server.
+///
+/// It writes some thousand records in the scope `conformance` and in others, which expire within 20 minutes. Clauses about a server that
+/// is away, about values of others and about records that are held back are not checked here.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Arguments {
+    /// Runs only this clause; may be given more than once
+    #[arg(long = "case", value_name = "NAME")]
+    names: Vec<String>,
+    /// Does not ask
+    #[arg(long)]
+    yes: bool,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What only a test with a server of its own can arm.
+const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_record_holds_up_no_other"];
+/// A clause that takes longer hangs.
+const LONGEST: Duration = Duration::from_secs(300);
+/// An item of DynamoDB has 400 KB.
+const LARGEST_ITEM: usize = 390_000;
+
+pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+    let clauses = chosen(&arguments.names)?;
+    let place = arguments.store.place()?;
+    confirm(arguments.yes, "", &format!("Write some thousand records into {}", place.kind()))?;
+    let mut subject = Subject::new(arguments.store.open().await?).peer(arguments.store.open().await?);
+    if place.kind() == "dynamodb" {
+        subject = subject.largest_result(LARGEST_ITEM).patience(Duration::from_secs(120));
+    }
+    // What a clause finds is reported in its line.
+    std::panic::set_hook(Box::new(|_| {}));
+    let output = Output { json: arguments.json };
+    let width = clauses.iter().map(|clause| clause.name().len()).max().unwrap_or_default();
+    let mut failed = 0;
+    for clause in &clauses {
+        let run = tokio::spawn(tokio::time::timeout(LONGEST, clause.check(subject.clone()))).await;
+        let wrong = match run {
+            Ok(Ok(())) => None,
+            Ok(Err(_)) => Some(format!("it hangs: no end within {} s", LONGEST.as_secs())),
+            Err(error) => Some(error.try_into_panic().map_or_else(|_| "it was cancelled".to_owned(), said)),
+        };
+        failed += usize::from(wrong.is_some());
+        let (name, claim, passed) = (clause.name(), clause.claim(), wrong.is_none());
+        let object = json!({ "case": name, "rule": claim, "passed": passed, "error": wrong });
+        let verdict = if passed { "passed" } else { "FAILED" };
+        let text = format!("{verdict}  {name:width$}  {claim}");
+        output.line(&object, &wrong.map_or(text.clone(), |wrong| format!("{text}\n        {wrong}")))?;
+    }
+    if !arguments.json {
+        let (kind, total) = (place.kind(), clauses.len());
+        output
+            .line(&json!(null), &format!("\n{kind}: {} of {total} clauses passed, {failed} failed", total - failed))?;
+    }
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+fn chosen(names: &[String]) -> Result<Vec<&'static Clause>, Stop> {
+    let clauses: Vec<_> = CLAUSES.iter().filter(|clause| !UNARMED.contains(&clause.name())).collect();
+    if names.is_empty() {
+        return Ok(clauses);
+    }
+    let find = |name: &String| {
+        let found = clauses.iter().find(|clause| clause.name() == name).copied();
+        found.ok_or_else(|| Stop::Usage(format!("there is no clause `{name}` that can be checked here")))
+    };
+    names.iter().map(find).collect()
+}
+
+/// What a clause said of its store.
+fn said(panic: Box<dyn Any + Send>) -> String {
+    match panic.downcast::<String>() {
+        Ok(text) => *text,
+        Err(panic) => panic.downcast_ref::<&str>().map_or("it failed", |text| text).to_owned(),
+    }
+}

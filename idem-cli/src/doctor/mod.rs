@@ -1,0 +1,133 @@
+//! `idem doctor`: is the server set up so that it keeps what is recorded?
+
+#[cfg(feature = "dynamodb")]
+pub(crate) mod dynamodb;
+#[cfg(feature = "postgres")]
+pub(crate) mod postgres;
+mod probe;
+#[cfg(feature = "redis")]
+pub(crate) mod redis;
+#[cfg(feature = "sqlite")]
+pub(crate) mod sqlite;
+
+use std::process::ExitCode;
+
+use serde_json::json;
+
+use crate::report::{Output, STATUSES, Stop, hidden};
+use crate::store::StoreArguments;
+
+/// Checks the server of a store: what it keeps, what the login may do, and a probe key through all operations.
+///
+/// Each finding says what follows from it and what to do. Exit status 1 if one of them is an error. Nothing is changed but
+/// the record of the probe, in the scope `idem-doctor`, which is removed again.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How bad a finding is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Level {
+    Ok,
+    /// It could not be checked.
+    #[allow(dead_code, reason = "some stores tell everything")]
+    Unknown,
+    Warning,
+    Error,
+}
+
+impl Level {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Unknown => "unknown",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// What a check has found.
+#[derive(Debug)]
+pub(crate) struct Finding {
+    check: &'static str,
+    level: Level,
+    found: String,
+    /// What follows from it, and what to do; empty if it is in order.
+    consequence: String,
+    remedy: String,
+}
+
+/// What was found so far.
+#[derive(Default)]
+pub(crate) struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn add(&mut self, check: &'static str, level: Level, found: &str, consequence: &str, remedy: &str) {
+        let (found, consequence, remedy) = (hidden(found), consequence.to_owned(), remedy.to_owned());
+        self.0.push(Finding { check, level, found, consequence, remedy });
+    }
+
+    pub(crate) fn ok(&mut self, check: &'static str, found: impl Into<String>) {
+        self.add(check, Level::Ok, &found.into(), "", "");
+    }
+
+    /// What the server did not tell.
+    #[allow(dead_code, reason = "some stores tell everything")]
+    pub(crate) fn unknown(&mut self, check: &'static str, found: impl Into<String>, remedy: &str) {
+        self.add(check, Level::Unknown, &found.into(), "nobody has checked this", remedy);
+    }
+
+    #[allow(dead_code, reason = "without a store there is nothing to warn of")]
+    pub(crate) fn warning(&mut self, check: &'static str, found: impl Into<String>, consequence: &str, remedy: &str) {
+        self.add(check, Level::Warning, &found.into(), consequence, remedy);
+    }
+
+    pub(crate) fn error(&mut self, check: &'static str, found: impl Into<String>, consequence: &str, remedy: &str) {
+        self.add(check, Level::Error, &found.into(), consequence, remedy);
+    }
+}
+
+pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+    let place = arguments.store.place()?;
+    let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
+    let mut findings = Findings::default();
+    place.examine(timeout, &mut findings).await?;
+    match place.open(namespace, timeout).await {
+        Ok(store) => probe::probe(&*store, &mut findings).await,
+        Err(Stop::Unreachable(found)) => findings.error(
+            "open",
+            found,
+            "no process can use this store",
+            "do what the message says, then run this again",
+        ),
+        Err(stop) => return Err(stop),
+    }
+    let output = Output { json: arguments.json };
+    let count = |level| findings.0.iter().filter(|it| it.level == level).count();
+    let (errors, warnings) = (count(Level::Error), count(Level::Warning));
+    for Finding { check, level, found, consequence, remedy } in &findings.0 {
+        let object = json!({
+            "check": check, "level": level.name(), "found": found, "consequence": consequence, "remedy": remedy,
+        });
+        let mut text = format!("{:<8} {check}: {found}", level.name());
+        for (name, said) in [("consequence", consequence), ("remedy", remedy)] {
+            if !said.is_empty() {
+                text = format!("{text}\n         {name}: {said}");
+            }
+        }
+        output.line(&object, &text)?;
+    }
+    if !arguments.json {
+        let (kind, checks) = (place.kind(), findings.0.len());
+        let text = format!("\n{kind}: checks: {checks}, errors: {errors}, warnings: {warnings}");
+        output.line(&json!(null), &text)?;
+    }
+    Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}

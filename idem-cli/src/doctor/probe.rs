@@ -1,0 +1,138 @@
+//! A probe key, through all operations of a store.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Decided, Decision, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all};
+use idem_runtime::{Json, Key, Store, StoreError};
+
+use super::Findings;
+use crate::report::{chain, human};
+
+/// Longer than all of it takes, and short for what is left if this is killed in between.
+const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(60);
+/// From here on an operation is slow.
+const SLOW: Duration = Duration::from_millis(250);
+
+/// What a store said that it should not have.
+struct Wrong(String);
+
+impl From<StoreError> for Wrong {
+    fn from(error: StoreError) -> Self {
+        Self(chain(&error))
+    }
+}
+
+/// The operations so far, and the slowest of them.
+struct Probe<'a> {
+    store: &'a dyn Store,
+    step: &'static str,
+    slowest: (&'static str, Duration),
+    steps: usize,
+}
+
+impl Probe<'_> {
+    async fn ask<T>(
+        &mut self,
+        step: &'static str,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, Wrong> {
+        self.step = step;
+        self.steps += 1;
+        let began = Instant::now();
+        let answer = call.await;
+        let took = began.elapsed();
+        if took > self.slowest.1 {
+            self.slowest = (step, took);
+        }
+        Ok(answer?)
+    }
+
+    async fn run(&mut self, key: &Key) -> Result<(), Wrong> {
+        let store = self.store;
+        let beats = store.heartbeats();
+        let request = || ReserveRequest::new(key.clone(), beats.new_owner(), LEASE, TTL).holder(beats.holder());
+        let lease = self.granted("reserve", &request()).await?;
+        match self.ask("reserve again", store.reserve(&request())).await? {
+            Reservation::InProgress { .. } => {}
+            other => return Err(unexpected(&other)),
+        }
+        let renewed = self.ask("renew", renew_all(store, std::slice::from_ref(&lease))).await?;
+        applied(renewed.first().copied())?;
+        let released = self.ask("release", store.release(&lease, Release::NotStarted)).await?;
+        applied(Some(released))?;
+        let lease = self.granted("reserve anew", &request()).await?;
+        let result = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: Bytes::from_static(b"\"probe\"") };
+        applied(Some(self.ask("finish", store.finish(&lease, &Finish::Completed(result))).await?))?;
+        match self.ask("replay", store.reserve(&request())).await? {
+            Reservation::Finished { record, .. } if record.state.result().is_some_and(|it| it.stored_bytes() == 7) => {}
+            other => return Err(unexpected(&other)),
+        }
+        match self.ask("inspect", store.inspect(key)).await? {
+            Some(found) if found.attempt() == lease.attempt => {}
+            other => return Err(unexpected(&other)),
+        }
+        let reopened = self.ask("reopen", store.decide(&Decision::reopen(key, lease.attempt))).await?;
+        decided(reopened)?;
+        decided(self.ask("forget", store.decide(&Decision::forget(key, lease.attempt))).await?)?;
+        match self.ask("inspect what is gone", store.inspect(key)).await? {
+            None => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn granted(&mut self, step: &'static str, request: &ReserveRequest) -> Result<Lease, Wrong> {
+        match self.ask(step, self.store.reserve(request)).await? {
+            Reservation::Granted { lease, .. } => Ok(lease),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+fn unexpected(answer: &impl std::fmt::Debug) -> Wrong {
+    Wrong(format!("unexpected answer {answer:?}"))
+}
+
+fn applied(verdict: Option<Verdict>) -> Result<(), Wrong> {
+    match verdict {
+        Some(Verdict::Applied) => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn decided(decided: Decided) -> Result<(), Wrong> {
+    match decided {
+        Decided::Applied => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
+    // Unique, so that two doctors don't meet.
+    let owner = store.heartbeats().new_owner();
+    let name = owner.as_bytes().iter().fold(String::from("probe:"), |name, byte| format!("{name}{byte:02x}"));
+    let key = Key::new("idem-doctor", name).expect("a short key");
+    let mut probe = Probe { store, step: "", slowest: ("", Duration::ZERO), steps: 0 };
+    let done = probe.run(&key).await;
+    let Probe { step, slowest: (slowest, took), steps, .. } = probe;
+    match done {
+        Ok(()) if took > SLOW => findings.warning(
+            "probe",
+            format!("{steps} operations done; `{slowest}` took {}", human(took)),
+            "every call waits for this at least twice; a lease must be many times as long",
+            "look at the network between here and the server, and at its load",
+        ),
+        Ok(()) => {
+            findings.ok("probe", format!("{steps} operations done; the slowest, `{slowest}`, took {}", human(took)));
+        }
+        Err(Wrong(said)) => findings.error(
+            "probe",
+            format!("`{step}` failed: {said}"),
+            "handlers meet the same failure; the probe's record expires within two minutes",
+            "if it is about permissions, give the login what docs/cli.md and `idem schema print` list",
+        ),
+    }
+}

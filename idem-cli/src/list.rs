@@ -1,0 +1,246 @@
+//! `idem list` and `idem stats`.
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::str::FromStr;
+use std::time::Duration;
+
+use idem_runtime::operator::Operator;
+use idem_runtime::store::{Counts, Cursor, Filter, Inspection, Standing};
+use idem_runtime::{Key, Store, StoreExt};
+use serde_json::{Map, Value, json};
+
+use crate::records::object;
+use crate::report::{Output, STATUSES, Stop, human, printable};
+use crate::store::StoreArguments;
+
+/// Which records.
+#[derive(clap::Args)]
+pub(crate) struct Which {
+    /// Only records that stand like this: `running`, `lapsed`, `released`, `interrupted`, `completed` or `failed`; may be given
+    /// more than once
+    #[arg(long = "state", value_name = "NAME", value_parser = standing)]
+    standings: Vec<Standing>,
+    /// Only records whose effect may have happened without their knowing: lapsed and interrupted ones
+    #[arg(long)]
+    uncertain: bool,
+    /// Only records of this scope
+    #[arg(long, value_name = "NAME")]
+    scope: Option<String>,
+    /// Only records whose latest attempt began this long ago or longer, as `90s`, `15m`, `24h` or `7d`
+    #[arg(long, value_name = "TIME")]
+    older_than: Option<Age>,
+    /// Lets Redis and DynamoDB walk through everything they hold; Redis may then miss records and repeat others, DynamoDB
+    /// bills the reading of the whole table
+    #[arg(long)]
+    scan: bool,
+}
+
+/// Lists records, without their results.
+///
+/// SQLite and PostgreSQL walk along the keys; what is running, stuck or old is found by reading on.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct List {
+    #[command(flatten)]
+    which: Which,
+    /// Stops after so many
+    #[arg(long, value_name = "N", default_value = "100")]
+    limit: u64,
+    /// Goes on where a list has stopped
+    #[arg(long, value_name = "CURSOR")]
+    after: Option<String>,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Counts records by scope and by how they stand.
+///
+/// Reads all records that it counts, without their results.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct StatsOf {
+    #[command(flatten)]
+    which: Which,
+    /// Stops after about so many
+    #[arg(long, value_name = "N", default_value = "1000000")]
+    limit: u64,
+    /// Goes on where counting has stopped
+    #[arg(long, value_name = "CURSOR")]
+    after: Option<String>,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How long ago something was.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Age(pub(crate) Duration);
+
+impl FromStr for Age {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+        let (number, unit) = text.split_at(digits);
+        let seconds = match unit {
+            "s" => 1,
+            "m" | "min" => 60,
+            "h" => 3600,
+            "d" => 86_400,
+            _ => return Err("write a number and `s`, `m`, `h` or `d`, as `15m`".to_owned()),
+        };
+        let number: u32 = number.parse().map_err(|_| "write a number and its unit, as `15m`".to_owned())?;
+        Ok(Self(Duration::from_secs(u64::from(number) * seconds)))
+    }
+}
+
+fn standing(name: &str) -> Result<Standing, String> {
+    let known = || Standing::ALL.map(Standing::name).join(", ");
+    Standing::ALL.into_iter().find(|it| it.name() == name).ok_or_else(|| format!("it is one of {}", known()))
+}
+
+impl Which {
+    fn filter(&self, after: Option<&str>) -> Filter {
+        let mut filter = Filter::new().limit(Filter::MAX_LIMIT).after(after.map(Cursor::new));
+        filter = self.standings.iter().fold(filter, |filter, standing| filter.standing(*standing));
+        if self.uncertain {
+            filter = filter.uncertain();
+        }
+        filter.scope = self.scope.as_deref().map(Into::into);
+        filter.older_than = self.older_than.map(|age| age.0);
+        filter.scan = self.scan;
+        filter
+    }
+}
+
+/// Refuses what costs more than its user may expect, unless they have said that they do.
+pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
+    let cost = match kind {
+        _ if scan => return Ok(()),
+        "redis" => {
+            "Redis has no order of keys: `SCAN` walks through everything it holds, may miss records and repeat others"
+        }
+        "dynamodb" => "DynamoDB reads the whole table and bills it: half a read unit for each 4 KB, results included",
+        _ => return Ok(()),
+    };
+    Err(Stop::Refused(format!("{cost}; add --scan if that is meant")))
+}
+
+/// Where a walk has ended.
+#[derive(Default)]
+pub(crate) struct End {
+    next: Option<Cursor>,
+    /// Entries that are no records of this release.
+    unreadable: u64,
+}
+
+impl End {
+    /// Whether there may be more.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.next.is_some()
+    }
+}
+
+/// Hands over each record of `filter`, until there are no more or `take` has enough.
+pub(crate) async fn each<S: Store + ?Sized>(
+    operator: &Operator<'_, S>,
+    mut filter: Filter,
+    mut take: impl FnMut(&Key, &Inspection) -> Result<bool, Stop>,
+) -> Result<End, Stop> {
+    let mut end = End::default();
+    loop {
+        let page = operator.list(&filter).await?;
+        end.unreadable += page.unreadable;
+        let mut wants_more = true;
+        for (key, found) in &page.records {
+            wants_more = take(key, found)?;
+        }
+        end.next = page.next;
+        match &end.next {
+            Some(next) if wants_more => filter = filter.after(next.clone()),
+            _ => return Ok(end),
+        }
+    }
+}
+
+pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
+    check_scan(arguments.store.place()?.kind(), arguments.which.scan)?;
+    let store = arguments.store.open().await?;
+    let output = Output { json: arguments.json };
+    let mut shown = 0;
+    let limit = arguments.limit.max(1);
+    // A page is shown whole, so that the cursor behind it leaves nothing out.
+    let page = u32::try_from(limit).unwrap_or(u32::MAX).min(Filter::MAX_LIMIT);
+    let filter = arguments.which.filter(arguments.after.as_deref()).limit(page);
+    let end = each(&store.operator(), filter, |key, found| {
+        shown += 1;
+        let began = found.began.map_or("?".to_owned(), human);
+        let holder = found.holder().map_or(String::new(), |holder| format!("  ({})", printable(holder.as_str())));
+        let text = format!("{:<12} {began:>10}  attempt {}  {key}{holder}", found.standing().name(), found.attempt());
+        output.line(&object(key, store.name(), found), &text)?;
+        Ok(shown < limit)
+    })
+    .await?;
+    rest(&output, &end)?;
+    match shown {
+        0 => Err(Stop::Nothing(format!("no such record in {}", store.name()))),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Says that there is more, and what is no record.
+fn rest(output: &Output, end: &End) -> Result<(), Stop> {
+    let End { next, unreadable } = end;
+    if next.is_none() && *unreadable == 0 {
+        return Ok(());
+    }
+    if output.json {
+        let next = next.as_ref().map(Cursor::as_str);
+        return output.line(&json!({ "next": next, "unreadable": unreadable }), "");
+    }
+    let mut errors = std::io::stderr();
+    if let Some(next) = next {
+        let _ = writeln!(errors, "There may be more: --after '{next}'");
+    }
+    if *unreadable > 0 {
+        let _ = writeln!(errors, "{unreadable} entries are no records of this release.");
+    }
+    Ok(())
+}
+
+pub(crate) async fn stats(arguments: &StatsOf) -> Result<ExitCode, Stop> {
+    check_scan(arguments.store.place()?.kind(), arguments.which.scan)?;
+    let store = arguments.store.open().await?;
+    let filter = arguments.which.filter(arguments.after.as_deref());
+    let stats = store.operator().stats(&filter, arguments.limit).await?;
+    let output = Output { json: arguments.json };
+    for (scope, counts) in &stats.scopes {
+        output.line(&counted(Some(scope), counts), &format!("{scope}\n    {}", summed(counts)))?;
+    }
+    let total = stats.total();
+    output.line(&counted(None, &total), &format!("all\n    {}", summed(&total)))?;
+    rest(&output, &End { next: stats.next, unreadable: stats.unreadable })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The counts of a scope, or of all of them.
+pub(crate) fn counted(scope: Option<&str>, counts: &Counts) -> Value {
+    let mut object = Map::new();
+    object.insert("scope".to_owned(), scope.into());
+    object.insert("total".to_owned(), counts.total().into());
+    object.extend(Standing::ALL.map(|standing| (standing.name().to_owned(), counts.of(standing).into())));
+    Value::Object(object)
+}
+
+/// The same in words, without what is none.
+pub(crate) fn summed(counts: &Counts) -> String {
+    let some = Standing::ALL.into_iter().filter(|standing| counts.of(*standing) > 0);
+    let some: Vec<_> = some.map(|standing| format!("{} {standing}", counts.of(standing))).collect();
+    if some.is_empty() { "no records".to_owned() } else { some.join(", ") }
+}

@@ -1,0 +1,133 @@
+//! The command `idem`: docs/cli.md describes it.
+// What it does takes place between processes, in real time.
+#![allow(clippy::disallowed_methods)]
+
+mod conformance;
+mod cost;
+mod doctor;
+mod generate;
+mod key;
+mod list;
+mod records;
+mod report;
+mod response;
+mod schema;
+mod store;
+mod tls;
+mod watch;
+
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
+
+use report::{Stop, hidden};
+
+/// Idempotency, from the command line: what is recorded, what is stuck, and what to do about it.
+#[derive(Parser)]
+#[command(name = "idem", version, max_term_width = 120, after_help = report::STATUSES)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Doctor(doctor::Arguments),
+    Cost(cost::Arguments),
+    List(list::List),
+    Stats(list::StatsOf),
+    Watch(watch::Arguments),
+    Show(records::Show),
+    Resolve(records::Resolve),
+    Reopen(records::Reopen),
+    Forget(records::Forget),
+    Release(records::Release),
+    Purge(records::Purge),
+    Key(key::Arguments),
+    /// Prints, compares or creates what a store needs in its server.
+    #[command(subcommand)]
+    Schema(schema::Schema),
+    /// Checks that a store or a server keeps the rules.
+    #[command(subcommand)]
+    Conformance(Conformance),
+    Completions(generate::Completions),
+    Man(generate::Man),
+}
+
+#[derive(Subcommand)]
+enum Conformance {
+    Http(conformance::http::Arguments),
+    Store(conformance::store::Arguments),
+}
+
+impl Command {
+    /// Whether what it prints is JSON.
+    fn json(&self) -> bool {
+        match self {
+            Self::Doctor(it) => it.json,
+            Self::Cost(it) => it.json,
+            Self::List(it) => it.json,
+            Self::Stats(it) => it.json,
+            Self::Watch(it) => it.json,
+            Self::Show(it) => it.json,
+            Self::Resolve(it) => it.json(),
+            Self::Reopen(it) => it.json(),
+            Self::Forget(it) => it.json(),
+            Self::Release(it) => it.json(),
+            Self::Purge(it) => it.json,
+            Self::Key(it) => it.json,
+            Self::Schema(it) => it.json(),
+            Self::Conformance(Conformance::Store(it)) => it.json,
+            _ => false,
+        }
+    }
+
+    async fn run(&self) -> Result<ExitCode, Stop> {
+        match self {
+            Self::Doctor(it) => doctor::main(it).await,
+            Self::Cost(it) => cost::main(it).await,
+            Self::List(it) => list::list(it).await,
+            Self::Stats(it) => list::stats(it).await,
+            Self::Watch(it) => watch::main(it).await,
+            Self::Show(it) => records::show(it).await,
+            Self::Resolve(it) => records::resolve(it).await,
+            Self::Reopen(it) => records::reopen(it).await,
+            Self::Forget(it) => records::forget(it).await,
+            Self::Release(it) => records::release(it).await,
+            Self::Purge(it) => records::purge(it).await,
+            Self::Key(it) => key::main(it),
+            Self::Schema(it) => schema::main(it).await,
+            Self::Conformance(Conformance::Http(it)) => Ok(conformance::http::main(it)),
+            Self::Conformance(Conformance::Store(it)) => conformance::store::main(it).await,
+            Self::Completions(it) => generate::completions(it, Arguments::command()),
+            Self::Man(it) => generate::man(it, Arguments::command()),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let command = match Arguments::try_parse() {
+        Ok(arguments) => arguments.command,
+        Err(error) => return misused(&error),
+    };
+    // It has a runtime of its own.
+    if let Command::Conformance(Conformance::Http(arguments)) = &command {
+        return conformance::http::main(arguments);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(4).enable_all().build();
+    let done = runtime.map_err(Stop::Output).and_then(|runtime| runtime.block_on(command.run()));
+    done.unwrap_or_else(|stop| stop.report(command.json()))
+}
+
+/// What clap says, without the passwords of URLs that stand in the wrong place.
+fn misused(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        return match report::print(error.to_string().as_bytes()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(stop) => stop.report(false),
+        };
+    }
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), hidden(&error.to_string()).as_bytes());
+    ExitCode::from(2)
+}

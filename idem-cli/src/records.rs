@@ -1,0 +1,615 @@
+//! The verbs about one record, and `purge`.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use bytes::Bytes;
+use clap::ValueEnum;
+use idem_runtime::codec::CodecName;
+use idem_runtime::operator::{Operator, Resolution};
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{Filter, Finish, Inspection, Standing};
+use idem_runtime::{Key, Store, StoreExt};
+use serde::de::IgnoredAny;
+use serde_json::{Value, json};
+
+use crate::list;
+use crate::report::{Output, STATUSES, Stop, confirm, human, millis, printable};
+use crate::response;
+use crate::store::StoreArguments;
+
+/// The largest result that is read from a file: more than any policy allows by itself.
+const MAX_RESULT_BYTES: u64 = 256 << 20;
+
+/// Shows what is recorded for a key.
+///
+/// The key is as an error or a log shows it, or as the store has it.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Show {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    /// Shows the recorded result, too; it may hold what not everybody may see
+    #[arg(long)]
+    result: bool,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Who changes something, and whether they are sure.
+#[derive(clap::Args)]
+struct Change {
+    /// The attempt that you have looked at; refused if another one is the latest (default: the latest)
+    #[arg(long, value_name = "N")]
+    attempt: Option<u32>,
+    /// Why
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    reason: String,
+    /// Who decides (default: the name of the user)
+    #[arg(long, value_name = "NAME")]
+    by: Option<String>,
+    /// Does not ask
+    #[arg(long)]
+    yes: bool,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Says what became of an operation that was interrupted, has lapsed or ended without a result; duplicates are told so.
+///
+/// Refused while an attempt is running, and if it has recorded a result.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
+pub(crate) struct Resolve {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    /// It completed with the result in this file (`-`: from the input), as the handler's codec writes it
+    #[arg(long, value_name = "FILE", group = "end")]
+    completed: Option<PathBuf>,
+    /// It completed with the HTTP response in this file (`-`: from the input), as `curl -i` prints it, for requests to the HTTP layer
+    #[arg(long, value_name = "FILE", group = "end", conflicts_with = "codec")]
+    http_response: Option<PathBuf>,
+    /// It failed for good with the error in this file, for handlers that record errors
+    #[arg(long, value_name = "FILE", group = "end")]
+    failed: Option<PathBuf>,
+    /// It completed (or `=failed` for good), and its result is unknown
+    #[arg(long, value_name = "END", group = "end", num_args = 0..=1, require_equals = true, default_missing_value = "completed")]
+    without_result: Option<End>,
+    /// The codec of the handler; JSON is checked, other codecs are not
+    #[arg(long, value_name = "NAME", default_value = "json")]
+    codec: String,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// How an operation ended.
+#[derive(Clone, Copy, ValueEnum)]
+enum End {
+    Completed,
+    Failed,
+}
+
+/// Lets the next delivery run again; a recorded result is given up.
+///
+/// Refused while an attempt is running.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Reopen {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// Removes a record, result included: the next delivery runs as the first one.
+///
+/// Refused while an attempt is running. With `--prefix` all records whose key begins so; `--dry-run` only lists them.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Forget {
+    /// The key, as `<scope>/<text>`
+    #[arg(required_unless_present = "prefix")]
+    key: Option<String>,
+    /// What the keys begin with, as `<scope>/` or `<scope>/<text>`; those of running attempts are left
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "attempt"])]
+    prefix: Option<String>,
+    /// Lists what would be removed, and removes nothing
+    #[arg(long, requires = "prefix")]
+    dry_run: bool,
+    /// Lets Redis and DynamoDB walk through everything they hold, to find a prefix
+    #[arg(long, requires = "prefix")]
+    scan: bool,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// Ends the lease of a holder that is gone for sure.
+///
+/// Under `on_crash = retry` the next delivery runs, under `fail` the key is interrupted. If the holder is alive after all,
+/// its body goes on until its next renewal is refused, beside the next attempt.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Release {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    /// Says that the process is gone
+    #[arg(long, required = true)]
+    break_lease: bool,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// Removes records whose retention has ended; nothing else.
+///
+/// May be interrupted and repeated. Redis and DynamoDB do this by themselves.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Purge {
+    /// How many records one step looks at
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    batch: u32,
+    /// Stops after so many (default: all)
+    #[arg(long, value_name = "N")]
+    limit: Option<u64>,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl Resolve {
+    pub(crate) fn json(&self) -> bool {
+        self.change.json
+    }
+}
+
+impl Reopen {
+    pub(crate) fn json(&self) -> bool {
+        self.change.json
+    }
+}
+
+impl Forget {
+    pub(crate) fn json(&self) -> bool {
+        self.change.json
+    }
+}
+
+impl Release {
+    pub(crate) fn json(&self) -> bool {
+        self.change.json
+    }
+}
+
+/// The key that was typed.
+fn key<S: Store + ?Sized>(operator: &Operator<'_, S>, shown: &str) -> Result<Key, Stop> {
+    operator.key(shown).map_err(|error| {
+        Stop::Usage(format!(
+            "`{shown}` is no key: {error}; write `<scope>/<text>`, as errors and logs show it (`idem key` makes one)"
+        ))
+    })
+}
+
+pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
+    let store = arguments.store.open().await?;
+    let operator = store.operator();
+    let key = key(&operator, &arguments.key)?;
+    let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
+    let mut object = object(&key, store.name(), &found);
+    let mut text = text(&key, store.name(), &found);
+    if arguments.result
+        && let Some(StoredResult::Encoded { bytes, .. }) = found.record.state.result()
+    {
+        match found.record.state.result().and_then(|result| response::shown(result, content)) {
+            Some((response, fields)) => {
+                let _ = write!(text, "\n{response}");
+                object["result"]["http"] = fields;
+            }
+            None => {
+                let (name, value) = content(bytes);
+                let _ = write!(text, "\n{}{value}", if name == "hex" { "(hex) " } else { "" });
+                object["result"][name] = value.into();
+            }
+        }
+    }
+    Output { json: arguments.json }.line(&object, &text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A result as it is if it is text, otherwise as hexadecimal digits. JSON stays text: numbers are as they were written.
+fn content(bytes: &Bytes) -> (&'static str, String) {
+    match std::str::from_utf8(bytes) {
+        Ok(text) if !text.contains(|c: char| c.is_control() && !c.is_whitespace()) => ("text", text.to_owned()),
+        _ => ("hex", bytes.iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"))),
+    }
+}
+
+fn nothing(key: &Key, store: &str) -> Stop {
+    Stop::Nothing(format!(
+        "key `{key}` in {store}: there is no record; it has expired, was forgotten, or is in another namespace"
+    ))
+}
+
+/// What is recorded, without the result.
+pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
+    let Inspection { record, expires_in, lapses_in, .. } = found;
+    let mut object = json!({
+        "key": key.to_string(),
+        "scope": key.scope(),
+        "stored": key.as_str(),
+        "store": store,
+        "state": record.state.name(),
+        "standing": found.standing().name(),
+        "attempt": record.attempt,
+        "attempts_used": record.attempts_used,
+        "expires_in_ms": millis(*expires_in),
+        "first_seen_ms": found.first_seen.map(millis),
+        "began_ms": found.began.map(millis),
+        "holder": found.holder().map(|holder| holder.to_string()),
+        "traceparent": found.traceparent().map(|trace| trace.as_str().to_owned()),
+        "decided_by": found.decided_by(),
+        "decided_reason": found.decided_reason(),
+        "fingerprint": record.fingerprint.map(|print| print.short().to_string()),
+    });
+    if let State::Pending { lease, ttl, on_crash, .. } = &record.state {
+        object["lapses_in_ms"] = lapses_in.map(millis).into();
+        object["lease_ms"] = millis(*lease).into();
+        object["ttl_ms"] = millis(*ttl).into();
+        object["on_crash"] = format!("{on_crash:?}").to_lowercase().into();
+    }
+    if let Some(result) = record.state.result() {
+        object["result"] = match result {
+            StoredResult::Encoded { codec, bytes } => {
+                json!({ "is": "encoded", "codec": codec.as_str(), "bytes": bytes.len() })
+            }
+            StoredResult::LeftOut { codec, size } => {
+                json!({ "is": "encoded", "codec": codec.as_str(), "bytes": size })
+            }
+            StoredResult::TooLarge { size } => json!({ "is": "too_large", "bytes": size }),
+            StoredResult::Unreadable { reason } => json!({ "is": "unreadable", "reason": &**reason }),
+            _ => json!({ "is": "unknown" }),
+        };
+    }
+    object
+}
+
+/// The same for a person, with what can be done.
+fn text(key: &Key, store: &str, found: &Inspection) -> String {
+    let Inspection { record, expires_in, lapses_in, .. } = found;
+    let mut text = String::new();
+    let mut line = |name: &str, value: &str| {
+        let _ = writeln!(text, "{name:<13}{}", printable(value));
+    };
+    let ago = |time: Duration| format!("{} ago", human(time));
+    let lapsed = found.standing() == Standing::Lapsed;
+    line("key", &key.to_string());
+    line("store", store);
+    line("state", &format!("{}{}", record.state.name(), if lapsed { ", its lease has lapsed" } else { "" }));
+    let counted = match record.attempts_used == record.attempt {
+        true => String::new(),
+        false => format!(" ({} counted against max_attempts)", record.attempts_used),
+    };
+    line("attempt", &format!("{}{counted}", record.attempt));
+    if let Some(holder) = found.holder() {
+        let process = holder.process().map_or(String::new(), |process| format!(", process {process}"));
+        let name = holder.name().map_or(String::new(), |name| format!(", {name}"));
+        line(if record.is_pending() { "holder" } else { "held by" }, &format!("{}{process}{name}", holder.host()));
+    }
+    if let Some(first) = found.first_seen {
+        line("first seen", &ago(first));
+    }
+    if let Some(began) = found.began {
+        line("began", &ago(began));
+    }
+    if let (State::Pending { lease, on_crash, .. }, Some(left)) = (&record.state, lapses_in) {
+        let left = if lapsed { String::new() } else { format!(", lapses in {} unless renewed", human(*left)) };
+        line("lease", &format!("{}{left}", human(*lease)));
+        line("on crash", &format!("{on_crash:?}").to_lowercase());
+    }
+    if let Some(result) = record.state.result() {
+        line("result", &described(result));
+    }
+    if let Some(print) = record.fingerprint {
+        line("fingerprint", &print.short().to_string());
+    }
+    if let Some(trace) = found.traceparent() {
+        line("trace", trace.trace_id());
+    }
+    if let Some(by) = found.decided_by() {
+        let reason = found.decided_reason().map_or(String::new(), |reason| format!(": {reason}"));
+        line("decided by", &format!("{by}{reason}"));
+    }
+    line("expires in", &human(*expires_in));
+    line("what now", advice(record, found.standing() == Standing::Running));
+    text
+}
+
+fn described(result: &StoredResult) -> String {
+    match result {
+        StoredResult::Encoded { codec, bytes } => format!("{} bytes of {}", bytes.len(), codec.as_str()),
+        StoredResult::LeftOut { codec, size: Some(size) } => format!("{size} bytes of {}", codec.as_str()),
+        StoredResult::LeftOut { codec, size: None } => codec.as_str().to_owned(),
+        StoredResult::TooLarge { size } => format!("not recorded: {size} bytes are more than the policy allows"),
+        StoredResult::Unreadable { reason } => format!("can't be read: {reason}"),
+        _ => "unknown: it could not be written, or was resolved without one".to_owned(),
+    }
+}
+
+/// What the next delivery does, and what an operator can do.
+fn advice(record: &Record, live: bool) -> &'static str {
+    match &record.state {
+        State::Pending { .. } if live => "it is running; if its process is gone for sure: `idem release --break-lease`",
+        State::Pending { on_crash: idem_runtime::OnCrash::Fail, .. } | State::Interrupted => {
+            "nothing runs until you decide: find out whether the effect happened; `idem resolve` if it did, `idem reopen` \
+             if it did not"
+        }
+        State::Pending { .. } => "the next delivery takes over",
+        State::Released => "the next delivery runs",
+        State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. }) => {
+            "duplicates are answered with the result"
+        }
+        _ => {
+            "duplicates get an error that says so; `idem resolve --completed FILE` supplies the result, \
+              `--http-response FILE` that of a request"
+        }
+    }
+}
+
+/// What is to be done with a record.
+enum Act {
+    Resolve(Resolution, String),
+    Reopen,
+    Forget,
+    BreakLease,
+}
+
+impl Act {
+    /// The question, and what is said once it is done.
+    fn words(&self, key: &Key, attempt: u32) -> (String, String) {
+        let about = format!("`{key}`, attempt {attempt}");
+        match self {
+            Self::Resolve(_, end) => {
+                (format!("Resolve {about} as {end}"), format!("resolved {about} as {end}; duplicates are told so"))
+            }
+            Self::Reopen => (format!("Reopen {about}"), format!("reopened {about}; the next delivery runs again")),
+            Self::Forget => (
+                format!("Forget {about}"),
+                format!("forgot {about}; a duplicate that still comes runs as the first one"),
+            ),
+            Self::BreakLease => (
+                format!("End the lease of {about}"),
+                format!("ended the lease of {about}; what follows is what follows a crash"),
+            ),
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Resolve(..) => "resolve",
+            Self::Reopen => "reopen",
+            Self::Forget => "forget",
+            Self::BreakLease => "break_lease",
+        }
+    }
+}
+
+pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
+    let Resolve { key, completed, http_response, failed, without_result, codec, change } = arguments;
+    // Read before anything is asked: the answer of a person should be the last thing that is missing.
+    let act = match (completed, http_response, failed, without_result) {
+        (_, Some(file), ..) => {
+            let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;
+            let end = format!("completed with {}", described(&result));
+            Act::Resolve(Finish::Completed(result).into(), end)
+        }
+        (Some(file), ..) => {
+            let result = read(file, codec)?;
+            let end = format!("completed with {}", described(&result));
+            Act::Resolve(Finish::Completed(result).into(), end)
+        }
+        (.., Some(file), _) => {
+            let result = read(file, codec)?;
+            let end = format!("failed with {}", described(&result));
+            Act::Resolve(Finish::Failed(result).into(), end)
+        }
+        (.., Some(End::Failed)) => {
+            Act::Resolve(Resolution::failed_without_result(), "failed, its error unknown".to_owned())
+        }
+        _ => Act::Resolve(Resolution::completed_without_result(), "completed, its result unknown".to_owned()),
+    };
+    decide(change, key, act).await
+}
+
+pub(crate) async fn reopen(arguments: &Reopen) -> Result<ExitCode, Stop> {
+    decide(&arguments.change, &arguments.key, Act::Reopen).await
+}
+
+pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
+    match (&arguments.key, &arguments.prefix) {
+        (_, Some(prefix)) => forget_all(arguments, prefix).await,
+        (key, None) => decide(&arguments.change, key.as_deref().unwrap_or_default(), Act::Forget).await,
+    }
+}
+
+pub(crate) async fn release(arguments: &Release) -> Result<ExitCode, Stop> {
+    debug_assert!(arguments.break_lease, "required");
+    decide(&arguments.change, &arguments.key, Act::BreakLease).await
+}
+
+/// Removes, or lists, all records whose key begins with `prefix`.
+async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> {
+    let Forget { change, dry_run, scan, .. } = arguments;
+    let Some((scope, _)) = prefix.split_once('/') else {
+        return Err(Stop::Usage(format!("`{prefix}` is no prefix: write `<scope>/` or `<scope>/<text>`")));
+    };
+    let place = change.store.place()?;
+    list::check_scan(place.kind(), *scan)?;
+    let store = change.store.open().await?;
+    let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
+    let mut filter = Filter::new().scope(scope).limit(Filter::MAX_LIMIT);
+    filter.scan = *scan;
+    let mut found = Vec::new();
+    list::each(&operator, filter, |key, inspection| {
+        if key.to_string().starts_with(prefix) {
+            found.push((key.clone(), inspection.attempt(), inspection.standing()));
+        }
+        Ok(true)
+    })
+    .await?;
+    if found.is_empty() {
+        return Err(Stop::Nothing(format!("no key in {} begins with `{prefix}`", store.name())));
+    }
+    let output = Output { json: change.json };
+    let said = |key: &Key, attempt: u32, action: &str, said: &str| {
+        let object = json!({ "key": key.to_string(), "store": store.name(), "action": action, "attempt": attempt });
+        output.line(&object, &format!("{said:<13}{key}, attempt {attempt}"))
+    };
+    if *dry_run {
+        for (key, attempt, standing) in &found {
+            said(key, *attempt, "would_forget", standing.name())?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let count = found.len();
+    let mut some = String::new();
+    for (key, attempt, _) in found.iter().take(10) {
+        let _ = writeln!(some, "{key}, attempt {attempt}");
+    }
+    some.push_str(if count > 10 { "… (`--dry-run` lists all)\n" } else { "" });
+    confirm(change.yes, &some, &format!("Forget {count} records that begin with `{prefix}`"))?;
+    let mut refused = 0;
+    for (key, attempt, _) in found {
+        match operator.forget(&key, attempt).await {
+            Ok(true) => said(&key, attempt, "forget", "forgotten")?,
+            // It has expired, or somebody else was faster.
+            Ok(false) => {}
+            Err(error) => match Stop::from(error) {
+                Stop::Refused(_) => {
+                    refused += 1;
+                    said(&key, attempt, "refused", "left")?;
+                }
+                stop => return Err(stop),
+            },
+        }
+    }
+    match refused {
+        0 => Ok(ExitCode::SUCCESS),
+        refused => {
+            Err(Stop::Refused(format!("{refused} of {count} records are running or have moved on, and were left")))
+        }
+    }
+}
+
+async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop> {
+    let store = change.store.open().await?;
+    let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
+    let key = key(&operator, shown)?;
+    let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
+    let attempt = found.attempt();
+    if let Some(seen) = change.attempt.filter(|seen| *seen != attempt) {
+        return Err(Stop::Refused(format!(
+            "key `{key}` in {}: the latest attempt is {attempt}, not {seen}; nothing was changed; look at the record again",
+            store.name()
+        )));
+    }
+    let (question, done) = act.words(&key, attempt);
+    confirm(change.yes, &text(&key, store.name(), &found), &question)?;
+    let name = act.name();
+    match act {
+        Act::Resolve(resolution, _) => operator.resolve(&key, attempt, resolution).await?,
+        Act::Reopen => operator.reopen(&key, attempt).await?,
+        Act::BreakLease => operator.break_lease(&key, attempt).await?,
+        Act::Forget => {
+            if !operator.forget(&key, attempt).await? {
+                return Err(nothing(&key, store.name()));
+            }
+        }
+    }
+    let object = json!({ "key": key.to_string(), "store": store.name(), "action": name, "attempt": attempt });
+    Output { json: change.json }.line(&object, &done)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The name of the user who runs this.
+fn user() -> String {
+    ["USER", "LOGNAME", "USERNAME"].iter().find_map(|name| std::env::var(name).ok()).unwrap_or_default()
+}
+
+fn wrong(path: &Path, problem: &str) -> Stop {
+    Stop::Usage(format!("the result in `{}` can't be recorded: {problem}", path.display()))
+}
+
+/// What is in a file, or comes from the input.
+fn bytes_of(path: &Path) -> Result<Bytes, Stop> {
+    let mut bytes = Vec::new();
+    let read = match path.as_os_str() == "-" {
+        true => std::io::stdin().lock().take(MAX_RESULT_BYTES + 1).read_to_end(&mut bytes),
+        false => std::fs::File::open(path).and_then(|file| file.take(MAX_RESULT_BYTES + 1).read_to_end(&mut bytes)),
+    };
+    let read = read.map_err(|error| wrong(path, &error.to_string()))?;
+    if read as u64 > MAX_RESULT_BYTES {
+        return Err(wrong(path, &format!("it has more than {MAX_RESULT_BYTES} bytes")));
+    }
+    Ok(Bytes::from(bytes))
+}
+
+/// The result in a file, as this codec writes it.
+fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
+    let Some(codec) = CodecName::new(codec.as_bytes()) else {
+        return Err(Stop::Usage(format!("`{codec}` is no codec: its name has 1 to 15 bytes of ASCII")));
+    };
+    let mut bytes = bytes_of(path)?;
+    if codec.as_str() == "json" {
+        bytes = bytes.slice_ref(bytes.trim_ascii());
+        // Says where, never what: the file holds what a customer gets.
+        if let Err(error) = serde_json::from_slice::<IgnoredAny>(&bytes) {
+            return Err(wrong(path, &format!("it is not JSON, at line {} column {}", error.line(), error.column())));
+        }
+    }
+    Ok(StoredResult::Encoded { codec, bytes })
+}
+
+pub(crate) async fn purge(arguments: &Purge) -> Result<ExitCode, Stop> {
+    let store = arguments.store.open().await?;
+    let operator = store.operator();
+    let mut removed = 0;
+    loop {
+        let left = arguments.limit.map(|limit| limit - removed);
+        let batch = left.map_or(arguments.batch, |left| arguments.batch.min(u32::try_from(left).unwrap_or(u32::MAX)));
+        let now = match batch {
+            0 => 0,
+            batch => operator.purge(batch).await.map_err(|error| so_far(removed, error.into()))?,
+        };
+        removed += now;
+        if now == 0 {
+            break;
+        }
+    }
+    let object = json!({ "store": store.name(), "action": "purge", "removed": removed });
+    let text = match (store.name(), removed) {
+        ("redis" | "dynamodb", 0) => format!("{} removes expired records by itself", store.name()),
+        _ => format!("{removed} expired records removed from {}", store.name()),
+    };
+    Output { json: arguments.json }.line(&object, &text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A failure in the middle of a purge.
+fn so_far(removed: u64, stop: Stop) -> Stop {
+    match stop {
+        Stop::Unreachable(text) => {
+            Stop::Unreachable(format!("{text}; {removed} expired records were removed before that: repeat it"))
+        }
+        stop => stop,
+    }
+}

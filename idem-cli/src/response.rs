@@ -1,0 +1,124 @@
+//! Responses of HTTP as people have them, in a file as `curl -i` prints it, and as the layer records them.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, HeaderName, HeaderValue, TRANSFER_ENCODING};
+use http::{Response, StatusCode};
+use idem_runtime::http::{recorded_response, response_of};
+use idem_runtime::record::StoredResult;
+use serde_json::{Value, json};
+
+/// The response in `file`, as the layer would have recorded it; or what is wrong with the file. That names lines and never what
+/// stands in them: the file holds what a customer gets.
+pub(crate) fn read(file: &Bytes) -> Result<StoredResult, String> {
+    let response = parse(file)?;
+    recorded_response(&response).ok_or_else(|| "a header is larger than a record can hold".to_owned())
+}
+
+fn parse(file: &Bytes) -> Result<Response<Bytes>, String> {
+    let (mut at, mut line_number) = (0, 0);
+    let mut next_line = || {
+        let rest = &file[at..];
+        let end = rest.iter().position(|byte| *byte == b'\n')?;
+        at += end + 1;
+        line_number += 1;
+        Some((line_number, rest[..end].strip_suffix(b"\r").unwrap_or(&rest[..end]), at))
+    };
+    let cut_short = || "it ends before the empty line that ends the headers".to_owned();
+    loop {
+        let (number, line, _) = next_line().ok_or_else(|| match file.starts_with(b"HTTP/") {
+            true => cut_short(),
+            false => no_status(1),
+        })?;
+        let mut response = Response::new(Bytes::new());
+        *response.status_mut() = status(line).ok_or_else(|| no_status(number))?;
+        let body_at = loop {
+            let (number, line, end) = next_line().ok_or_else(cut_short)?;
+            if line.is_empty() {
+                break end;
+            }
+            let (name, value) = header(line).ok_or_else(|| format!("line {number} is no header"))?;
+            response.headers_mut().append(name, value);
+        };
+        // What was said before the response: `100 Continue`, early hints.
+        if response.status().is_informational() {
+            continue;
+        }
+        *response.body_mut() = file.slice(body_at..);
+        return check(&response).map(|()| response);
+    }
+}
+
+fn no_status(line: usize) -> String {
+    format!("line {line} is no status line, as in `HTTP/1.1 201 Created`: write it as `curl -i` prints a response")
+}
+
+fn status(line: &[u8]) -> Option<StatusCode> {
+    let mut words = line.strip_prefix(b"HTTP/")?.splitn(3, |byte| *byte == b' ');
+    let version = words.next()?;
+    if version.is_empty() || !version.iter().all(|byte| byte.is_ascii_digit() || *byte == b'.') {
+        return None;
+    }
+    StatusCode::from_bytes(words.next()?).ok().filter(|status| status.as_u16() < 600)
+}
+
+fn header(line: &[u8]) -> Option<(HeaderName, HeaderValue)> {
+    let colon = line.iter().position(|byte| *byte == b':')?;
+    let name = HeaderName::from_bytes(&line[..colon]).ok()?;
+    Some((name, HeaderValue::from_bytes(line[colon + 1..].trim_ascii()).ok()?))
+}
+
+/// What a file says that has been cut, edited or put together from several responses.
+fn check(response: &Response<Bytes>) -> Result<(), String> {
+    let (body, headers) = (response.body(), response.headers());
+    if body.starts_with(b"HTTP/") {
+        return Err("its body begins with another status line: leave the last response alone in it".to_owned());
+    }
+    // The layer records none either: another client may not have asked for it.
+    if headers.get_all(CONTENT_ENCODING).iter().any(|encoding| encoding != "identity") {
+        return Err("it is compressed (`Content-Encoding`): ask for it without compression".to_owned());
+    }
+    let has_none = matches!(response.status(), StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
+    if has_none && !body.is_empty() {
+        return Err(format!("a response with the status {} has no body", response.status().as_u16()));
+    }
+    // A chunked response was put together by whoever printed it.
+    if let Some(said) = headers.get(CONTENT_LENGTH).filter(|_| !has_none && !headers.contains_key(TRANSFER_ENCODING))
+        && said.to_str().ok().and_then(|said| said.parse().ok()) != Some(body.len())
+    {
+        return Err(format!(
+            "its `Content-Length` is not that of its body, which has {} bytes: mend the body, or leave the header out",
+            body.len()
+        ));
+    }
+    Ok(())
+}
+
+/// A recorded response for a person, as `curl -i` would print it, and as JSON; `None` if `result` is none.
+pub(crate) fn shown(
+    result: &StoredResult,
+    content: impl Fn(&Bytes) -> (&'static str, String),
+) -> Option<(String, Value)> {
+    let (response, trailers) = response_of(result)?;
+    let mut text = format!("HTTP/1.1 {}\n", response.status());
+    let mut headers = Vec::new();
+    let value_of = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    for (name, value) in response.headers() {
+        let value = value_of(value);
+        let _ = writeln!(text, "{name}: {value}");
+        headers.push(json!([name.as_str(), value]));
+    }
+    let (kind, body) = content(response.body());
+    let _ = write!(text, "\n{}{body}", if kind == "hex" { "(hex) " } else { "" });
+    let mut object = json!({ "status": response.status().as_u16(), "headers": headers });
+    object[kind] = body.into();
+    if let Some(trailers) = trailers {
+        let trailers: Vec<_> = trailers.iter().map(|(name, value)| (name.as_str(), value_of(value))).collect();
+        for (name, value) in &trailers {
+            let _ = write!(text, "\n(trailer) {name}: {value}");
+        }
+        object["trailers"] = json!(trailers);
+    }
+    Some((text, object))
+}

@@ -1,0 +1,118 @@
+//! `sqlite:PATH[?table=NAME]`.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use idem_runtime::{SqliteStore, Store};
+use rusqlite::{Connection, OpenFlags};
+
+use super::{Answer, Place, compare};
+use crate::cost::Meter;
+use crate::doctor::{self, Findings};
+use crate::report::Stop;
+
+/// The table unless the URL names one.
+pub(crate) const TABLE: &str = "idem_records";
+
+/// A file, and the table in it.
+pub(crate) struct File {
+    pub(crate) path: PathBuf,
+    pub(crate) table: String,
+}
+
+impl File {
+    pub(super) fn parse(url: &str) -> Result<Self, String> {
+        let rest = url.split_once(':').map_or("", |(_, rest)| rest);
+        // A path may hold a `?`; only what is a parameter is taken for one.
+        let (path, table) = match rest.rsplit_once("?table=") {
+            Some((path, table)) => (path, table),
+            None => (rest, TABLE),
+        };
+        let path = path.strip_prefix("//").unwrap_or(path);
+        if path.is_empty() || path == ":memory:" {
+            return Err("write `sqlite:` and the path of a file".to_owned());
+        }
+        if table.is_empty() || !table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+            return Err("the name of a table has letters, digits and `_`".to_owned());
+        }
+        Ok(Self { path: PathBuf::from(path), table: table.to_owned() })
+    }
+
+    /// A connection that only reads, and neither creates the file nor changes its mode.
+    pub(crate) fn read(&self) -> Result<Connection, Stop> {
+        let shown = self.path.display();
+        match std::fs::metadata(&self.path) {
+            Ok(found) if found.is_file() => {}
+            Ok(_) => return Err(Stop::Unreachable(format!("`{shown}` is not a file"))),
+            Err(error) => return Err(Stop::Unreachable(format!("`{shown}` can't be read: {error}"))),
+        }
+        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        Connection::open_with_flags(&self.path, flags).map_err(|error| self.failed(&error))
+    }
+
+    /// The columns of the table; none if there is no such table.
+    pub(crate) fn columns(&self, connection: &Connection) -> Result<Vec<String>, Stop> {
+        let columns = || -> rusqlite::Result<Vec<String>> {
+            let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
+            columns.query_map([&self.table], |row| row.get(0))?.collect()
+        };
+        columns().map_err(|error| self.failed(&error))
+    }
+
+    pub(crate) fn failed(&self, error: &rusqlite::Error) -> Stop {
+        Stop::Unreachable(format!("`{}` can't be used: {error}", self.path.display()))
+    }
+
+    async fn open_store(&self, namespace: Option<String>, timeout: Duration) -> Result<Arc<dyn Store>, Stop> {
+        // The store would create both, for a path that was mistyped.
+        if self.columns(&self.read()?)?.is_empty() {
+            return Err(Stop::Unreachable(format!(
+                "there is no table `{}` in `{}`; name another with `?table=`, or make it with `idem schema migrate`",
+                self.table,
+                self.path.display()
+            )));
+        }
+        let options = SqliteStore::options().table(&self.table).response_timeout(timeout);
+        Ok(Arc::new(options.namespace(namespace.unwrap_or_default()).open(&self.path).await?))
+    }
+}
+
+impl Place for File {
+    fn kind(&self) -> &'static str {
+        "sqlite"
+    }
+
+    fn look_up(&self, _: Option<&str>, key: &str) -> (String, String) {
+        let question = format!("SELECT * FROM \"{}\" WHERE key = '{}'", self.table, key.replace('\'', "''"));
+        (key.to_owned(), question)
+    }
+
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>> {
+        Box::pin(self.open_store(namespace, timeout))
+    }
+
+    fn create(&self, _: Option<u16>, timeout: Duration) -> Answer<'_, ()> {
+        Box::pin(async move {
+            SqliteStore::options().table(&self.table).response_timeout(timeout).open(&self.path).await?;
+            Ok(())
+        })
+    }
+
+    fn differences(&self, _: Option<u16>, _: Duration) -> Answer<'_, Option<Vec<String>>> {
+        let compared = || {
+            let found = self.columns(&self.read()?)?;
+            Ok((!found.is_empty()).then(|| compare(&SqliteStore::schema_sql(&self.table), &found)))
+        };
+        Box::pin(std::future::ready(compared()))
+    }
+
+    fn meter(&self, _: Option<String>, _: Duration) -> Answer<'_, Box<dyn Meter>> {
+        let nothing = "calls to a file cost nothing but its disk; `idem stats` counts the records";
+        Box::pin(std::future::ready(Err(Stop::Usage(nothing.to_owned()))))
+    }
+
+    fn examine<'a>(&'a self, _: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+        Box::pin(std::future::ready(doctor::sqlite::examine(self, findings)))
+    }
+}

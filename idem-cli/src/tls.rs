@@ -1,0 +1,28 @@
+//! Encryption, for everything that no driver encrypts.
+
+use std::sync::Arc;
+
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+/// TLS as everybody else on this machine speaks it: with the certificates that the system trusts, or those that
+/// `SSL_CERT_FILE` names.
+pub(crate) fn connector() -> Result<TlsConnector, String> {
+    let mut roots = RootCertStore::empty();
+    let found = rustls_native_certs::load_native_certs();
+    roots.add_parsable_certificates(found.certs);
+    if roots.is_empty() {
+        let why = found.errors.first().map(|error| format!(": {error}")).unwrap_or_default();
+        return Err(format!("this machine trusts no certificate{why}; name a file of them in SSL_CERT_FILE"));
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let config = config.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
+    Ok(TlsConnector::from(Arc::new(config.with_root_certificates(roots).with_no_client_auth())))
+}
+
+/// Chooses the cryptography of the drivers, unless it is chosen: without any, they would panic.
+#[cfg(any(feature = "postgres", feature = "redis"))]
+pub(crate) fn provide() {
+    let _ = ring::default_provider().install_default();
+}

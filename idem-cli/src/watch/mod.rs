@@ -1,0 +1,214 @@
+//! `idem watch`: what runs, what is stuck, again and again.
+
+#[cfg(feature = "watch")]
+mod screen;
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use idem_runtime::store::{Filter, Inspection, Standing, Stats};
+use idem_runtime::{Key, Store, StoreExt};
+use serde_json::{Value, json};
+
+use crate::list::{Age, check_scan, counted, each, summed};
+use crate::records::object;
+use crate::report::{Output, STATUSES, Stop, human, millis, printable};
+use crate::store::StoreArguments;
+
+/// Watches what runs and what is stuck: leases, their holders, and keys that wait for an operator.
+///
+/// On a terminal it is one screen (q ends it, arrows scroll); otherwise it prints one look after the other.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+#[expect(clippy::struct_excessive_bools, reason = "switches, each by itself")]
+pub(crate) struct Arguments {
+    /// Only records of this scope
+    #[arg(long, value_name = "NAME")]
+    scope: Option<String>,
+    /// The time from one look to the next, as `2s` or `1m`
+    #[arg(long, value_name = "TIME", default_value = "2s")]
+    every: Age,
+    /// Ends after so many looks (default: never)
+    #[arg(long, value_name = "N")]
+    times: Option<u64>,
+    /// Looks for this many records at most
+    #[arg(long, value_name = "N", default_value = "1000")]
+    limit: usize,
+    /// Counts all records each time, too, and says how many operations end in a second; this reads all of them
+    #[arg(long)]
+    counts: bool,
+    /// Prints one look after the other on a terminal, too
+    #[arg(long)]
+    plain: bool,
+    /// Lets Redis and DynamoDB walk through everything they hold, each time
+    #[arg(long)]
+    scan: bool,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// Prints one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The shortest time from one look to the next: the store has other work.
+const SHORTEST: Duration = Duration::from_secs(1);
+
+impl Arguments {
+    fn pause(&self) -> Duration {
+        self.every.0.max(SHORTEST)
+    }
+}
+
+/// What one look has found.
+struct Look {
+    store: &'static str,
+    /// How long the store took for all of it.
+    took: Duration,
+    /// What waits for somebody first, then what runs, the oldest first.
+    records: Vec<(Key, Inspection)>,
+    /// Whether there are more.
+    more: bool,
+    /// All records, if they were counted, and when.
+    stats: Option<(Stats, Instant)>,
+    /// How many operations have ended in a second, since the look before.
+    ended: Option<f64>,
+}
+
+/// How urgent it is.
+fn rank(standing: Standing) -> u8 {
+    match standing {
+        Standing::Interrupted => 0,
+        Standing::Lapsed => 1,
+        _ => 2,
+    }
+}
+
+impl Look {
+    async fn at(store: &dyn Store, arguments: &Arguments, before: Option<&Self>) -> Result<Self, Stop> {
+        let began = Instant::now();
+        let operator = store.operator();
+        let mut all = Filter::new();
+        all.scope = arguments.scope.as_deref().map(Into::into);
+        all.scan = arguments.scan;
+        let filter = all.clone().uncertain().standing(Standing::Running).limit(Filter::MAX_LIMIT);
+        let mut records = Vec::new();
+        let end = each(&operator, filter, |key, found| {
+            records.push((key.clone(), found.clone()));
+            Ok(records.len() <= arguments.limit)
+        })
+        .await?;
+        let more = end.goes_on() || records.len() > arguments.limit;
+        records.sort_by_key(|(_, found)| (rank(found.standing()), std::cmp::Reverse(found.began)));
+        records.truncate(arguments.limit);
+        let stats = match arguments.counts {
+            true => Some((operator.stats(&all, u64::MAX).await?, Instant::now())),
+            false => None,
+        };
+        let ended = match (before.and_then(|look| look.stats.as_ref()), &stats) {
+            (Some((before, then)), Some((now, at))) => {
+                let of = |stats: &Stats| stats.total().of(Standing::Completed) + stats.total().of(Standing::Failed);
+                // Fewer than before if more have expired than ended.
+                let ended = u32::try_from(of(now).saturating_sub(of(before))).unwrap_or(u32::MAX);
+                Some(f64::from(ended) / at.duration_since(*then).as_secs_f64().max(0.001))
+            }
+            _ => None,
+        };
+        Ok(Self { store: store.name(), took: began.elapsed(), records, more, stats, ended })
+    }
+
+    fn count(&self, standing: Standing) -> usize {
+        self.records.iter().filter(|(_, found)| found.standing() == standing).count()
+    }
+
+    /// The first lines.
+    fn head(&self) -> Vec<String> {
+        let Self { store, took, more, .. } = self;
+        let [running, lapsed, interrupted] =
+            [Standing::Running, Standing::Lapsed, Standing::Interrupted].map(|it| self.count(it));
+        let more = if *more { " (and more)" } else { "" };
+        let mut lines = vec![
+            format!("{store}, answered in {}", human(*took)),
+            format!("{running} running, {lapsed} lapsed, {interrupted} interrupted{more}"),
+        ];
+        if let Some((stats, _)) = &self.stats {
+            let ended = self.ended.map_or(String::new(), |ended| format!("; {ended:.1} a second end"));
+            lines.push(format!("of all: {}{ended}", summed(&stats.total())));
+        }
+        lines
+    }
+
+    fn json(&self) -> Value {
+        let records: Vec<_> = self.records.iter().map(|(key, found)| object(key, self.store, found)).collect();
+        json!({
+            "store": self.store,
+            "took_ms": millis(self.took),
+            "running": self.count(Standing::Running),
+            "lapsed": self.count(Standing::Lapsed),
+            "interrupted": self.count(Standing::Interrupted),
+            "more": self.more,
+            "all": self.stats.as_ref().map(|(stats, _)| counted(None, &stats.total())),
+            "ended_per_second": self.ended,
+            "records": records,
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut text = self.head().join("\n");
+        for (key, found) in &self.records {
+            let Row { standing, began, lease, holder } = Row::of(found);
+            let _ = write!(text, "\n{standing:<12}{began:>10}  {key}, attempt {}{lease}{holder}", found.attempt());
+        }
+        text
+    }
+}
+
+/// A record in words.
+struct Row {
+    standing: &'static str,
+    began: String,
+    lease: String,
+    holder: String,
+}
+
+impl Row {
+    fn of(found: &Inspection) -> Self {
+        let lease = found.lapses_in.filter(|left| !left.is_zero());
+        Self {
+            standing: found.standing().name(),
+            began: found.began.map_or("?".to_owned(), human),
+            lease: lease.map_or(String::new(), |left| format!(", lapses in {}", human(left))),
+            holder: found.holder().map_or(String::new(), |holder| format!("  ({})", printable(holder.as_str()))),
+        }
+    }
+}
+
+pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+    check_scan(arguments.store.place()?.kind(), arguments.scan)?;
+    let store = arguments.store.open().await?;
+    #[cfg(feature = "watch")]
+    {
+        use std::io::IsTerminal;
+        let on_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+        if on_terminal && !arguments.plain && !arguments.json {
+            return screen::run(&*store, arguments).await;
+        }
+    }
+    let output = Output { json: arguments.json };
+    let mut before = None;
+    let mut left = arguments.times;
+    loop {
+        // The first failure ends it: nobody may be there to see the others.
+        let look = Look::at(&*store, arguments, before.as_ref()).await?;
+        output.line(&look.json(), &look.text())?;
+        left = left.map(|left| left.saturating_sub(1));
+        if left == Some(0) {
+            return Ok(ExitCode::SUCCESS);
+        }
+        tokio::time::sleep(arguments.pause()).await;
+        if !arguments.json {
+            output.line(&json!(null), "")?;
+        }
+        before = Some(look);
+    }
+}

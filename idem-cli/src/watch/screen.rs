@@ -1,0 +1,228 @@
+//! The screen of `idem watch`.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use idem_runtime::Store;
+use idem_runtime::store::Standing;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::widgets::{Cell, Paragraph, Row as Line, Table, TableState, Wrap};
+use ratatui::{DefaultTerminal, Frame};
+
+use super::{Arguments, Look, Row};
+use crate::report::{Stop, hidden};
+
+/// From this width on, a row says who holds the key.
+const WIDE: u16 = 80;
+/// The columns before the key, and the spaces between them.
+const STATE: u16 = 11;
+const SINCE: u16 = 10;
+
+/// What is on the screen.
+#[derive(Default)]
+struct View {
+    look: Option<Look>,
+    /// Why the latest look failed.
+    failure: Option<String>,
+    place: TableState,
+}
+
+pub(super) async fn run(store: &dyn Store, arguments: &Arguments) -> Result<ExitCode, Stop> {
+    // The first look may fail with a status of its own; from then on the screen says what fails.
+    let first = Look::at(store, arguments, None).await?;
+    let mut terminal = ratatui::try_init()?;
+    let mut view = View { look: Some(first), ..View::default() };
+    let done = watch(store, arguments, &mut terminal, &mut view).await;
+    ratatui::restore();
+    done.map(|()| ExitCode::SUCCESS)
+}
+
+async fn watch(
+    store: &dyn Store,
+    arguments: &Arguments,
+    terminal: &mut DefaultTerminal,
+    view: &mut View,
+) -> Result<(), Stop> {
+    let mut left = arguments.times;
+    loop {
+        left = left.map(|left| left.saturating_sub(1));
+        let next = Instant::now() + arguments.pause();
+        loop {
+            terminal.draw(|frame| view.draw(frame))?;
+            if left == Some(0) {
+                return Ok(());
+            }
+            let rest = next.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                break;
+            }
+            // Nothing else runs on this thread meanwhile; leases have one of their own.
+            let event =
+                tokio::task::block_in_place(|| if event::poll(rest)? { event::read().map(Some) } else { Ok(None) })?;
+            if event.is_some_and(|event| view.ends(&event)) {
+                return Ok(());
+            }
+        }
+        match Look::at(store, arguments, view.look.as_ref()).await {
+            Ok(look) => *view = View { look: Some(look), failure: None, place: std::mem::take(&mut view.place) },
+            Err(Stop::Unreachable(text) | Stop::Refused(text)) => view.failure = Some(hidden(&text)),
+            Err(stop) => return Err(stop),
+        }
+    }
+}
+
+impl View {
+    /// Does what a key says; whether that is the end.
+    fn ends(&mut self, event: &Event) -> bool {
+        let Event::Key(key) = event else { return false };
+        match (key.kind, key.code) {
+            (KeyEventKind::Release, _) => {}
+            (_, KeyCode::Char('q') | KeyCode::Esc) => return true,
+            // The terminal is raw: nothing else ends it.
+            (_, KeyCode::Char('c')) => return key.modifiers.contains(KeyModifiers::CONTROL),
+            (_, KeyCode::Down | KeyCode::Char('j')) => self.place.select_next(),
+            (_, KeyCode::Up | KeyCode::Char('k')) => self.place.select_previous(),
+            (_, KeyCode::PageDown) => self.place.scroll_down_by(10),
+            (_, KeyCode::PageUp) => self.place.scroll_up_by(10),
+            _ => {}
+        }
+        false
+    }
+
+    fn draw(&mut self, frame: &mut Frame<'_>) {
+        let mut head = self.look.as_ref().map(Look::head).unwrap_or_default();
+        head.extend(self.failure.as_ref().map(|failure| format!("NOT ANSWERING: {failure}")));
+        let width = frame.area().width;
+        let lines = head.iter().map(|text| height(text, width)).sum();
+        let head = Paragraph::new(head.join("\n")).wrap(Wrap { trim: true });
+        let parts = [Constraint::Length(lines), Constraint::Min(1), Constraint::Length(1)];
+        let [top, middle, bottom] = Layout::vertical(parts).areas(frame.area());
+        let head = if self.failure.is_some() { head.style(Style::new().fg(Color::Red)) } else { head };
+        frame.render_widget(head, top);
+        let wide = width >= WIDE;
+        let records = self.look.iter().flat_map(|look| &look.records);
+        let rows = records.map(|(key, found)| {
+            let Row { standing, began, lease, holder } = Row::of(found);
+            let color = match found.standing() {
+                Standing::Interrupted => Color::Red,
+                Standing::Lapsed => Color::Yellow,
+                _ => Color::Reset,
+            };
+            let key =
+                if wide { key.to_string() } else { end_of(&key.to_string(), width.saturating_sub(STATE + SINCE + 2)) };
+            let mut cells = vec![Cell::new(standing), Cell::new(began), Cell::new(key)];
+            if wide {
+                let lease = lease.trim_start_matches(", ").to_owned();
+                cells.extend([Cell::new(lease), Cell::new(holder.trim().trim_matches(['(', ')']).to_owned())]);
+            }
+            Line::new(cells).style(Style::new().fg(color))
+        });
+        let mut widths = vec![Constraint::Length(STATE), Constraint::Length(SINCE), Constraint::Min(10)];
+        let mut names = vec!["state", "since", "key"];
+        if wide {
+            widths.extend([Constraint::Length(20), Constraint::Percentage(25)]);
+            names.extend(["lease", "holder"]);
+        }
+        let table = Table::new(rows, widths)
+            .header(Line::new(names).style(Style::new().add_modifier(Modifier::BOLD)))
+            .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+        frame.render_stateful_widget(table, middle, &mut self.place);
+        // A paragraph, which a screen without room for it cuts off.
+        frame.render_widget(Paragraph::new("q ends, arrows scroll"), bottom);
+    }
+}
+
+/// The end of a key that does not fit: scopes are long, and what tells keys apart stands behind them.
+fn end_of(key: &str, width: u16) -> String {
+    let (length, width) = (key.chars().count(), usize::from(width.max(10)));
+    match length > width {
+        true => std::iter::once('…').chain(key.chars().skip(length + 1 - width)).collect(),
+        false => key.to_owned(),
+    }
+}
+
+/// How many lines a text takes at most: words that don't fit leave some room at the end of a line.
+fn height(text: &str, width: u16) -> u16 {
+    let (length, width) = (text.chars().count(), usize::from(width.max(1)));
+    u16::try_from(if length <= width { 1 } else { length.div_ceil(width * 3 / 4 + 1) }).unwrap_or(u16::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use idem_runtime::record::{Record, State};
+    use idem_runtime::store::{Inspection, OwnerToken};
+    use idem_runtime::{Key, OnCrash};
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+    use ratatui::crossterm::event::KeyEvent;
+
+    use super::*;
+
+    fn view() -> View {
+        let found = |state: State, lapses_in| {
+            let record = Record::new(OwnerToken::from_bytes([1; 16]), 3, state);
+            Inspection::new(record, Duration::from_secs(9000), lapses_in).since(None, Some(Duration::from_secs(90)))
+        };
+        let times = Duration::from_secs(30);
+        let pending = || State::Pending { lease: times, ttl: times, on_crash: OnCrash::Retry };
+        let key = |text: &str| Key::new("shop::payments", text).unwrap();
+        let records = vec![
+            (key("order:1"), found(State::Interrupted, None)),
+            (key("order:2"), found(pending(), Some(Duration::ZERO))),
+            (key("order:3"), found(pending(), Some(Duration::from_secs(12)))),
+        ];
+        let look = Look { store: "redis", took: times, records, more: false, stats: None, ended: None };
+        View { look: Some(look), ..View::default() }
+    }
+
+    fn drawn(view: &mut View, width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| view.draw(frame)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
+        (0..height).map(line).collect()
+    }
+
+    #[test]
+    fn forty_columns_are_enough() {
+        let lines = drawn(&mut view(), 40, 12);
+        assert_eq!(lines[0], "redis, answered in 30.0 s");
+        assert_eq!(lines[1], "1 running, 1 lapsed, 1 interrupted");
+        assert_eq!(lines[3], "interrupted 1 min 30 s …payments/order:1");
+        assert!(lines[4].starts_with("lapsed"), "{lines:#?}");
+        assert_eq!(lines[11], "q ends, arrows scroll");
+        for (width, height) in [(1, 1), (10, 3), (40, 4), (300, 100)] {
+            drawn(&mut view(), width, height);
+        }
+    }
+
+    #[test]
+    fn a_wide_screen_tells_of_leases() {
+        let lines = drawn(&mut view(), 120, 12);
+        assert!(lines[5].contains("shop::payments/order:3") && lines[5].contains("lapses in 12.0 s"), "{lines:#?}");
+    }
+
+    #[test]
+    fn a_store_that_is_away_is_told_above_what_was_seen_last() {
+        let mut view = view();
+        view.failure = Some("the server can't be reached".to_owned());
+        let lines = drawn(&mut view, 40, 12);
+        assert!(
+            lines[2].starts_with("NOT ANSWERING: the server can't be") && lines[4].starts_with("state"),
+            "{lines:#?}"
+        );
+    }
+
+    #[test]
+    fn keys_scroll_and_end_it() {
+        let mut view = view();
+        let mut press = |code, modifiers| view.ends(&Event::Key(KeyEvent::new(code, modifiers)));
+        assert!(!press(KeyCode::Down, KeyModifiers::NONE) && !press(KeyCode::Char('c'), KeyModifiers::NONE));
+        assert!(press(KeyCode::Char('q'), KeyModifiers::NONE) && press(KeyCode::Char('c'), KeyModifiers::CONTROL));
+        assert_eq!(view.place.selected(), Some(0));
+    }
+}

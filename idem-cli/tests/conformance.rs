@@ -1,0 +1,400 @@
+//! The checker of HTTP servers, as a program: right servers pass, each mistake is caught, and no case is idle.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Output, Stdio};
+use std::sync::Arc;
+
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::Command;
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+#[path = "conformance/server.rs"]
+mod server;
+
+use server::{Mistake, serve};
+
+const CASES: &str = include_str!("../cases/http.json");
+const PROFILES: [&str; 4] = ["ietf", "stripe", "acp", "ucp"];
+
+/// Each mistake, the profile of the server that makes it, and the cases that catch it.
+#[rustfmt::skip]
+const CAUGHT: &[(Mistake, &str, &[&str])] = &[
+    (Mistake::RunsAgain, "ietf", &["duplicate_is_replayed", "duplicate_of_a_running_request_is_409", "hang_up_while_it_runs"]),
+    (Mistake::RecordsLate, "ietf", &["duplicate_is_replayed"]),
+    (Mistake::StatusLost, "ietf", &["duplicate_is_replayed"]),
+    (Mistake::BodyLost, "ucp", &["duplicate_is_replayed"]),
+    (Mistake::KeyFromPayload, "ietf", &["another_key_is_another_operation"]),
+    (Mistake::CaseIgnored, "ietf", &["keys_differ_in_case"]),
+    (Mistake::KeysCutShort, "stripe", &["longest_keys_are_distinct"]),
+    (Mistake::LongAccepted, "acp", &["too_long_key_is_refused"]),
+    (Mistake::ShortAccepted, "ucp", &["short_key_is_refused"]),
+    (Mistake::EmptyAccepted, "ietf", &["empty_key_is_refused"]),
+    (Mistake::QuotedEmptyAccepted, "ucp", &["empty_key_is_refused"]),
+    (Mistake::KeyNotRequired, "acp", &["missing_key_is_refused"]),
+    (Mistake::KeyRequired, "stripe", &["requests_without_a_key_are_no_duplicates"]),
+    (Mistake::NoKeyIsAKey, "stripe", &["requests_without_a_key_are_no_duplicates"]),
+    (Mistake::NoKeyIsAKey, "ietf", &["missing_key_is_refused"]),
+    (Mistake::EscapesRefused, "ietf", &["quoted_key_works"]),
+    (Mistake::QuotesKept, "ietf", &["quotes_are_no_part_of_the_key"]),
+    (Mistake::ParametersKept, "ietf", &["parameters_are_no_part_of_the_key"]),
+    (Mistake::MalformedAccepted, "ietf", &["malformed_key_is_refused"]),
+    (Mistake::FirstLineCounts, "ietf", &["two_keys_are_refused"]),
+    (Mistake::FirstOfListCounts, "ietf", &["two_keys_are_refused"]),
+    (Mistake::PayloadIgnored, "stripe", &["another_payload_is_refused", "another_payload_is_refused_while_the_first_runs"]),
+    (Mistake::PayloadIgnored, "acp", &["other_json_is_another_request", "refusal_is_an_idempotency_conflict"]),
+    (Mistake::PayloadOverwrites, "ietf", &["another_payload_is_refused"]),
+    (Mistake::PayloadComparedLate, "ietf", &["another_payload_is_refused_while_the_first_runs"]),
+    (Mistake::RouteIgnored, "ietf", &["another_route_is_never_replayed"]),
+    (Mistake::RouteIgnored, "acp", &["another_route_is_never_replayed"]),
+    (Mistake::BytesCompared, "acp", &["equal_json_is_the_same_request"]),
+    (Mistake::NumbersAsWritten, "acp", &["equal_json_is_the_same_request"]),
+    (Mistake::JsonCompared, "ucp", &["other_bytes_are_another_request"]),
+    (Mistake::NullIsAbsent, "acp", &["other_json_is_another_request"]),
+    (Mistake::ArraysAreSets, "acp", &["other_json_is_another_request"]),
+    (Mistake::RunningIsFree, "ietf", &["duplicate_of_a_running_request_is_409", "concurrent_duplicates_run_once"]),
+    (Mistake::RunningIsAwaited, "ucp", &["duplicate_of_a_running_request_is_409"]),
+    (Mistake::NoRetryAfter, "acp", &["running_request_tells_when_to_retry"]),
+    (Mistake::WrongCode, "acp", &["running_request_tells_when_to_retry"]),
+    (Mistake::ReadThenWrite, "ietf", &["concurrent_duplicates_run_once"]),
+    (Mistake::LooksOncePerConnection, "ietf", &["pipelined_duplicates_run_once"]),
+    (Mistake::ReservesBeforeBody, "ietf", &["hang_up_in_the_body"]),
+    (Mistake::CancelledWithClient, "ietf", &["hang_up_while_it_runs"]),
+    (Mistake::RecordsTheDelivered, "ietf", &["hang_up_in_the_response"]),
+    (Mistake::LargeForgotten, "ietf", &["large_response_is_no_reason_to_run_again"]),
+    (Mistake::CallerIgnored, "ietf", &["callers_have_their_own_keys"]),
+    (Mistake::TokenIsTheCaller, "ietf", &["new_token_is_the_same_caller"]),
+    (Mistake::NobodyIsSomebody, "ietf", &["nobody_is_refused"]),
+    (Mistake::RefusalIsRecorded, "ietf", &["nobody_is_refused"]),
+    (Mistake::NobodyGetsReplays, "ietf", &["nobody_is_refused"]),
+    (Mistake::ErrorsForgotten, "ietf", &["declined_is_replayed"]),
+    (Mistake::ErrorsForgotten, "stripe", &["server_error_is_replayed"]),
+    (Mistake::ServerErrorForgotten, "stripe", &["server_error_is_replayed"]),
+    (Mistake::ServerErrorRecorded, "acp", &["server_error_is_tried_again"]),
+    (Mistake::NotMarked, "stripe", &["replay_is_marked"]),
+    (Mistake::AllMarked, "acp", &["replay_is_marked"]),
+    (Mistake::HeadersLost, "ietf", &["replay_keeps_headers"]),
+    (Mistake::HeadersCollapsed, "ietf", &["replay_keeps_headers"]),
+    (Mistake::CookieReplayed, "ietf", &["replay_sets_no_cookie"]),
+    (Mistake::BareRefusals, "ietf", &["refusal_is_explained"]),
+    (Mistake::BareRefusals, "stripe", &["refusal_is_an_idempotency_error"]),
+    (Mistake::BareRefusals, "acp", &["refusal_is_an_idempotency_conflict", "running_request_tells_when_to_retry"]),
+    (Mistake::BareRefusals, "ucp", &["refusal_has_code_and_content"]),
+];
+
+fn idem<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_idem"));
+    command.args(["conformance", "http"]).args(arguments).stdin(Stdio::null()).kill_on_drop(true);
+    command
+}
+
+/// The exit status and what was written: to the output, and as errors.
+async fn run<'a>(arguments: impl IntoIterator<Item = &'a str>) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = idem(arguments).output().await.unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code().unwrap(), text(stdout), text(stderr))
+}
+
+/// Checks a server with a mistake by these cases, by all if there are none, and returns the exit status and those that fail.
+async fn check(mistake: Mistake, profile: &'static str, cases: &[&str]) -> (i32, Vec<String>) {
+    let url = format!("http://{}", serve(profile, mistake).await);
+    let cases = cases.iter().flat_map(|case| ["--case", case]);
+    let (status, output, errors) =
+        run([&*url, "--profile", profile, "--json", "--timeout", "60"].into_iter().chain(cases)).await;
+    assert_eq!(errors, "");
+    let lines = output.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let mut failed = Vec::new();
+    for line in lines {
+        assert_eq!(line["profile"], profile);
+        assert_eq!(line["passed"].as_bool(), Some(line["error"].is_null()), "{line}");
+        if line["passed"] == false {
+            println!("{mistake:?}, {profile}: {}", line["error"]);
+            failed.push(line["case"].as_str().unwrap().to_owned());
+        }
+    }
+    (status, failed)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_without_a_mistake_passes() {
+    for profile in PROFILES {
+        assert_eq!(check(Mistake::None, profile, &[]).await, (0, Vec::new()), "{profile}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_mistake_is_caught() {
+    // A few at a time: each is a server, and a program that checks it.
+    let room = Arc::new(Semaphore::new(6));
+    let checks = CAUGHT.iter().map(|(mistake, profile, cases)| {
+        let room = Arc::clone(&room);
+        tokio::spawn(async move {
+            let _place = room.acquire_owned().await.unwrap();
+            (mistake, profile, cases, check(*mistake, profile, cases).await)
+        })
+    });
+    let mut missed = Vec::new();
+    for check in checks.collect::<Vec<_>>() {
+        let (mistake, profile, cases, (status, failed)) = check.await.unwrap();
+        if status != 1 {
+            missed.push(format!("{mistake:?}, {profile}: exit status {status}"));
+        }
+        let idle = cases.iter().filter(|case| !failed.contains(&(**case).to_owned()));
+        missed.extend(idle.map(|case| format!("{case} does not catch {mistake:?} of {profile}")));
+    }
+    assert!(missed.is_empty(), "{missed:#?}");
+}
+
+#[test]
+fn no_case_is_idle() {
+    let file: Value = serde_json::from_str(CASES).unwrap();
+    let names: Vec<_> = file["cases"].as_array().unwrap().iter().map(|case| case["name"].as_str().unwrap()).collect();
+    let catching: HashSet<_> = CAUGHT.iter().flat_map(|(_, _, cases)| *cases).copied().collect();
+    let idle: Vec<_> = names.iter().filter(|name| !catching.contains(*name)).collect();
+    assert!(idle.is_empty(), "these cases are not proven to catch anything: {idle:?}");
+    let made: HashSet<_> = CAUGHT.iter().map(|(mistake, _, _)| mistake).collect();
+    let unused: Vec<_> = Mistake::ALL.iter().filter(|mistake| !made.contains(mistake)).collect();
+    assert!(unused.is_empty(), "no case is named for these mistakes: {unused:?}");
+}
+
+#[tokio::test]
+async fn the_table_names_each_case_and_what_is_wrong_with_it() {
+    let url = format!("http://{}/", serve("ietf", Mistake::CookieReplayed).await);
+    let (status, output, errors) =
+        run([&*url, "--case", "replay_sets_no_cookie", "--case", "duplicate_is_replayed"]).await;
+    assert_eq!((status, &*errors), (1, ""));
+    let lines: Vec<_> = output.lines().collect();
+    assert!(lines[0].starts_with("passed  duplicate_is_replayed  "), "{output}");
+    assert!(lines[1].starts_with("FAILED  replay_sets_no_cookie  A replay has no Set-Cookie"), "{output}");
+    assert!(lines[2].starts_with("        step 2: Set-Cookie is there"), "{output}");
+    assert_eq!(lines.last(), Some(&"ietf: 1 of 2 cases passed, 1 failed"));
+}
+
+#[tokio::test]
+async fn routes_and_callers_are_given_by_arguments() {
+    let url = format!("http://{}", serve("ietf", Mistake::None).await);
+    let only = ["--case", "callers_have_their_own_keys"];
+    let ask = async |arguments: &[&'static str]| {
+        let arguments = arguments.iter().copied().chain(only);
+        run([&*url].into_iter().chain(arguments)).await.0
+    };
+    assert_eq!(ask(&["--path", "/transfers", "--other-path", "/loans", "--counter", "/count"]).await, 0);
+    // Both are one caller now.
+    assert_eq!(ask(&["--caller", "second=Authorization: Bearer alice-2"]).await, 1);
+    assert_eq!(ask(&["--counter", "/transfers"]).await, 2);
+}
+
+#[tokio::test]
+async fn wrong_use_is_told() {
+    let url = format!("http://{}", serve("ietf", Mistake::None).await);
+    for (arguments, text) in [
+        (&["127.0.0.1:8080"][..], "not a URL to check"),
+        (&["https://[::1"], "not a URL to check"),
+        (&["ftp://example.com"], "`ftp` is not http"),
+        (&["http://alice:secret@example.com"], "give credentials with --caller"),
+        (&["http://example.com/?a=1"], "it has a query"),
+        (&["http://"], "not a URL to check"),
+        (&["http://example.com:99999"], "not a URL to check"),
+        (&["http://example.com:0"], "it names no host and port"),
+        (&[], "required arguments were not provided"),
+        (&[&url, "--profile", "paypal"], "possible values: ietf, stripe, acp, ucp"),
+        (&[&url, "--case", "no_such_case"], "the profile ietf has no case `no_such_case`"),
+        (&[&url, "--case", "short_key_is_refused"], "the profile ietf has no case `short_key_is_refused`"),
+        (&[&url, "--caller", "alice"], "--caller is written as"),
+        (&[&url, "--caller", "alice=Authorization: x"], "there is no caller `alice`; there are first, nobody"),
+        (&[&url, "--caller", "first=Bearer secret"], "written as `Name: value`"),
+        (&[&url, "--path", "payments"], "`payments` is no path"),
+        (&[&url, "--timeout", "0"], "0 is not in 1..=3600"),
+        (&[&url, "--cases", "/no/such/file"], "/no/such/file: No such file"),
+        (&[&url, "--cases", "/"], "/: Is a directory"),
+        (&[&url, "--cases", "/dev/zero"], "/dev/zero: not a file of cases: it has 4194304 bytes or more"),
+    ] {
+        let (status, output, errors) = run(arguments.iter().copied()).await;
+        assert_eq!((status, &*output), (2, ""), "{arguments:?}: {errors}");
+        assert!(errors.contains(text), "{arguments:?}: {errors}");
+        assert!(!errors.contains("secret"), "{errors}");
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_holds_no_cases_is_refused() {
+    let file = std::env::temp_dir().join(format!("idem-cases-{}.json", std::process::id()));
+    let own = |cases: &str| {
+        format!(
+            r#"{{"path":"/p","other_path":"/o","counter":"/count","body":{{}},"callers":{{"first":["A: b"]}},"cases":{cases}}}"#
+        )
+    };
+    let case =
+        |steps: &str| own(&format!(r#"[{{"name":"a","rule":"","profiles":["ietf"],"steps":{steps},"runs":1}}]"#));
+    let twice = r#"{"name":"a","rule":"","profiles":["acp"],"steps":[{}],"runs":1}"#;
+    for (text, error) in [
+        (String::new(), "not a file of cases: EOF"),
+        ("no json".to_owned(), "not a file of cases: expected"),
+        ("[]".to_owned(), "not a file of cases: "),
+        ("{}".to_owned(), "missing field `path`"),
+        (own("[]"), "it has no cases"),
+        (own("[{}]"), "missing field `name`"),
+        (own(&format!("[{twice},{twice}]")), "case `a`: there are two of this name"),
+        (case("[]"), "case `a`: it has no steps"),
+        (case(r#"[{"sends":{}}]"#), "unknown field `sends`"),
+        (case(r#"[{"send":{"caller":"bob"}}]"#), "case `a`: there is no caller `bob`"),
+        (case(r#"[{"send":{"method":"GET /"}}]"#), "`GET /` is no method"),
+        (case(r#"[{"send":{"fields":["a\nb"]}}]"#), "a key goes over one line"),
+        (case("[{}]").replace("first", "second"), "there is no caller `first`"),
+        (case(r#"[{"send":{"fields":["{a"]}}]"#), "case `a`: `{a` opens"),
+        (case(r#"[{"send":{"fields":["{a:1}"]}}]"#), "case `a`: `a:1` is neither"),
+        (case(r#"[{"send":{"key":"a","fields":["a"]}}]"#), "two ways to say one thing"),
+        (case(r#"[{"how":{"together":1}}]"#), "2 to 1000 requests"),
+        (case(r#"[{"how":"hang_up_in_body","expect":{"status":201}}]"#), "a client that hangs up gets no response"),
+        (case(r#"[{"how":"until_free","while_running":[{}]}]"#), "beside a single request"),
+        (case(r#"[{"expect":{"same_as":"b"}}]"#), "no earlier response is called `b`"),
+        (case(r#"[{"expect":{"same_headers":["b"]}}]"#), "`same_headers` needs `same_as`"),
+        (case(r#"[{"expect":{"status":{"acp":200}}}]"#), "no status is named for the profile ietf"),
+    ] {
+        std::fs::write(&file, &text).unwrap();
+        let (status, output, errors) = run(["http://127.0.0.1:9", "--cases", file.to_str().unwrap()]).await;
+        assert_eq!((status, &*output), (2, ""), "{text}");
+        assert!(errors.contains(error) && errors.contains("idem-cases-"), "{text}: {errors}");
+    }
+    std::fs::write(&file, own(&format!("[{twice}]"))).unwrap();
+    let (status, _, errors) = run(["http://127.0.0.1:9", "--cases", file.to_str().unwrap()]).await;
+    assert_eq!((status, &*errors), (2, "idem: there are no cases of the profile ietf\n"));
+    std::fs::remove_file(&file).unwrap();
+}
+
+/// A server that answers each request with these bytes, so often; it then keeps quiet, or goes.
+async fn scripted(answer: &'static str, mut times: usize, goes: bool) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        let mut open = Vec::new();
+        while times > 0 || !goes {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            let _ = stream.read(&mut request).await;
+            if times > 0 {
+                times -= 1;
+                let _ = stream.write_all(answer.as_bytes()).await;
+            } else {
+                open.push(stream);
+            }
+        }
+    });
+    url
+}
+
+const COUNT: &str = "HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n7";
+
+#[tokio::test]
+async fn a_server_that_is_away_or_no_server_is_told() {
+    let away = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        format!("http://{}", listener.local_addr().unwrap())
+    };
+    for (url, text) in [
+        (away, "can't connect to 127.0.0.1:"),
+        ("http://no-such-host.invalid".to_owned(), "can't connect to no-such-host.invalid"),
+        (scripted("", 0, false).await, "no answer within 1 s"),
+        (scripted("", usize::MAX, false).await, "closed the connection before the head of a response"),
+        (scripted("220 mail ready\r\n", usize::MAX, false).await, "the answer is not HTTP/1.1"),
+        (scripted("HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n", usize::MAX, false).await, "Content-Length is `x`"),
+        (scripted("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n7", usize::MAX, false).await, "closed the connection"),
+        (scripted("HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n", usize::MAX, false).await, "answers 404 ``"),
+        (scripted("HTTP/1.1 200 OK\r\n\r\n{\"a\":1,\"b\":2}", usize::MAX, false).await, "which is no counter"),
+        // It answers once, and is never heard of again.
+        (scripted(COUNT, 1, false).await, "gone in the case `duplicate_is_replayed`: GET /count: no answer within 1 s"),
+        (scripted(COUNT, 1, true).await, "gone in the case `duplicate_is_replayed`"),
+    ] {
+        let (status, output, errors) = run([&*url, "--timeout", "1"]).await;
+        assert_eq!((status, &*output), (2, ""), "{errors}");
+        assert!(errors.contains(text) && errors.contains(&url), "{text}: {errors}");
+        assert_eq!(errors.lines().count(), 1, "{errors}");
+    }
+}
+
+/// The port at which a server speaks TLS, whose certificate for `localhost` is written to `folder`.
+async fn behind_tls(server: SocketAddr, folder: &Path) -> u16 {
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
+        .output()
+        .await
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let certificate = CertificateDer::from_pem_file(path("cert.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(path("key.pem")).unwrap();
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let config = config.with_safe_default_protocol_versions().unwrap().with_no_client_auth();
+    let tls = TlsAcceptor::from(Arc::new(config.with_single_cert(vec![certificate], key).unwrap()));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let tls = tls.clone();
+            tokio::spawn(async move {
+                let mut behind = TcpStream::connect(server).await.unwrap();
+                if let Ok(mut stream) = tls.accept(stream).await {
+                    // When one side goes, so does the other.
+                    let _ = tokio::io::copy_bidirectional(&mut stream, &mut behind).await;
+                }
+            });
+        }
+    });
+    port
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_may_speak_tls() {
+    let folder = std::env::temp_dir().join(format!("idem-cli-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let port = behind_tls(serve("ietf", Mistake::None).await, &folder).await;
+    let url = format!("https://localhost:{port}");
+    let check = async |trusted: bool| {
+        let mut checker = idem([&*url, "--timeout", "60"]);
+        if trusted {
+            checker.env("SSL_CERT_FILE", folder.join("cert.pem"));
+        }
+        let output = checker.output().await.unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert_eq!(check(true).await, (Some(0), String::new()));
+    let (status, said) = check(false).await;
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("ertificate"), "{said}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[tokio::test]
+async fn counters_may_be_chunked_and_come_after_a_hint() {
+    let chunked = "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n\
+                   5;x=1\r\n{\"n\":\r\n2\r\n7}\r\n0\r\ntrailer: 1\r\n\r\n";
+    for answer in [chunked, COUNT, "HTTP/1.1 200 OK\r\n\r\n7"] {
+        let url = scripted(answer, usize::MAX, false).await;
+        let (status, output, errors) = run([&*url, "--case", "duplicate_is_replayed"]).await;
+        // The counter is read; what the operation answers is wrong.
+        assert_eq!((status, &*errors), (1, ""));
+        assert!(output.contains("step 1: status 200, not 201"), "{output}");
+    }
+}
+
+#[tokio::test]
+async fn a_pipe_that_closes_ends_the_run_quietly() {
+    let url = format!("http://{}", serve("ietf", Mistake::None).await);
+    let mut child = idem([&*url, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.next_line().await.unwrap().unwrap().contains("duplicate_is_replayed"));
+    drop(lines);
+    let output = child.wait_with_output().await.unwrap();
+    assert_eq!((output.status.code(), &*output.stderr), (Some(141), &b""[..]));
+}

@@ -1,0 +1,589 @@
+//! A small server that keeps the rules of a profile, with a switch for each mistake.
+#![allow(clippy::disallowed_methods)] // Operations take their time.
+
+use std::collections::{HashMap, HashSet};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+
+macro_rules! mistakes {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// What a server may do wrong.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        pub(crate) enum Mistake {
+            /// Nothing.
+            None,
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Mistake {
+            /// All of them.
+            pub(crate) const ALL: &[Self] = &[$(Self::$name,)*];
+        }
+    };
+}
+
+mistakes! {
+    /// Nothing is recorded.
+    RunsAgain,
+    /// The record is written after the answer.
+    RecordsLate,
+    /// 201 is replayed as 200.
+    StatusLost,
+    /// A replay has no body.
+    BodyLost,
+    /// The same payload is the same operation.
+    KeyFromPayload,
+    /// Keys are compared without regard to their capitals.
+    CaseIgnored,
+    /// Keys are stored in a column of 200 characters.
+    KeysCutShort,
+    /// Keys have any length.
+    LongAccepted,
+    /// Keys may be guessed.
+    ShortAccepted,
+    /// A field with nothing in it is a key.
+    EmptyAccepted,
+    /// `""` is a key.
+    QuotedEmptyAccepted,
+    /// No key is needed where one is.
+    KeyNotRequired,
+    /// A key is needed where none is.
+    KeyRequired,
+    /// All requests without a key have one key.
+    NoKeyIsAKey,
+    /// A quote within a key is refused.
+    EscapesRefused,
+    /// `"k"` and `k` are two keys.
+    QuotesKept,
+    /// `"k"` and `"k";v=1` are two keys.
+    ParametersKept,
+    /// What can't be read is a key as it is.
+    MalformedAccepted,
+    /// The first field line counts.
+    FirstLineCounts,
+    /// The first key of a list counts.
+    FirstOfListCounts,
+    /// Payloads are not compared.
+    PayloadIgnored,
+    /// Another payload takes the key over.
+    PayloadOverwrites,
+    /// Payloads are compared once there is a result.
+    PayloadComparedLate,
+    /// One key for all routes, and the route is no part of the payload.
+    RouteIgnored,
+    /// JSON is compared by its bytes.
+    BytesCompared,
+    /// Numbers are compared as they are written.
+    NumbersAsWritten,
+    /// Bytes are compared as JSON.
+    JsonCompared,
+    /// `null` is as good as absent.
+    NullIsAbsent,
+    /// The order of an array does not count.
+    ArraysAreSets,
+    /// A duplicate of a running request runs.
+    RunningIsFree,
+    /// A duplicate of a running request waits.
+    RunningIsAwaited,
+    /// 409 does not say when to come back.
+    NoRetryAfter,
+    /// 409 has the code of something else.
+    WrongCode,
+    /// Looks first, and writes then.
+    ReadThenWrite,
+    /// Looks once for each connection.
+    LooksOncePerConnection,
+    /// The key is reserved before the body is there.
+    ReservesBeforeBody,
+    /// A client that hangs up cancels its operation, and frees the key.
+    CancelledWithClient,
+    /// A response is recorded once it is delivered, and forgotten if it is not.
+    RecordsTheDelivered,
+    /// A large response is not recorded.
+    LargeForgotten,
+    /// All callers share their keys.
+    CallerIgnored,
+    /// A new token is a new caller.
+    TokenIsTheCaller,
+    /// Who has no credentials is somebody, too.
+    NobodyIsSomebody,
+    /// The refusal of who has no credentials is recorded.
+    RefusalIsRecorded,
+    /// Whoever has the key gets the response.
+    NobodyGetsReplays,
+    /// Only successes are recorded.
+    ErrorsForgotten,
+    /// A server error is not recorded.
+    ServerErrorForgotten,
+    /// A server error is recorded.
+    ServerErrorRecorded,
+    /// Nothing says that a replay is one.
+    NotMarked,
+    /// Everything is called a replay.
+    AllMarked,
+    /// Only the type of the content is recorded.
+    HeadersLost,
+    /// Of two fields with one name one is recorded.
+    HeadersCollapsed,
+    /// A cookie is recorded, too.
+    CookieReplayed,
+    /// A refusal is a status and nothing else.
+    BareRefusals,
+}
+
+/// A response as it is recorded.
+#[derive(Clone, Debug)]
+struct Answer {
+    status: u16,
+    headers: Vec<(&'static str, String)>,
+    body: Bytes,
+}
+
+#[derive(Debug)]
+struct Record {
+    /// `None` if it is not known yet.
+    payload: Option<String>,
+    /// `None` while it runs.
+    answer: Option<Answer>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Server {
+    profile: &'static str,
+    mistake: Mistake,
+    runs: AtomicU64,
+    records: Mutex<HashMap<String, Record>>,
+    connections: Mutex<HashSet<SocketAddr>>,
+}
+
+/// Why a request is refused.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Refusal {
+    Key,
+    Payload,
+    Running,
+    Caller,
+}
+
+/// Serves it until the test ends.
+pub(crate) async fn serve(profile: &'static str, mistake: Mistake) -> SocketAddr {
+    let (records, connections) = (Mutex::default(), Mutex::default());
+    let server = Arc::new(Server { profile, mistake, runs: AtomicU64::new(0), records, connections });
+    let app = Router::new().fallback(handle).with_state(server);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let app = app.into_make_service_with_connect_info::<SocketAddr>();
+    tokio::spawn(async move { axum::serve(listener, app).await });
+    address
+}
+
+async fn handle(
+    State(server): State<Arc<Server>>,
+    ConnectInfo(peer): ConnectInfo<SocketAddr>,
+    request: Request,
+) -> Response {
+    if request.uri().path() == "/count" {
+        let count = json!({ "runs": server.runs.load(Ordering::SeqCst) });
+        return Response::new(Body::from(count.to_string()));
+    }
+    match server.pay(peer, request).await {
+        Ok(response) => response,
+        Err(refusal) => server.refuse(refusal),
+    }
+}
+
+impl Server {
+    fn has(&self, mistake: Mistake) -> bool {
+        self.mistake == mistake
+    }
+
+    async fn pay(self: &Arc<Self>, peer: SocketAddr, request: Request) -> Result<Response, Refusal> {
+        let (head, body) = request.into_parts();
+        let path = head.uri.path().to_owned();
+        let key = self.key(&head.headers)?;
+        let caller = match (self.caller(&head.headers), &key) {
+            (Some(caller), _) => caller,
+            (None, _) if self.has(Mistake::NobodyIsSomebody) => "nobody".to_owned(),
+            (None, Some(key)) if self.has(Mistake::NobodyGetsReplays) => {
+                let known = self.find(&format!("alice {key}"));
+                return known.map(|answer| self.replay(answer)).ok_or(Refusal::Caller);
+            }
+            (None, Some(key)) if self.has(Mistake::RefusalIsRecorded) => {
+                let answer = Answer { status: 401, headers: Vec::new(), body: Bytes::new() };
+                let record = Record { payload: None, answer: Some(answer) };
+                self.records.lock().unwrap().insert(format!("alice {key}"), record);
+                return Err(Refusal::Caller);
+            }
+            _ => return Err(Refusal::Caller),
+        };
+        let key = match key {
+            Some(key) => Some(key),
+            None if self.has(Mistake::NoKeyIsAKey) => Some("none".to_owned()),
+            None if (self.profile == "stripe" || self.has(Mistake::KeyNotRequired))
+                && !self.has(Mistake::KeyRequired) =>
+            {
+                None
+            }
+            None => return Err(Refusal::Key),
+        };
+        let caller = if self.has(Mistake::CallerIgnored) { "all" } else { &caller };
+        let route = if self.profile == "acp" && !self.has(Mistake::RouteIgnored) { &*path } else { "" };
+        let mut id = key.map(|key| format!("{caller} {route}{key}"));
+        if let Some(id) = &id
+            && self.has(Mistake::ReservesBeforeBody)
+        {
+            let mut records = self.records.lock().unwrap();
+            if records.contains_key(id) {
+                return Err(Refusal::Running);
+            }
+            records.insert(id.clone(), Record { payload: None, answer: None });
+        }
+        let body = body.collect().await.map_err(|_| Refusal::Key)?.to_bytes();
+        let payload = self.payload(&path, &body);
+        if self.has(Mistake::KeyFromPayload) {
+            id = Some(payload.clone());
+        }
+        let is_first = self.connections.lock().unwrap().insert(peer);
+        let Some(id) = id.filter(|_| is_first || !self.has(Mistake::LooksOncePerConnection)) else {
+            return Ok(self.respond(self.operate(&path, &body).await));
+        };
+        if !self.has(Mistake::ReservesBeforeBody)
+            && let Some(answer) = self.reserve(&id, payload).await?
+        {
+            return Ok(self.replay(answer));
+        }
+        let running = Arc::clone(self).run(id.clone(), path, body);
+        let answer = match self.has(Mistake::CancelledWithClient) {
+            true => {
+                let mut guard = Forget { server: Arc::clone(self), id: Some(id.clone()) };
+                let answer = running.await;
+                guard.id = None;
+                answer
+            }
+            false => tokio::spawn(running).await.unwrap(),
+        };
+        if self.has(Mistake::RecordsTheDelivered) {
+            let guard = Forget { server: Arc::clone(self), id: Some(id) };
+            let answer_once_delivered = answer.clone();
+            return Ok(self
+                .respond(answer)
+                .map(|body| Body::new(Guarded { body, guard, answer: answer_once_delivered })));
+        }
+        Ok(self.respond(answer))
+    }
+
+    /// The recorded response, or `None` if the key is this request's now.
+    async fn reserve(&self, id: &str, payload: String) -> Result<Option<Answer>, Refusal> {
+        loop {
+            if self.has(Mistake::ReadThenWrite) {
+                let is_known = self.records.lock().unwrap().contains_key(id);
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                if !is_known {
+                    let record = Record { payload: Some(payload), answer: None };
+                    self.records.lock().unwrap().insert(id.to_owned(), record);
+                    return Ok(None);
+                }
+            }
+            {
+                let mut records = self.records.lock().unwrap();
+                let Some(record) = records.get_mut(id) else {
+                    records.insert(id.to_owned(), Record { payload: Some(payload), answer: None });
+                    return Ok(None);
+                };
+                let differs = record.payload.as_ref().is_some_and(|known| *known != payload);
+                match &record.answer {
+                    _ if differs && self.has(Mistake::PayloadOverwrites) => {
+                        record.payload = Some(payload);
+                        return Err(Refusal::Payload);
+                    }
+                    None if self.has(Mistake::RunningIsFree) => return Ok(None),
+                    None if self.has(Mistake::PayloadComparedLate) => return Err(Refusal::Running),
+                    _ if differs => return Err(Refusal::Payload),
+                    Some(answer) => return Ok(Some(answer.clone())),
+                    None if self.has(Mistake::RunningIsAwaited) => {}
+                    None => return Err(Refusal::Running),
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn run(self: Arc<Self>, id: String, path: String, body: Bytes) -> Answer {
+        let answer = self.operate(&path, &body).await;
+        let is_kept = match answer.status {
+            _ if self.has(Mistake::RunsAgain) => false,
+            status if self.has(Mistake::ErrorsForgotten) => status < 300,
+            500.. if self.has(Mistake::ServerErrorRecorded) => true,
+            500.. => self.profile == "stripe" && !self.has(Mistake::ServerErrorForgotten),
+            _ => !(self.has(Mistake::LargeForgotten) && answer.body.len() > 1_000_000),
+        };
+        let recorded = is_kept.then(|| self.recorded(&answer));
+        if self.has(Mistake::RecordsLate) {
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+                self.record(&id, recorded);
+            });
+        } else if !self.has(Mistake::RecordsTheDelivered) {
+            self.record(&id, recorded);
+        }
+        answer
+    }
+
+    fn record(&self, id: &str, answer: Option<Answer>) {
+        let mut records = self.records.lock().unwrap();
+        match (answer, records.get_mut(id)) {
+            (Some(answer), Some(record)) => record.answer = Some(answer),
+            _ => drop(records.remove(id)),
+        }
+    }
+
+    fn find(&self, id: &str) -> Option<Answer> {
+        self.records.lock().unwrap().get(id)?.answer.clone()
+    }
+
+    /// The operation itself: what its body asks for.
+    async fn operate(&self, path: &str, body: &[u8]) -> Answer {
+        let run = self.runs.fetch_add(1, Ordering::SeqCst) + 1;
+        let asked: Value = serde_json::from_slice(body).unwrap_or_default();
+        let number = |name: &str| asked[name].as_u64().unwrap_or_default();
+        tokio::time::sleep(Duration::from_millis(number("takes_ms"))).await;
+        let text = "x".repeat(number("bytes").try_into().unwrap());
+        let headers = vec![
+            ("content-type", "application/json".to_owned()),
+            ("location", format!("{path}/{run}")),
+            ("link", format!("<{path}/{run}>; rel=\"self\"")),
+            ("link", "</contract>; rel=\"describedby\"".to_owned()),
+            ("cache-control", "no-store".to_owned()),
+            ("set-cookie", format!("last={run}")),
+        ];
+        let status = asked["status"].as_u64().map_or(201, |status| status.try_into().unwrap());
+        Answer { status, headers, body: format!(r#"{{"path":"{path}","run":{run},"text":"{text}"}}"#).into() }
+    }
+
+    fn recorded(&self, answer: &Answer) -> Answer {
+        let mut answer = answer.clone();
+        let mut links = 0;
+        answer.headers.retain(|(name, _)| {
+            links += u8::from(*name == "link");
+            match *name {
+                "set-cookie" => self.has(Mistake::CookieReplayed),
+                "link" if self.has(Mistake::HeadersCollapsed) => links == 1,
+                "content-type" => true,
+                _ => !self.has(Mistake::HeadersLost),
+            }
+        });
+        if self.has(Mistake::StatusLost) {
+            answer.status = 200;
+        }
+        if self.has(Mistake::BodyLost) {
+            answer.body = Bytes::new();
+        }
+        answer
+    }
+
+    fn respond(&self, mut answer: Answer) -> Response {
+        if self.has(Mistake::AllMarked) {
+            answer.headers.push(("idempotent-replayed", "true".to_owned()));
+        }
+        response(answer)
+    }
+
+    fn replay(&self, mut answer: Answer) -> Response {
+        if !self.has(Mistake::NotMarked) {
+            answer.headers.push(("idempotent-replayed", "true".to_owned()));
+        }
+        response(answer)
+    }
+
+    fn refuse(&self, refusal: Refusal) -> Response {
+        let status = match (refusal, self.profile) {
+            (Refusal::Caller, _) => 401,
+            (Refusal::Payload, "ietf" | "acp") => 422,
+            (Refusal::Key, _) | (Refusal::Payload, "stripe") => 400,
+            (Refusal::Running | Refusal::Payload, _) => 409,
+        };
+        let code = match refusal {
+            Refusal::Running if !self.has(Mistake::WrongCode) => "idempotency_in_flight",
+            _ => "idempotency_conflict",
+        };
+        let (content_type, body) = match self.profile {
+            "ietf" => ("application/problem+json", json!({ "title": "Refused", "type": code })),
+            "stripe" => ("application/json", json!({ "error": { "type": "idempotency_error", "message": "Refused" } })),
+            "acp" => ("application/json", json!({ "type": "invalid_request", "code": code, "message": "Refused" })),
+            _ => ("application/json", json!({ "code": code, "content": "Refused" })),
+        };
+        let mut answer =
+            Answer { status, headers: vec![("content-type", content_type.to_owned())], body: body.to_string().into() };
+        if refusal == Refusal::Running && !self.has(Mistake::NoRetryAfter) {
+            answer.headers.push(("retry-after", "1".to_owned()));
+        }
+        if self.has(Mistake::BareRefusals) {
+            answer = Answer { headers: Vec::new(), body: Bytes::new(), ..answer };
+        }
+        response(answer)
+    }
+
+    fn caller(&self, headers: &HeaderMap) -> Option<String> {
+        let token = headers.get("authorization")?.to_str().ok()?.strip_prefix("Bearer ")?;
+        match token {
+            _ if self.has(Mistake::TokenIsTheCaller) => Some(token.to_owned()),
+            "alice-1" | "alice-2" => Some("alice".to_owned()),
+            "bob-1" => Some("bob".to_owned()),
+            _ => None,
+        }
+    }
+
+    fn key(&self, headers: &HeaderMap) -> Result<Option<String>, Refusal> {
+        let mut lines = headers.get_all("idempotency-key").iter().map(|it| String::from_utf8_lossy(it.as_bytes()));
+        let Some(line) = lines.next() else { return Ok(None) };
+        if lines.next().is_some() && !self.has(Mistake::FirstLineCounts) {
+            return Err(Refusal::Key);
+        }
+        let line = match line.split_once(", ") {
+            Some((first, _)) if self.has(Mistake::FirstOfListCounts) => first,
+            _ => line.trim(),
+        };
+        let read = match line.strip_prefix('"') {
+            Some(rest) => self.quoted(rest),
+            None => line
+                .bytes()
+                .all(|byte| matches!(byte, b'!'..=b'~') && !b"\",;\\".contains(&byte))
+                .then(|| line.to_owned()),
+        };
+        let mut key = match read {
+            Some(_) if self.has(Mistake::QuotesKept) => line.to_owned(),
+            Some(_) if self.has(Mistake::ParametersKept) && line.contains(';') => line.to_owned(),
+            Some(key) => key,
+            None if self.has(Mistake::MalformedAccepted) => line.to_owned(),
+            None => return Err(Refusal::Key),
+        };
+        let is_accepted = match key.len() {
+            0 if line.is_empty() => self.has(Mistake::EmptyAccepted),
+            0 => self.has(Mistake::QuotedEmptyAccepted),
+            1..22 => self.profile != "ucp" || self.has(Mistake::ShortAccepted),
+            256.. => self.has(Mistake::LongAccepted),
+            _ => true,
+        };
+        if self.has(Mistake::CaseIgnored) {
+            key.make_ascii_lowercase();
+        }
+        if self.has(Mistake::KeysCutShort) {
+            key.truncate(200);
+        }
+        is_accepted.then_some(Some(key)).ok_or(Refusal::Key)
+    }
+
+    /// What stands in quotes, the first of which has been read.
+    fn quoted(&self, rest: &str) -> Option<String> {
+        let (mut key, mut rest) = (String::new(), rest.chars());
+        loop {
+            match rest.next()? {
+                '"' => {
+                    let after = rest.as_str();
+                    return (after.is_empty() || after.starts_with(';')).then_some(key);
+                }
+                '\\' => {
+                    let next = rest.next().filter(|c| matches!(c, '"' | '\\'))?;
+                    key.push(Some(next).filter(|_| !self.has(Mistake::EscapesRefused))?);
+                }
+                c @ ' '..='~' => key.push(c),
+                _ => return None,
+            }
+        }
+    }
+
+    /// What payloads are compared by.
+    fn payload(&self, path: &str, body: &[u8]) -> String {
+        let path = if self.profile == "acp" || self.has(Mistake::RouteIgnored) { "" } else { path };
+        let is_json = match self.profile {
+            "acp" => !self.has(Mistake::BytesCompared),
+            _ => self.has(Mistake::JsonCompared),
+        };
+        match serde_json::from_slice::<Value>(body) {
+            _ if self.has(Mistake::PayloadIgnored) => String::new(),
+            Ok(value) if is_json => format!("{path} {}", self.canonical(value)),
+            _ => format!("{path} {}", String::from_utf8_lossy(body)),
+        }
+    }
+
+    fn canonical(&self, value: Value) -> Value {
+        match value {
+            Value::Object(members) => {
+                let kept =
+                    members.into_iter().filter(|(_, value)| !(value.is_null() && self.has(Mistake::NullIsAbsent)));
+                Value::Object(kept.map(|(name, value)| (name, self.canonical(value))).collect())
+            }
+            Value::Array(elements) => {
+                let mut elements: Vec<_> = elements.into_iter().map(|value| self.canonical(value)).collect();
+                if self.has(Mistake::ArraysAreSets) {
+                    elements.sort_by_key(ToString::to_string);
+                }
+                Value::Array(elements)
+            }
+            Value::Number(number) if !self.has(Mistake::NumbersAsWritten) => json!(number.as_f64()),
+            value => value,
+        }
+    }
+}
+
+fn response(answer: Answer) -> Response {
+    let mut response = Response::builder().status(StatusCode::from_u16(answer.status).unwrap());
+    for (name, value) in answer.headers {
+        response = response.header(name, value);
+    }
+    response.body(Body::from(answer.body)).unwrap()
+}
+
+/// Forgets a record when it is dropped.
+#[derive(Debug)]
+struct Forget {
+    server: Arc<Server>,
+    id: Option<String>,
+}
+
+impl Drop for Forget {
+    fn drop(&mut self) {
+        if let Some(id) = self.id.take() {
+            self.server.records.lock().unwrap().remove(&id);
+        }
+    }
+}
+
+/// A body that is recorded once it is read to its end.
+struct Guarded {
+    body: Body,
+    guard: Forget,
+    answer: Answer,
+}
+
+impl http_body::Body for Guarded {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        if matches!(frame, Poll::Ready(None))
+            && let Some(id) = self.guard.id.take()
+        {
+            self.guard.server.record(&id, Some(self.answer.clone()));
+        }
+        frame
+    }
+}

@@ -1,0 +1,38 @@
+//! The incidents of docs/operations.md, each made with a real store, and settled with the commands that stand there
+//! (`./scripts/test -p idem-cli --test runbook`).
+
+#[path = "runbook/alerts.rs"]
+mod alerts;
+#[path = "runbook/incidents.rs"]
+mod incidents;
+#[path = "runbook/page.rs"]
+mod page;
+#[path = "runbook/scene.rs"]
+mod scene;
+
+/// The incidents, as the page calls them.
+const INCIDENTS: [&str; 10] = [
+    "A worker died under `on_crash = fail`",
+    "A process hangs and holds its lease",
+    "A result grew too large",
+    "A deployment changed a return type",
+    "A `ttl` is too short",
+    "Redis was flushed",
+    "PostgreSQL failed over",
+    "A poison message",
+    "A key is too coarse",
+    "The store was away for an hour",
+];
+
+#[test]
+fn the_page_has_each_incident_and_the_table_leads_to_it() {
+    assert_eq!(page::titles(), INCIDENTS);
+    let (table, source) = (page::table(), include_str!("runbook/incidents.rs"));
+    for title in INCIDENTS {
+        let link = format!("[{title}](#{})", page::anchor(title));
+        assert!(table.contains(&link), "no `{link}` in the table of the page");
+        assert!(source.contains(&format!("\"{title}\"")), "nobody plays `{title}`");
+    }
+    // All links of the table lead somewhere.
+    assert_eq!(table.matches("](#").count(), INCIDENTS.len(), "{table}");
+}

@@ -1,0 +1,353 @@
+//! What happens, what is seen of it, and how it ends.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use idem_runtime::clock::{Clock as _, ManualClock, SystemClock};
+use idem_runtime::{
+    Codec as _, CodecError, Disposition, Error, Json, Key, OnCrash, OnUndecodable, Operation, Outcome, PostgresStore,
+    RedisStore, SqliteStore, Undecodable, current, observe,
+};
+use idem_tests::postgres::PostgresServer;
+use idem_tests::proxy::{Line, Proxy};
+use idem_tests::server::{Kind, RedisServer, until};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::scene::{Failure, PAY, Scene, deliver, key};
+
+const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Whether the broker is to deliver the message again.
+fn comes_again(outcome: &Outcome) -> bool {
+    matches!(outcome.disposition(), Disposition::Retry { .. })
+}
+
+#[tokio::test]
+async fn a_worker_dies_under_on_crash_fail() {
+    let (scene, store) = Scene::on_file("A worker died under `on_crash = fail`").await;
+    let policy = PAY.lease(SECOND).on_crash(OnCrash::Fail);
+    let mut worker = scene.worker("42", OnCrash::Fail, SECOND).await;
+    worker.kill();
+    // The broker delivers until the lease has lapsed.
+    until("nobody may run it", async || {
+        let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+        let refused = matches!(result, Err(Failure::Refused(Error::Interrupted { .. })));
+        assert!(if refused { outcome.disposition() == Disposition::DeadLetter } else { comes_again(&outcome) });
+        refused
+    })
+    .await;
+    scene.is_seen(&store);
+    // Somebody has looked at the payment provider: the customer was charged.
+    scene.play();
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert_eq!((result.unwrap(), outcome.disposition()), (json!({ "receipt": "r-42" }), Disposition::Ack));
+    assert_eq!(scene.charges("42"), 1);
+    // Of another one nothing is known there.
+    let mut worker = scene.worker("43", OnCrash::Fail, SECOND).await;
+    worker.kill();
+    until("nobody may run it", async || {
+        let (result, _) = deliver(&store, "43", policy, scene.charge("43")).await;
+        matches!(result, Err(Failure::Refused(Error::Interrupted { .. })))
+    })
+    .await;
+    scene.play();
+    let (result, outcome) = deliver(&store, "43", policy, scene.charge("43")).await;
+    assert!(result.is_ok() && outcome.executed() && outcome.attempt() == Some(2), "{outcome:?}");
+    scene.ends();
+}
+
+#[tokio::test]
+async fn a_process_hangs_and_holds_its_lease() {
+    let (scene, store) = Scene::on_file("A process hangs and holds its lease").await;
+    // Nobody can wait for this lease here.
+    let policy = PAY.lease(HOUR);
+    let mut worker = scene.worker("42", OnCrash::Retry, HOUR).await;
+    for _ in 0..4 {
+        let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+        assert!(matches!(result, Err(Failure::Refused(Error::InProgress { .. }))), "{result:?}");
+        assert!(comes_again(&outcome), "{outcome:?}");
+    }
+    scene.is_seen(&store);
+    scene.play();
+    worker.kill();
+    scene.play();
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert!(result.is_ok() && outcome.executed() && outcome.attempt() == Some(2), "{outcome:?}");
+    // At least once: it had charged before it hung.
+    assert_eq!(scene.charges("42"), 2);
+    scene.ends();
+}
+
+#[tokio::test]
+async fn a_result_grew_too_large() {
+    let (scene, store) = Scene::on_file("A result grew too large").await;
+    let policy = PAY.max_result_bytes(1024);
+    let large = async {
+        let mut receipt = scene.charge("42").await?;
+        receipt["invoice"] = "x".repeat(5000).into();
+        Ok(receipt)
+    };
+    let (result, outcome) = deliver(&store, "42", policy, large).await;
+    assert!(result.is_ok() && outcome.disposition() == Disposition::Ack, "who called has the result");
+    let duplicate = async || deliver(&store, "42", policy, scene.charge("42")).await;
+    let (result, outcome) = duplicate().await;
+    assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    scene.is_seen(&store);
+    scene.play();
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert_eq!((result.unwrap(), outcome.replayed()), (json!({ "receipt": "r-42" }), true));
+    assert_eq!(scene.charges("42"), 1);
+    scene.ends();
+}
+
+/// What the release before returned, and what this one returns.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Before {
+    receipt: String,
+    cents: u64,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Now {
+    receipt: String,
+    amount: String,
+}
+
+fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+    let Before { receipt, cents } = recorded.decode()?;
+    Json::encode(&Now { receipt, amount: format!("{}.{:02} EUR", cents / 100, cents % 100) })
+}
+
+#[tokio::test]
+async fn a_deployment_changed_a_return_type() {
+    let (scene, store) = Scene::on_file("A deployment changed a return type").await;
+    let before = async || {
+        let body = async {
+            scene.charge("42").await?;
+            Ok(Before { receipt: "r-42".to_owned(), cents: 1999 })
+        };
+        deliver(&store, "42", PAY, body).await
+    };
+    let now = async |policy| deliver::<Now>(&store, "42", policy, async { panic!("it has run before") }).await;
+    let first = before().await.0.unwrap();
+    let (result, outcome) = now(PAY).await;
+    assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    scene.is_seen(&store);
+    // Rolled back; then deployed with a migration.
+    assert_eq!(before().await.0.unwrap(), first);
+    let (result, outcome) = now(PAY.on_undecodable(OnUndecodable::Migrate(migrate))).await;
+    let expected = Now { receipt: "r-42".to_owned(), amount: "19.99 EUR".to_owned() };
+    assert_eq!((result.unwrap(), outcome.disposition()), (expected, Disposition::Ack));
+    assert_eq!(scene.charges("42"), 1);
+    scene.play();
+    scene.ends();
+}
+
+#[tokio::test]
+async fn a_ttl_is_too_short() {
+    let clock = ManualClock::new();
+    let mut scene = Scene::at("A `ttl` is too short", "");
+    scene.url = format!("sqlite:{}", scene.folder.file().display());
+    // At the end it is now, which is what the command goes by.
+    clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR + HOUR / 12));
+    let options = SqliteStore::options().holder("payments").clock(clock.clone());
+    let store = options.open(scene.folder.file()).await.unwrap();
+    scene.begins(&store);
+    let policy = PAY.ttl(HOUR);
+    for order in ["42", "43"] {
+        assert!(deliver(&store, order, policy, scene.charge(order)).await.1.executed());
+    }
+    clock.advance(HOUR * 11 / 12);
+    // The broker is late, and it was just enough.
+    for _ in 0..3 {
+        assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.replayed());
+    }
+    clock.advance(HOUR / 6);
+    let (_, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert!(outcome.executed() && outcome.attempt() == Some(1), "as if it had never been there: {outcome:?}");
+    assert_eq!(scene.charges("42"), 2);
+    scene.is_seen(&store);
+    scene.play();
+    scene.ends();
+}
+
+#[tokio::test]
+async fn redis_was_flushed() {
+    let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
+    let mut scene = Scene::at("Redis was flushed", &server.url());
+    let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
+    scene.begins(&store);
+    // What a provider does that knows a key of its own.
+    let provider = Mutex::new(BTreeSet::new());
+    let policy = PAY.lease(SECOND);
+    let charge = async |order: &str| {
+        let known = current()?.child_key("charge");
+        provider.lock().unwrap().insert(known);
+        scene.charge(order).await
+    };
+    assert!(deliver(&store, "42", policy, charge("42")).await.1.executed());
+    // One runs meanwhile.
+    let running = deliver(&store, "43", policy, async {
+        scene.charge("43").await?;
+        let mut raw = server.raw().await;
+        let _: () = redis::cmd("FLUSHALL").query_async(&mut raw).await.unwrap();
+        std::future::pending::<Result<Value, Failure>>().await
+    });
+    let (result, outcome) = running.await;
+    assert!(matches!(result, Err(Failure::Refused(Error::LeaseLost { .. }))), "{result:?}");
+    assert!(comes_again(&outcome), "{outcome:?}");
+    scene.is_seen(&store);
+    scene.play();
+    let (_, outcome) = deliver(&store, "42", policy, charge("42")).await;
+    assert!(outcome.executed(), "nothing is known of it: {outcome:?}");
+    assert_eq!((scene.charges("42"), provider.lock().unwrap().len()), (2, 1), "the child key is the same as before");
+    scene.ends();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgresql_failed_over() {
+    let mut primary = PostgresServer::start();
+    let store = PostgresStore::options().ensure_schema().connect(&primary.url()).await.unwrap();
+    drop(store);
+    let line = Proxy::to(primary.port()).await;
+    let standby = PostgresServer::standby_of(&primary, line.port());
+    let mut scene = Scene::at("PostgreSQL failed over", &standby.url());
+    // Both hosts, as an application names them.
+    let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres", primary.port(), standby.port());
+    let store = PostgresStore::options().holder("payments").connect(&both).await.unwrap();
+    scene.begins(&store);
+    let policy = PAY.lease(SECOND);
+    assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
+    let raw = standby.raw().await;
+    until("the standby has it", async || {
+        let rows = raw.query("SELECT state FROM idem.records WHERE key = '1/pay/order:41'", &[]).await.unwrap();
+        rows.first().is_some_and(|row| row.get::<_, &str>(0) == "completed")
+    })
+    .await;
+    // It falls behind, and nobody waits for it.
+    line.set(Line::Refuse);
+    assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.executed());
+    let began = tokio::sync::Notify::new();
+    let running = deliver(&store, "43", policy, async {
+        scene.charge("43").await?;
+        began.notify_one();
+        std::future::pending::<Result<Value, Failure>>().await
+    });
+    let failover = async {
+        began.notified().await;
+        primary.kill();
+        // While nobody answers.
+        for _ in 0..3 {
+            let (result, outcome) = deliver(&store, "44", policy, scene.charge("44")).await;
+            assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
+            assert!(comes_again(&outcome), "{outcome:?}");
+        }
+        raw.execute("SELECT pg_promote()", &[]).await.unwrap();
+    };
+    let ((result, outcome), ()) = tokio::join!(running, failover);
+    assert!(matches!(result, Err(Failure::Refused(Error::LeaseLost { .. }))), "{result:?}");
+    assert!(comes_again(&outcome), "{outcome:?}");
+    scene.is_seen(&store);
+    scene.play();
+    // What the standby had is there; what it had not runs again.
+    assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
+    until("it is known that the store is back", async || {
+        deliver(&store, "44", policy, scene.charge("44")).await.1.executed()
+    })
+    .await;
+    assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.executed());
+    assert_eq!(["41", "42"].map(|order| scene.charges(order)), [1, 2]);
+    scene.ends();
+}
+
+#[tokio::test]
+async fn a_poison_message() {
+    let (scene, store) = Scene::on_file("A poison message").await;
+    let policy = PAY.max_attempts(3);
+    for _ in 0..3 {
+        let fails = async { Err::<Value, _>(Failure::Declined) };
+        let (result, outcome) = deliver(&store, "42", policy, fails).await;
+        assert!(matches!(result, Err(Failure::Declined)) && comes_again(&outcome));
+    }
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert!(matches!(result, Err(Failure::Refused(Error::AttemptsExhausted { .. }))), "{result:?}");
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    scene.is_seen(&store);
+    scene.play();
+    // The cause is mended.
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert!(result.is_ok() && outcome.executed() && outcome.attempt() == Some(4), "{outcome:?}");
+    assert_eq!(scene.charges("42"), 1);
+    scene.ends();
+}
+
+#[tokio::test]
+async fn a_key_is_too_coarse() {
+    let (scene, store) = Scene::on_file("A key is too coarse").await;
+    // Each shop numbers its orders by itself.
+    let deliver = async |key: &str, shop: &str| {
+        let operation =
+            Operation::new(&store, Key::new("pay", key), PAY).fingerprint(&json!({ "shop": shop, "id": 7 }));
+        observe(operation.run(scene.charge(shop))).await
+    };
+    assert!(deliver("order:7", "acme").await.1.executed());
+    let (result, outcome) = deliver("order:7", "bolt").await;
+    assert!(matches!(result, Err(Failure::Refused(Error::FingerprintMismatch { .. }))), "{result:?}");
+    assert_eq!((outcome.disposition(), scene.charges("bolt")), (Disposition::DeadLetter, 0));
+    scene.is_seen(&store);
+    // Deployed with another template, and delivered again from the dead letters.
+    let (_, outcome) = deliver("order:bolt:7", "bolt").await;
+    assert!(outcome.executed(), "{outcome:?}");
+    assert_eq!(["acme", "bolt"].map(|shop| scene.charges(shop)), [1, 1]);
+    scene.play();
+    scene.ends();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_store_was_away_for_an_hour() {
+    let mut server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
+    let mut scene = Scene::at("The store was away for an hour", &server.url());
+    let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
+    scene.begins(&store);
+    // An hour of 120 leases is no other than a few of them: whoever began before it is over by then.
+    let policy = PAY.lease(Duration::from_secs(3));
+    assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
+    let (result, outcome) = deliver(&store, "42", policy, async {
+        let receipt = scene.charge("42").await;
+        server.kill();
+        receipt
+    })
+    .await;
+    assert!(matches!(result, Err(Failure::Refused(Error::Unrecorded { .. }))), "{result:?}");
+    assert!(comes_again(&outcome), "{outcome:?}");
+    for order in ["41", "42", "43"] {
+        let (result, outcome) = deliver(&store, order, policy, scene.charge(order)).await;
+        assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
+        assert!(comes_again(&outcome), "{outcome:?}");
+    }
+    scene.is_seen(&store);
+    scene.play();
+    server.run();
+    let looks = RedisStore::connect(&server.url()).await.unwrap();
+    until("its lease has lapsed", async || {
+        use idem_runtime::Store as _;
+        let found = looks.inspect(&key("42").unwrap()).await.unwrap().unwrap();
+        found.standing() == idem_runtime::store::Standing::Lapsed
+    })
+    .await;
+    scene.play();
+    let (result, _) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert_eq!(result.unwrap(), json!({ "receipt": "r-42" }));
+    assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
+    until("it is known that the store is back", async || {
+        deliver(&store, "43", policy, scene.charge("43")).await.1.executed()
+    })
+    .await;
+    assert_eq!(["41", "42", "43"].map(|order| scene.charges(order)), [1, 1, 1]);
+    scene.ends();
+}

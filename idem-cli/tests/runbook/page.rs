@@ -1,0 +1,178 @@
+//! The page, read: its incidents, and in each the commands with what they print.
+
+use std::process::{Command, Stdio};
+
+use super::scene::Scene;
+
+const PAGE: &str = include_str!("../../../docs/operations.md");
+
+/// The host and the process that hold keys on the page.
+const HOLDER: (&str, &str) = ("worker-3", "4711");
+
+fn incidents() -> &'static str {
+    let (_, rest) = PAGE.split_once("\n## Incidents\n").expect("the page has incidents");
+    rest.split("\n## ").next().unwrap_or_default()
+}
+
+/// The headings.
+pub(crate) fn titles() -> Vec<&'static str> {
+    incidents().lines().filter_map(|line| line.strip_prefix("### ")).collect()
+}
+
+/// What stands above the first incident.
+pub(crate) fn table() -> &'static str {
+    incidents().split("\n### ").next().unwrap_or_default()
+}
+
+/// What a heading is called in a link.
+pub(crate) fn anchor(title: &str) -> String {
+    let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '_' | '-'));
+    kept.collect::<String>().to_lowercase().replace(' ', "-")
+}
+
+/// One incident of the page.
+pub(crate) struct Section {
+    title: &'static str,
+    text: &'static str,
+    /// The rest of its text, behind the commands that were played.
+    rest: &'static str,
+}
+
+/// A command of the page, and what it prints there.
+struct Line {
+    command: &'static str,
+    prints: Vec<&'static str>,
+}
+
+impl Section {
+    pub(crate) fn named(title: &'static str) -> Self {
+        let text = incidents().split("\n### ").find(|it| it.lines().next() == Some(title));
+        let text = text.unwrap_or_else(|| panic!("the page has no incident `{title}`"));
+        Self { title, text, rest: text }
+    }
+
+    /// What stands behind this name.
+    pub(crate) fn entry(&self, name: &str) -> &'static str {
+        let (_, entry) =
+            self.text.split_once(&format!("\n- *{name}*: ")).unwrap_or_else(|| panic!("{}: no *{name}*", self.title));
+        entry.split("\n- *").next().and_then(|entry| entry.split("\n\n").next()).unwrap_or_default()
+    }
+
+    /// Runs the next block of commands as it stands there, and compares what they print.
+    #[track_caller]
+    pub(crate) fn play(&mut self, scene: &Scene) {
+        let (_, rest) =
+            self.rest.split_once("\n```console\n").unwrap_or_else(|| panic!("{}: no more commands", self.title));
+        let (block, rest) = rest.split_once("\n```").expect("an end");
+        self.rest = rest;
+        for Line { command, prints } in lines(block) {
+            let (status, printed) = run(command, scene);
+
+            let expected: Vec<_> = prints.iter().map(|line| tidy(line)).filter(|line| !line.is_empty()).collect();
+            let lines: Vec<_> = printed.lines().map(tidy).filter(|line| !line.is_empty()).collect();
+            assert!(
+                agree(&expected, &lines),
+                "{}: `{command}` prints\n\n{printed}\nand the page says\n\n{}\n\n{expected:#?}\n{lines:#?}",
+                self.title,
+                prints.join("\n")
+            );
+            let is_wrong = prints.iter().any(|line| line.starts_with("idem: ") || line.starts_with("error "));
+            assert_eq!(status != 0, is_wrong, "{}: `{command}` ended with {status}: {printed}", self.title);
+        }
+    }
+
+    /// Nothing of it was left out.
+    #[track_caller]
+    pub(crate) fn ends(&self) {
+        assert!(!self.rest.contains("\n```console\n"), "{}: nobody has played{}", self.title, self.rest);
+        let names: Vec<_> = self.text.lines().filter_map(|line| line.strip_prefix("- *")?.split_once("*: ")).collect();
+        let names: Vec<_> = names.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["Alert", "Dashboard", "Customer", "Cause", "Do"], "{}: all have the same shape", self.title);
+    }
+}
+
+fn lines(block: &'static str) -> Vec<Line> {
+    let mut lines: Vec<Line> = Vec::new();
+    for line in block.lines() {
+        match (line.strip_prefix("$ "), lines.last_mut()) {
+            (Some(command), _) => lines.push(Line { command, prints: Vec::new() }),
+            (None, Some(last)) => last.prints.push(line),
+            (None, None) => panic!("`{line}` is printed by no command"),
+        }
+    }
+    lines
+}
+
+/// Runs a line of a shell, and returns its exit status and what it has printed, as on the host of the page.
+fn run(command: &str, scene: &Scene) -> (i32, String) {
+    // Nobody is there to be asked.
+    let changes =
+        ["resolve", "reopen", "forget", "release"].iter().any(|verb| command.contains(&format!("idem {verb}")));
+    let yes = if changes { " --yes" } else { "" };
+    let programs = std::path::Path::new(env!("CARGO_BIN_EXE_idem")).parent().expect("a folder");
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap_or_default());
+    let output = Command::new("sh")
+        .args(["-c", &format!("{command}{yes}")])
+        .current_dir(scene.folder.path())
+        .envs([("PATH", path.as_str()), ("IDEM_STORE", &scene.url), ("USER", "alice")])
+        .env_remove("IDEM_NAMESPACE")
+        .stdin(Stdio::null())
+        .output()
+        .expect("a shell");
+    let mut printed = String::from_utf8(output.stdout).expect("text");
+    printed.push_str(std::str::from_utf8(&output.stderr).expect("text"));
+    let (host, process) = HOLDER;
+    let (own, number) = (&scene.host, scene.process.get());
+    for (own, shown) in [
+        (format!("({own}/{number}/"), format!("({host}/{process}/")),
+        (format!(" {own}, process {number}"), format!(" {host}, process {process}")),
+        // Where this test has its folder.
+        (scene.folder.path().display().to_string(), "/var/lib/shop".to_owned()),
+    ] {
+        printed = printed.replace(&own, &shown);
+    }
+    (output.status.code().expect("no signal"), printed)
+}
+
+/// The line with single spaces, and with `TIME` for each time: how long something took or is left differs.
+fn tidy(line: &str) -> String {
+    let mut words: Vec<String> = Vec::new();
+    let mut tokens = line.split_whitespace().peekable();
+    while let Some(word) = tokens.next() {
+        let unit = tokens.peek().map_or("", |unit| unit.trim_end_matches([',', ';', ')', '.']));
+        if word.parse::<f64>().is_err() || !["ms", "s", "min", "h", "d"].contains(&unit) {
+            words.push(word.to_owned());
+            continue;
+        }
+        // `1 min 30 s` is one of them.
+        if words.last().is_some_and(|last| last == "TIME") {
+            words.pop();
+        }
+        words.push(format!("TIME{}", &tokens.next().unwrap_or_default()[unit.len()..]));
+    }
+    words.join(" ")
+}
+
+/// Whether what was printed is what the page says: `…` alone stands for any lines, and inside of a line for any text.
+fn agree(expected: &[String], printed: &[String]) -> bool {
+    match (expected.split_first(), printed.split_first()) {
+        (None, None) => true,
+        (Some((any, rest)), _) if any == "…" => (0..=printed.len()).any(|at| agree(rest, &printed[at..])),
+        (Some((line, expected)), Some((is, printed))) => {
+            let same = line.split_once('…').map_or(line == is, |(begin, end)| {
+                is.len() >= begin.len() + end.len() && is.starts_with(begin) && is.ends_with(end)
+            });
+            same && agree(expected, printed)
+        }
+        _ => false,
+    }
+}
+
+#[test]
+fn times_are_all_the_same_and_nothing_else_is() {
+    assert_eq!(tidy("running     1 min 30 s  attempt 1"), "running TIME attempt 1");
+    assert_eq!(tidy("lease        30.0 s, lapses in 1.0 s unless"), "lease TIME, lapses in TIME unless");
+    let lines = |lines: &[&str]| lines.iter().map(|line| (*line).to_owned()).collect::<Vec<_>>();
+    assert!(agree(&lines(&["a", "…", "c …"]), &lines(&["a", "b", "b", "c 7"])));
+    assert!(!agree(&lines(&["a", "…", "c"]), &lines(&["a", "b"])) && !agree(&lines(&["a"]), &lines(&["a", "b"])));
+}

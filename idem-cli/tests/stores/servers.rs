@@ -1,0 +1,600 @@
+//! The same verbs on real servers, and what the doctor finds there.
+
+use std::process::Stdio;
+
+use idem_runtime::{DynamoStore, PostgresStore, RedisStore, Store};
+use idem_tests::cluster::{Cluster, Watched};
+use idem_tests::dynamo::{self, Emulator};
+use idem_tests::postgres::{self, PgBouncer, PostgresServer};
+use idem_tests::server::{Kind, RedisServer, raw, until};
+use idem_tests::sqlite::Folder;
+use serde_json::Value;
+
+use super::support::{Records, Run, command, completed, expired, file, idem_at, interrupted, run, state};
+
+/// Settles a record of the store at `url`, as somebody on call does.
+async fn settles(url: &str, store: &dyn Store) {
+    let folder = Folder::new();
+    let receipt = file(folder.path(), b"\"receipt\"");
+    interrupted(store, "42").await;
+    idem_at(url, &["show", "pay/42"]).ends(0).says("state        interrupted").says(store.name());
+    let resolve = ["resolve", "pay/42", "--attempt", "1", "--completed", receipt.to_str().unwrap(), "--yes"];
+    for _ in 0..2 {
+        idem_at(url, &resolve).ends(0);
+    }
+    let shown = idem_at(url, &["show", "pay/42", "--result", "--json"]).ends(0).json();
+    assert_eq!((&shown["state"], &shown["result"]["text"]), (&Value::from("completed"), &Value::from("\"receipt\"")));
+    idem_at(url, &["reopen", "pay/42", "--yes"]).ends(0);
+    assert_eq!(state(store, "42").await, Some("released"));
+    idem_at(url, &["forget", "pay/42", "--attempt", "2", "--yes"]).ends(1).complains("the latest attempt is 1");
+    idem_at(url, &["forget", "pay/42", "--attempt", "1", "--yes"]).ends(0);
+    idem_at(url, &["show", "pay/42"]).ends(4);
+    completed(store, "kept", b"1").await;
+    idem_at(url, &["purge"]).ends(0);
+    assert_eq!(state(store, "kept").await, Some("completed"));
+    let scan: &[&str] = if ["redis", "dynamodb"].contains(&store.name()) { &["--scan"] } else { &[] };
+    if !scan.is_empty() {
+        for verb in ["list", "stats", "watch"] {
+            idem_at(url, &[verb]).ends(1).complains("add --scan");
+        }
+    }
+    let listed = idem_at(url, &[&["list", "--json", "--state", "completed"], scan].concat()).ends(0).json();
+    assert_eq!((&listed["key"], &listed["store"]), (&Value::from("pay/kept"), &Value::from(store.name())));
+    idem_at(url, &[&["stats"], scan].concat()).ends(0).says("pay\n    1 completed");
+    idem_at(url, &[&["watch", "--times", "1"], scan].concat()).ends(0).says("0 running");
+    idem_at(url, &[&["forget", "--prefix", "pay/ke", "--dry-run"], scan].concat()).ends(0).says("pay/kept");
+    idem_at(url, &["conformance", "store"]).ends(2).complains("add --yes");
+    let some = ["conformance", "store", "--yes", "--json", "--case", "first_reservation", "--case", "resolve_fences"];
+    let verdicts = idem_at(url, &some).ends(0).lines();
+    assert!(verdicts.len() == 2 && verdicts.iter().all(|it| it["passed"] == true), "{verdicts:?}");
+}
+
+/// What the doctor finds by a check: its level, and all of it.
+fn found(run: &Run, check: &str) -> (String, Value) {
+    let all = run.lines();
+    let finding = all.iter().find(|it| it["check"] == check).unwrap_or_else(|| panic!("no `{check}` in {all:#?}"));
+    let level = finding["level"].as_str().unwrap().to_owned();
+    let document = include_str!("../../../docs/cli.md");
+    for finding in &all {
+        let check = finding["check"].as_str().unwrap();
+        assert!(document.contains(&format!("`{check}`")), "docs/cli.md does not name the check `{check}`");
+    }
+    if level != "ok" {
+        assert!(!finding["consequence"].as_str().unwrap().is_empty(), "{finding}");
+        assert!(!finding["remedy"].as_str().unwrap().is_empty(), "{finding}");
+    }
+    (level, finding.clone())
+}
+
+#[track_caller]
+fn finds(run: &Run, check: &str, level: &str, text: &str) {
+    let (is, finding) = found(run, check);
+    assert_eq!(is, level, "{finding}");
+    assert!(finding["found"].as_str().unwrap().contains(text), "no `{text}` in {finding}");
+}
+
+#[tokio::test]
+async fn sqlite() {
+    let records = Records::new().await;
+    settles(&records.url(), &records.store).await;
+    let doctor = records.idem(&["doctor", "--json"]).ends(0);
+    for check in ["journal mode", "integrity", "permissions", "probe"] {
+        finds(&doctor, check, "ok", "");
+    }
+    let told = records.idem(&["doctor"]).ends(0);
+    told.says("ok       journal mode: wal\n").says("sqlite: checks: 6, errors: 0, warnings: ");
+    let probes: i64 = idem_tests::sqlite::raw(&records.folder.file())
+        .query_row("SELECT count(*) FROM idem_records WHERE key LIKE '1/idem-doctor/%'", [], |row| row.get(0))
+        .unwrap();
+    assert_eq!(probes, 0, "the doctor leaves nothing behind");
+    records
+        .idem(&["conformance", "store", "--case", "no_such", "--yes"])
+        .ends(2)
+        .complains("there is no clause `no_such`");
+}
+
+#[tokio::test]
+async fn redis() {
+    let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
+    let url = server.url();
+    let store = RedisStore::connect(&url).await.unwrap();
+    settles(&url, &store).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    for check in ["version", "eviction", "memory", "permissions", "probe"] {
+        finds(&doctor, check, "ok", "");
+    }
+    finds(&doctor, "persistence", "ok", "each second");
+    finds(&doctor, "replication", "warning", "no replica");
+    // What is no record is said to be none.
+    let mut raw = raw(&url).await;
+    let _: () = redis::cmd("SET").arg("idem:1/pay/odd").arg("not a record").query_async(&mut raw).await.unwrap();
+    idem_at(&url, &["show", "pay/odd"]).ends(1);
+    idem_at(&url, &["forget", "pay/odd", "--yes"]).ends(1);
+    // As the server has it, and in another namespace.
+    idem_at(&url, &["show", "idem:1/pay/kept"]).ends(0).says("completed");
+    idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(4);
+}
+
+/// A server that speaks TLS, too, with a certificate that nobody trusts by himself.
+#[test]
+fn redis_by_tls_if_its_certificate_is_trusted() {
+    let folder = Folder::new();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let made = std::process::Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
+        .output()
+        .expect("openssl runs; ./scripts/test installs it");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let port = idem_tests::server::free_port();
+    let tls =
+        ["--tls-port", &port.to_string(), "--tls-cert-file", &path("cert.pem"), "--tls-key-file", &path("key.pem")];
+    let rest = ["--tls-auth-clients", "no", "--requirepass", "secret"];
+    let server = RedisServer::start_with(Kind::Redis, &[&tls[..], &rest].concat());
+    let with = |url: &str, trusted: bool, arguments: &[&str]| {
+        let mut idem = command(arguments);
+        if trusted {
+            idem.env("SSL_CERT_FILE", path("cert.pem"));
+        }
+        let run = run(idem.env("IDEM_STORE", url));
+        assert!(!run.err.contains("secret") && !run.out.contains("secret"), "{run:?}");
+        run
+    };
+    let url = format!("rediss://:secret@localhost:{port}");
+    with(&url, true, &["show", "pay/42"]).ends(4).complains("there is no record");
+    finds(&with(&url, true, &["doctor", "--json"]), "probe", "ok", "");
+    let verdicts =
+        with(&url, true, &["conformance", "store", "--yes", "--json", "--case", "first_reservation"]).ends(0);
+    assert_eq!(verdicts.json()["passed"], true);
+    // Nobody has said that it may be trusted; it is the certificate of another host; there is no TLS.
+    for (url, trusted, text) in [
+        (url.clone(), false, "certificate: "),
+        (format!("rediss://:secret@127.0.0.1:{port}"), true, "not valid for name"),
+        (format!("rediss://:secret@localhost:{}", server.port()), true, ""),
+        (format!("rediss://:wrong-secret@localhost:{port}"), true, ""),
+    ] {
+        for verb in [&["show", "pay/42", "--timeout", "5"][..], &["doctor", "--timeout", "5"]] {
+            let refused = with(&url, trusted, verb).ends(3);
+            assert!(refused.err.contains(text) && refused.err.starts_with("idem: "), "no `{text}` in {refused:?}");
+            assert_eq!(refused.err.contains("SSL_CERT_FILE"), !text.is_empty(), "{refused:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn redis_in_a_cluster() {
+    let cluster = Cluster::start(5000);
+    let url = cluster.url();
+    settles(&url, &RedisStore::connect(&url).await.unwrap()).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]);
+    finds(&doctor, "cluster", "ok", "cluster_state ok");
+    finds(&doctor, "probe", "ok", "");
+    // A node is no server of its own.
+    let node = format!("redis://127.0.0.1:{}", cluster.ports()[0]);
+    idem_at(&node, &["show", "pay/42"]).ends(3).complains("redis-cluster://");
+}
+
+#[tokio::test]
+async fn redis_behind_sentinels() {
+    let watched = Watched::start(30_000);
+    let url = watched.url();
+    settles(&url, &RedisStore::connect(&url).await.unwrap()).await;
+    finds(&idem_at(&url, &["doctor", "--json"]), "probe", "ok", "");
+    let (sentinels, _) = url.rsplit_once('/').unwrap();
+    idem_at(&format!("{sentinels}/other"), &["doctor"]).ends(3).complains("no sentinel knows `other`");
+}
+
+#[tokio::test]
+async fn the_doctor_of_redis_finds_what_loses_records() {
+    let server = RedisServer::start_with(
+        Kind::Redis,
+        &["--appendonly", "no", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"],
+    );
+    let url = server.url();
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(1);
+    finds(&doctor, "persistence", "error", "nothing is written to disk");
+    finds(&doctor, "eviction", "error", "allkeys-lru");
+    finds(&doctor, "probe", "ok", "");
+    let mut raw = server.raw().await;
+    for setting in [["save", "3600 1"], ["appendonly", "no"], ["maxmemory", "0"]] {
+        let _: () = redis::cmd("CONFIG").arg("SET").arg(&setting).query_async(&mut raw).await.unwrap();
+    }
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    finds(&doctor, "persistence", "warning", "snapshots only");
+    finds(&doctor, "eviction", "warning", "without a limit");
+    // A login that may not wake anybody.
+    let acl = ["SETUSER", "bob", "on", ">secret", "~idem:*", "&idem:*", "+@all", "-publish"];
+    let _: () = redis::cmd("ACL").arg(&acl).query_async(&mut raw).await.unwrap();
+    let login = url.replace("redis://", "redis://bob:secret@");
+    let doctor = idem_at(&login, &["doctor", "--json"]).ends(1);
+    finds(&doctor, "permissions", "error", "`bob` may not send PUBLISH");
+    assert!(!doctor.out.contains("secret"));
+    let _: () = redis::cmd("ACL").arg(&["SETUSER", "bob", "-acl"]).query_async(&mut raw).await.unwrap();
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "permissions", "unknown", "may not ask");
+    let wrong = url.replace("redis://", "redis://bob:wrong-secret@");
+    let refused = idem_at(&wrong, &["show", "pay/42"]).ends(3);
+    assert!(!refused.err.contains("wrong-secret"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn postgres() {
+    let server = PostgresServer::start();
+    let url = server.url();
+    idem_at(&url, &["show", "pay/42"]).ends(3).complains("there is no table");
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "schema", "error", "there is no table");
+    idem_at(&url, &["schema", "diff"]).ends(4);
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    idem_at(&url, &["schema", "diff"]).ends(0);
+    let store = PostgresStore::connect(&url).await.unwrap();
+    settles(&url, &store).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    for check in [
+        "version",
+        "fsync",
+        "synchronous_commit",
+        "schema",
+        "dead rows",
+        "autovacuum",
+        "open transactions",
+        "purge",
+        "pooler",
+        "probe",
+    ] {
+        finds(&doctor, check, "ok", "");
+    }
+    // Another schema is another store.
+    let other = format!("{url}?schema=shop");
+    idem_at(&other, &["show", "pay/42"]).ends(3);
+    idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
+    idem_at(&other, &["show", "pay/42"]).ends(4);
+    // What is printed for a login is enough.
+    let raw = postgres::raw(&url).await;
+    let print = ["schema", "print", "postgres", "--schema", "shop", "--login", "handlers"];
+    raw.batch_execute(&format!("CREATE ROLE handlers LOGIN; {}", idem_at(&url, &print).ends(0).out)).await.unwrap();
+    let login = other.replace("postgres@", "handlers@");
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "probe", "ok", "");
+    raw.batch_execute("REVOKE UPDATE ON shop.records FROM handlers").await.unwrap();
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "open", "error", "SELECT, INSERT and UPDATE");
+    // A pooler is found, and named in the URL.
+    let pooler = PgBouncer::start(server.port());
+    let doctor = idem_at(&pooler.url(), &["doctor", "--json"]).ends(1);
+    finds(&doctor, "pooler", "error", "each transaction");
+    let doctor = idem_at(&format!("{}?pgbouncer=true", pooler.url()), &["doctor", "--json"]).ends(0);
+    finds(&doctor, "pooler", "ok", "share sessions");
+    finds(&idem_at(&format!("{url}?pgbouncer=true"), &["doctor", "--json"]).ends(0), "pooler", "warning", "");
+    // What is lost in a crash, and a table of a later release.
+    raw.batch_execute("ALTER ROLE postgres SET synchronous_commit = off").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "synchronous_commit", "error", "off");
+    raw.batch_execute("ALTER ROLE postgres RESET synchronous_commit").await.unwrap();
+    raw.batch_execute("ALTER TABLE idem.records SET (autovacuum_enabled = off)").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "autovacuum", "warning", "for this table");
+    raw.batch_execute("DROP INDEX idem.records_listed_at").await.unwrap();
+    idem_at(&url, &["schema", "diff"]).ends(1).says("no index on `listed_at`");
+    raw.batch_execute("COMMENT ON TABLE idem.records IS 'idem 99'").await.unwrap();
+    idem_at(&url, &["schema", "diff"]).ends(1).says("its comment names the version `idem 99`");
+    idem_at(&url, &["show", "pay/42"]).ends(3).complains("of another version");
+    let wrong = url.replace("postgres@", "nobody:secret@");
+    let refused = idem_at(&wrong, &["show", "pay/42"]).ends(3);
+    assert!(!refused.err.contains("secret"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn the_doctor_of_postgres_finds_a_failover_that_forgets() {
+    let primary = PostgresServer::start();
+    idem_at(&primary.url(), &["schema", "migrate", "--yes"]).ends(0);
+    finds(&idem_at(&primary.url(), &["doctor", "--json"]).ends(0), "replication", "ok", "no standby");
+    let standby = PostgresServer::standby_of(&primary, primary.port());
+    let raw = primary.raw().await;
+    until("the standby follows", async || {
+        raw.query_one("SELECT count(*) FROM pg_stat_replication", &[]).await.unwrap().get::<_, i64>(0) == 1
+    })
+    .await;
+    finds(&idem_at(&primary.url(), &["doctor", "--json"]).ends(0), "replication", "warning", "no commit waits");
+    finds(&idem_at(&standby.url(), &["doctor", "--json"]).ends(1), "role", "error", "a standby");
+    raw.batch_execute("ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'").await.unwrap();
+    raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until("commits wait", async || {
+        let names = raw.query_one("SELECT current_setting('synchronous_standby_names')", &[]).await.unwrap();
+        names.get::<_, &str>(0) == "ANY 1 (*)"
+    })
+    .await;
+    finds(&idem_at(&primary.url(), &["doctor", "--json"]).ends(0), "replication", "ok", "commits wait");
+}
+
+#[tokio::test]
+async fn a_store_that_goes_away_in_the_middle_of_a_purge_is_told_and_another_one_finishes() {
+    let mut server = PostgresServer::start();
+    let url = server.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    let store = PostgresStore::connect(&url).await.unwrap();
+    interrupted(&store, "kept").await;
+    for at in 0..6 {
+        expired(&store, &at.to_string()).await;
+    }
+    let raw = server.raw().await;
+    let hangs = "CREATE FUNCTION idem.hangs() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                     IF (SELECT count(*) FROM idem.records) = 4 THEN PERFORM pg_sleep(600); END IF;
+                     RETURN OLD;
+                 END $$;
+                 CREATE TRIGGER hangs BEFORE DELETE ON idem.records FOR EACH ROW EXECUTE FUNCTION idem.hangs()";
+    raw.batch_execute(hangs).await.unwrap();
+    let purge = command(["purge", "--batch", "1", "--timeout", "600"])
+        .env("IDEM_STORE", &url)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    until("it is in the middle", async || {
+        let asleep = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'";
+        raw.query_one(asleep, &[]).await.unwrap().get::<_, i64>(0) == 1
+    })
+    .await;
+    server.kill();
+    let output = purge.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(3), 0), "{said}");
+    assert!(said.contains("3 expired records were removed before that: repeat it"), "{said}");
+    server.run();
+    server.raw().await.batch_execute("DROP TRIGGER hangs ON idem.records").await.unwrap();
+    idem_at(&url, &["purge", "--batch", "1"]).ends(0).says("3 expired records removed from postgres");
+    let rest = idem_at(&url, &["list", "--json"]).ends(0).json();
+    assert_eq!(rest["key"], "pay/kept");
+}
+
+#[tokio::test]
+async fn dynamodb() {
+    let emulator = Emulator::start(dynamo::Kind::Dynoxide);
+    let url = format!("dynamodb://idempotency?region=eu-central-1&endpoint={}", emulator.endpoint());
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "table", "error", "there is no table");
+    idem_at(&url, &["schema", "diff"]).ends(4);
+    idem_at(&url, &["schema", "migrate", "--yes", "--timeout", "60"]).ends(0);
+    idem_at(&url, &["schema", "diff"]).ends(0);
+    let store: DynamoStore = dynamo::open(&emulator.endpoint(), dynamo::TABLE);
+    settles(&url, &store).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]);
+    finds(&doctor, "table", "ok", "partition key");
+    finds(&doctor, "ttl", "ok", "purge_at");
+    finds(&doctor, "deletion protection", "warning", "off");
+    let mut without = command(["show", "pay/42"]);
+    run(without.env("IDEM_STORE", &url)).ends(2).complains("AWS_ACCESS_KEY_ID");
+}
+
+#[tokio::test]
+async fn partitions_of_postgres() {
+    let server = PostgresServer::start();
+    let url = server.url();
+    let migrate = ["schema", "migrate", "--partitions", "4", "--yes"];
+    idem_at(&url, &["schema", "diff", "--partitions", "4"]).ends(4);
+    idem_at(&url, &migrate).ends(0);
+    idem_at(&url, &migrate).ends(0);
+    for diff in [&["schema", "diff"][..], &["schema", "diff", "--partitions", "4"]] {
+        idem_at(&url, diff).ends(0);
+    }
+    settles(&url, &PostgresStore::connect(&url).await.unwrap()).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    for check in
+        ["schema", "dead rows", "fill factor", "updates", "autovacuum", "autovacuum threshold", "bloat", "probe"]
+    {
+        finds(&doctor, check, "ok", "");
+    }
+    // Another number is not made out of what is there.
+    idem_at(&url, &["schema", "diff", "--partitions", "8"])
+        .ends(1)
+        .says("has 4 partitions, and shall have 8")
+        .says("At size");
+    idem_at(&url, &["schema", "diff", "--partitions", "0"]).ends(1).says("shall be plain");
+    idem_at(&url, &["schema", "migrate", "--partitions", "8", "--yes"]).ends(1).complains("not changed in place");
+    let other = format!("{url}?schema=plain");
+    idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
+    idem_at(&other, &["schema", "migrate", "--partitions", "8", "--yes"]).ends(1).complains("the table is plain");
+    // One partition that differs is found.
+    let raw = postgres::raw(&url).await;
+    raw.batch_execute("ALTER TABLE idem.records_2 SET (autovacuum_enabled = off, fillfactor = 90)").await.unwrap();
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    finds(&doctor, "fill factor", "warning", "90 of idem.records_2");
+    finds(&doctor, "autovacuum", "warning", "off");
+    raw.batch_execute("ALTER TABLE idem.records_2 RESET (fillfactor)").await.unwrap();
+    idem_at(&url, &["schema", "diff"]).ends(1).says("the partition `records_2` has no fillfactor");
+    // What is printed is what is made.
+    let print = ["schema", "print", "postgres", "--schema", "printed", "--partitions", "4"];
+    let sql = idem_at(&url, &print).ends(0).out;
+    raw.batch_execute(&format!("CREATE ROLE app; {sql}")).await.unwrap();
+    idem_at(&format!("{url}?schema=printed"), &["schema", "diff", "--partitions", "4"]).ends(0);
+    for wrong in [
+        &["schema", "print", "sqlite", "--partitions", "4"][..],
+        &["schema", "migrate", "--partitions", "129", "--yes"],
+    ] {
+        idem_at(&url, wrong).ends(2);
+    }
+}
+
+/// Whether the doctor warns about `check`, with these words; and no longer, once the server did what mends it.
+async fn warns(url: &str, check: &str, found: &str, bad: &str, mended: &str) {
+    let raw = postgres::raw(url).await;
+    raw.batch_execute(bad).await.unwrap();
+    finds(&idem_at(url, &["doctor", "--json"]).ends(0), check, "warning", found);
+    raw.batch_execute(mended).await.unwrap();
+    finds(&idem_at(url, &["doctor", "--json"]).ends(0), check, "ok", "");
+}
+
+#[tokio::test]
+async fn the_doctor_of_postgres_finds_what_costs_at_size() {
+    let server = PostgresServer::start();
+    let url = server.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    let set = |settings: &str| format!("ALTER TABLE idem.records SET ({settings})");
+    warns(&url, "fill factor", "90 of idem.records", &set("fillfactor = 90"), &set("fillfactor = 30")).await;
+    warns(
+        &url,
+        "autovacuum",
+        "off",
+        &set("autovacuum_enabled = off"),
+        "ALTER TABLE idem.records RESET (autovacuum_enabled)",
+    )
+    .await;
+    // As the statistics of a hundred million records would be.
+    let size = "UPDATE pg_class SET reltuples = 1e8, relpages = 1e7 WHERE oid = 'idem.records'::regclass";
+    let small = "UPDATE pg_class SET reltuples = 0, relpages = 0 WHERE oid = 'idem.records'::regclass";
+    let fewer = format!("{size}; {}", set("autovacuum_vacuum_scale_factor = 0.005"));
+    warns(&url, "autovacuum threshold", "20000050 dead rows in idem.records", size, &fewer).await;
+    let slow = format!("{size}; {}", set("autovacuum_vacuum_cost_delay = 20"));
+    warns(
+        &url,
+        "autovacuum pace",
+        "hours",
+        &slow,
+        &set("autovacuum_vacuum_cost_limit = 2000, autovacuum_vacuum_cost_delay = 2"),
+    )
+    .await;
+    let raw = postgres::raw(&url).await;
+    raw.batch_execute(small).await.unwrap();
+    // Completions that find no room beside their reservations.
+    let rows = "INSERT INTO idem.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, \
+                expires_at, listed_at, first_seen_at, began_at) SELECT '1/pay/' || n, '\\x00112233445566778899aabbccddeeff', 1, \
+                'pending', 1, 1, false, now(), now() + interval '1 day', now() + interval '1 day', now(), now() \
+                FROM generate_series(1, 20000) AS n";
+    raw.batch_execute(&set("fillfactor = 50")).await.unwrap();
+    raw.batch_execute(rows).await.unwrap();
+    let grow = "UPDATE idem.records SET state = 'completed', result = convert_to(repeat(md5(key), 20), 'UTF8')";
+    raw.batch_execute(grow).await.unwrap();
+    raw.batch_execute("ALTER TABLE idem.records SET (fillfactor = 30); SELECT pg_stat_force_next_flush()")
+        .await
+        .unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "warning", "of 100 updates stay in their page");
+    raw.batch_execute("SELECT pg_stat_reset()").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "ok", "");
+    // Records that nobody removes, until somebody does.
+    raw.batch_execute(
+        "UPDATE idem.records SET listed_at = now() - interval '3 days', expires_at = now() - interval '3 days'",
+    )
+    .await
+    .unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "warning", "the oldest 3 d");
+    idem_at(&url, &["purge"]).ends(0).says("20000");
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "ok", "");
+    // Pages that are empty since then, but for a record in the last of them.
+    raw.batch_execute(&rows.replace("20000", "200000")).await.unwrap();
+    raw.batch_execute(
+        "DELETE FROM idem.records WHERE key <> (SELECT key FROM idem.records ORDER BY ctid DESC LIMIT 1)",
+    )
+    .await
+    .unwrap();
+    raw.batch_execute("VACUUM ANALYZE idem.records").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "bloat", "warning", "times the pages");
+    raw.batch_execute("VACUUM (FULL, ANALYZE) idem.records").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "bloat", "ok", "");
+}
+
+// What calls cost.
+
+/// The line of this work with a result of so many bytes.
+#[track_caller]
+fn costs(lines: &[Value], work: &str, bytes: u64) -> Value {
+    let found = lines.iter().find(|line| line["work"] == work && line["result_bytes"] == bytes);
+    found.unwrap_or_else(|| panic!("no `{work}` of {bytes} in {lines:#?}")).clone()
+}
+
+#[track_caller]
+fn is_near(figure: &Value, expected: f64) {
+    let figure = figure.as_f64().unwrap();
+    assert!((figure - expected).abs() <= expected.abs() * 1e-6, "{figure}, not {expected}");
+}
+
+#[tokio::test]
+async fn the_cost_of_dynamodb_is_what_its_rule_says() {
+    for kind in [dynamo::Kind::Dynoxide, dynamo::Kind::Ministack] {
+        let emulator = Emulator::start(kind);
+        let url = format!("dynamodb://idempotency?region=eu-central-1&endpoint={}", emulator.endpoint());
+        idem_at(&url, &["schema", "migrate", "--yes", "--timeout", "60"]).ends(0);
+        let prices = ["--price", "write_units=0.5", "--price", "read_units=2", "--price", "gb_month=10"];
+        let calls = ["--calls-per-day", "1000000", "--duplicates", "10", "--renewals", "2", "--ttl-days", "10"];
+        let lines = idem_at(&url, &[&["cost", "--json", "--result-bytes", "100,5000"][..], &prices, &calls].concat())
+            .ends(0)
+            .lines();
+        for bytes in [100, 5000] {
+            let month = costs(&lines, "month", bytes);
+            let item = month["record_bytes"].as_f64().unwrap() - 100.0;
+            let result = f64::from(u32::try_from(bytes).unwrap());
+            assert!(item > result && item < result + 1000.0, "{month}");
+            // A unit for each KB begun: of the reservation, then of the whole item; a refused write costs what it met.
+            let whole = (item / 1024.0).ceil() * 1e6;
+            let first = costs(&lines, "first run", bytes);
+            is_near(&first["write_units"], 1e6 + whole);
+            is_near(&first["calls"], 2e6);
+            is_near(&costs(&lines, "replay", bytes)["write_units"], whole);
+            is_near(&costs(&lines, "replay", bytes)["calls"], 1e6);
+            for small in ["duplicate of a running call", "renewal"] {
+                is_near(&costs(&lines, small, bytes)["write_units"], 1e6);
+                is_near(&costs(&lines, small, bytes)["read_units"], 0.0);
+            }
+            // 30 days of a million calls: 27 million first runs of two renewals each, and 3 million replays.
+            let units = 27.0 * (1e6 + whole + 2e6) + 3.0 * whole;
+            is_near(&month["write_units"], units);
+            let stored = 9e5 * 10.0 * (item + 100.0) / 1e9;
+            is_near(&month["stored_gb"], stored);
+            is_near(&month["money"]["write_units"], units / 1e6 * 0.5);
+            is_near(&month["money"]["gb_month"], stored * 10.0);
+            is_near(&month["total"], units / 1e6 * 0.5 + stored * 10.0);
+        }
+        // Nothing is left.
+        idem_at(&url, &["list", "--scan"]).ends(4);
+    }
+}
+
+#[tokio::test]
+async fn the_cost_of_redis_is_counted_on_its_way() {
+    let server = RedisServer::start(Kind::Redis);
+    let url = server.url();
+    let lines = idem_at(&url, &["cost", "--json", "--result-bytes", "10,1000"]).ends(0).lines();
+    for (work, commands) in
+        [("first run", 2e6), ("replay", 1e6), ("duplicate of a running call", 2e6), ("renewal", 1e6)]
+    {
+        is_near(&costs(&lines, work, 1000)["commands"], commands);
+    }
+    let bytes = |work: &str, size: u64| costs(&lines, work, size)["bytes"].as_f64().unwrap() / 1e6;
+    // The result travels to the server once, and back for each duplicate.
+    for work in ["first run", "replay"] {
+        let more = bytes(work, 1000) - bytes(work, 10);
+        assert!((980.0..1010.0).contains(&more), "{work}: {more}");
+    }
+    let stored = |size: u64| costs(&lines, "month", size)["record_bytes"].as_f64().unwrap();
+    assert!(stored(1000) > stored(10) + 900.0 && stored(10) > 100.0);
+    assert!(costs(&lines, "month", 10).get("total").is_none(), "nothing is priced");
+    idem_at(&url, &["cost", "--price", "write_units=1"])
+        .ends(2)
+        .complains("what has one: commands, gb_transfer, gb_month");
+    let other = url.replace("redis://", "redis-cluster://");
+    idem_at(&other, &["cost"]).ends(1).complains("counted on their way");
+    let mut raw = server.raw().await;
+    let left: usize = redis::cmd("DBSIZE").query_async(&mut raw).await.unwrap();
+    assert_eq!(left, 0, "nothing is left");
+}
+
+#[tokio::test]
+async fn the_cost_of_postgres_is_its_log_and_its_rows() {
+    let server = PostgresServer::start();
+    let url = server.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    let lines =
+        idem_at(&url, &["cost", "--json", "--result-bytes", "10,1000,20000", "--price", "gb_month=1"]).ends(0).lines();
+    let log = |work: &str, size: u64| costs(&lines, work, size)["log_bytes"].as_f64().unwrap() / 1e6;
+    assert!(log("first run", 10) > 300.0, "{lines:#?}");
+    assert!((900.0..1200.0).contains(&(log("first run", 1000) - log("first run", 10))), "{lines:#?}");
+    assert!(log("renewal", 10) > 50.0 && log("renewal", 10) < log("first run", 10), "{lines:#?}");
+    for duplicate in ["replay", "duplicate of a running call"] {
+        assert!(log(duplicate, 1000) < 50.0, "it writes nothing: {lines:#?}");
+    }
+    let stored = |size: u64| costs(&lines, "month", size)["record_bytes"].as_f64().unwrap();
+    assert!((1900.0..2100.0).contains(&(stored(1000) - stored(10))), "{lines:#?}");
+    assert!(stored(20_000) < 20_000.0 * 1.3, "what is moved out of its row needs no room beside it: {lines:#?}");
+    assert!(costs(&lines, "month", 10)["total"].as_f64().unwrap() > 0.0);
+    let text = idem_at(&url, &["cost", "--result-bytes", "10"]).ends(0);
+    let _ = text.says("a million calls").says("first run").says("no prices: give yours").says("note: ");
+    let left: i64 = postgres::raw(&url).await.query_one("SELECT count(*) FROM idem.records", &[]).await.unwrap().get(0);
+    assert_eq!(left, 0, "nothing is left");
+    let file = Records::new().await;
+    file.idem(&["cost"]).ends(2).complains("cost nothing but its disk");
+    idem_at(&url, &["cost", "--duplicates", "101"]).ends(2);
+    idem_at(&url, &["cost", "--prices", "/no/such/file"]).ends(2).complains("/no/such/file");
+}

@@ -1,0 +1,156 @@
+//! The program, and records to use it on.
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use bytes::Bytes;
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest};
+use idem_runtime::{Json, Key, OnCrash, SqliteStore, Store};
+use idem_tests::sqlite::Folder;
+use serde_json::Value;
+
+/// What a run of the program has left.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) status: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Run {
+    /// The one line of JSON that was printed.
+    pub(crate) fn json(&self) -> Value {
+        let lines: Vec<_> = self.out.lines().collect();
+        assert_eq!(lines.len(), 1, "{self:?}");
+        serde_json::from_str(lines[0]).unwrap()
+    }
+
+    /// The error that was printed as JSON.
+    pub(crate) fn error(&self) -> Value {
+        serde_json::from_str(&self.err).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// The lines of JSON that were printed.
+    pub(crate) fn lines(&self) -> Vec<Value> {
+        self.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    #[track_caller]
+    pub(crate) fn ends(self, status: i32) -> Self {
+        assert_eq!(self.status, status, "{self:?}");
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn says(self, text: &str) -> Self {
+        assert!(self.out.contains(text), "no `{text}` in {self:?}");
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn complains(self, text: &str) -> Self {
+        assert!(self.err.contains(text), "no `{text}` in {self:?}");
+        self
+    }
+}
+
+/// The program with nothing of this process' environment that it would read.
+pub(crate) fn command(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_idem"));
+    command.args(arguments).stdin(Stdio::null());
+    for name in ["IDEM_STORE", "IDEM_NAMESPACE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+pub(crate) fn run(command: &mut Command) -> Run {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    Run { status: status.code().expect("no signal"), out: text(stdout), err: text(stderr) }
+}
+
+/// Runs it on the store at `url`.
+pub(crate) fn idem_at(url: &str, arguments: &[&str]) -> Run {
+    let credentials = [("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")];
+    run(command(arguments).env("IDEM_STORE", url).env("USER", "alice").envs(credentials))
+}
+
+/// A SQLite file with records.
+pub(crate) struct Records {
+    pub(crate) folder: Folder,
+    pub(crate) store: SqliteStore,
+}
+
+impl Records {
+    pub(crate) async fn new() -> Self {
+        let folder = Folder::new();
+        let store = SqliteStore::open(folder.file()).await.unwrap();
+        Self { folder, store }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("sqlite:{}", self.folder.file().display())
+    }
+
+    pub(crate) fn idem(&self, arguments: &[&str]) -> Run {
+        idem_at(&self.url(), arguments)
+    }
+
+    /// A file with this content.
+    pub(crate) fn file(&self, content: &[u8]) -> PathBuf {
+        file(self.folder.path(), content)
+    }
+}
+
+pub(crate) fn file(folder: &Path, content: &[u8]) -> PathBuf {
+    let path = folder.join("result.json");
+    std::fs::File::create(&path).unwrap().write_all(content).unwrap();
+    path
+}
+
+const LONG: Duration = Duration::from_secs(3600);
+
+pub(crate) fn key(text: &str) -> Key {
+    format!("pay/{text}").parse().unwrap()
+}
+
+/// Reserves `pay/<text>` for an hour.
+pub(crate) async fn pending(store: &dyn Store, text: &str) -> Lease {
+    let beats = store.heartbeats();
+    let request = ReserveRequest::new(key(text), beats.new_owner(), LONG, LONG).holder(beats.holder());
+    match store.reserve(&request.on_crash(OnCrash::Fail)).await.unwrap() {
+        Reservation::Granted { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The same, and its attempt ends in doubt.
+pub(crate) async fn interrupted(store: &dyn Store, text: &str) {
+    let lease = pending(store, text).await;
+    let _ = store.release(&lease, Release::Interrupted).await.unwrap();
+}
+
+/// The same, and its attempt ends with this result.
+pub(crate) async fn completed(store: &dyn Store, text: &str, result: &[u8]) {
+    let lease = pending(store, text).await;
+    let result = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: Bytes::copy_from_slice(result) };
+    let _ = store.finish(&lease, &Finish::Completed(result)).await.unwrap();
+}
+
+/// A record whose retention has ended.
+pub(crate) async fn expired(store: &dyn Store, text: &str) {
+    let short = Duration::from_millis(1);
+    let request = ReserveRequest::new(key(text), store.heartbeats().new_owner(), short, short);
+    let Reservation::Granted { .. } = store.reserve(&request).await.unwrap() else { panic!("not new") };
+}
+
+/// The name of its state.
+pub(crate) async fn state(store: &dyn Store, text: &str) -> Option<&'static str> {
+    store.inspect(&key(text)).await.unwrap().map(|found| found.record.state.name())
+}
