@@ -16,11 +16,10 @@ use std::time::Duration;
 use std::{env, fs, io, mem, process, thread};
 
 use idem_examples::{
-    Arguments, Charges, Count, Counts, Event, Keeps, Ledger, Mishap, PaymentError, Queue, Receipt, counts, deliveries,
+    Arguments, Charges, Count, Counts, Event, Ledger, Mishap, PaymentError, Queue, Receipt, counts, deliveries,
 };
-use idem_runtime::{
-    Backoff, Disposition, Key, Policy, SqliteStore, Store as _, StoreError, current, idempotent, observe,
-};
+use idem_runtime::policy::Backoff;
+use idem_runtime::{Disposition, Key, Policy, SqliteStore, Store as _, StoreError, current, idempotent, observe};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
@@ -71,13 +70,13 @@ async fn consume(app: Arc<App>) {
     }
 }
 
-/// The same without the attribute.
+/// The same without the attribute: the deliveries, the faults and the provider's keys stay.
 async fn consume_without_idempotency(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
-        let payment_key = app.world.invented_key();
-        let result = app.charge(&message.event, payment_key).await;
-        if result.is_ok() {
+        let payment_key = format!("charge order {}", message.event.order.order_id);
+        if app.charge(&message.event, payment_key).await.is_ok() {
+            app.count(Count::Handled);
             app.world.queue.ack(&message);
         } else {
             app.count(Count::Failure);
@@ -87,7 +86,7 @@ async fn consume_without_idempotency(app: Arc<App>) {
 }
 
 fn main() -> ExitCode {
-    idem_examples::main("quickstart", Keeps::InFile, deliver)
+    idem_examples::main("quickstart", deliver)
 }
 
 fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges), Failure> {
@@ -101,10 +100,10 @@ fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges),
     fs::create_dir_all(&folder)?;
     if arguments.idempotent {
         println!("records: {} (`-- --fresh` starts over)\n", file.display());
-        counts.add(Count::FinishedBefore, runtime().block_on(finished_before(&file, events))?);
+        counts.add(Count::FinishedBefore, runtime().block_on(results_on_record(&file, events))?);
         ledger = Ledger::open(&folder.join("charges.jsonl"))?;
     }
-    let bank = Bank { ledger, asked: HashSet::new(), invented: 0, die_after: arguments.die_after };
+    let bank = Bank { ledger, asked: HashSet::new(), die_after: arguments.die_after };
     let queue = Queue::new(deliveries(events));
     let world = Arc::new(World { queue, bank: Mutex::new(bank), counts: Mutex::new(counts) });
     thread::scope(|scope| {
@@ -116,7 +115,10 @@ fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges),
         workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
     })
     .map_err(|error: StoreError| Failure::from(error))?;
-    let counts = lock(&world.counts).clone();
+    let mut counts = lock(&world.counts).clone();
+    if arguments.idempotent {
+        counts.add(Count::OnRecord, runtime().block_on(results_on_record(&file, events))?);
+    }
     let charges = mem::take(&mut lock(&world.bank).ledger).into_charges();
     Ok((counts, charges))
 }
@@ -133,12 +135,12 @@ fn folder(events: &[Event]) -> io::Result<PathBuf> {
     Ok(base.join(format!("{:016x}", orders.finish())))
 }
 
-/// How many orders earlier runs have finished, according to their records.
-async fn finished_before(file: &Path, events: &[Event]) -> Result<u64, Failure> {
+/// How many orders have a recorded result.
+async fn results_on_record(file: &Path, events: &[Event]) -> Result<u64, Failure> {
     let store = SqliteStore::open(file).await?;
     let mut finished = 0;
     for order_id in events.iter().map(|event| &event.order.order_id).collect::<BTreeSet<_>>() {
-        // An order without a valid key (empty or too long) has not been finished.
+        // An order without a valid key (empty or too long) has no record.
         let Ok(key) = Key::new("charge_customer", format!("order:{order_id}")) else { continue };
         finished += u64::from(store.inspect(&key).await?.is_some_and(|found| found.record.is_finished()));
     }
@@ -217,21 +219,11 @@ struct World {
     counts: Mutex<Counts>,
 }
 
-impl World {
-    /// Without an idempotency key, every call is a separate charge.
-    fn invented_key(&self) -> String {
-        let mut bank = lock(&self.bank);
-        bank.invented += 1;
-        format!("call {}", bank.invented)
-    }
-}
-
 /// A payment provider, whose books outlive this process as well.
 struct Bank {
     ledger: Ledger,
     /// The events that it was asked to charge in this run.
     asked: HashSet<usize>,
-    invented: u64,
     /// After how many charges this process is killed.
     die_after: Option<u64>,
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{env, fmt, process, thread};
 
+use idem_runtime::StoreExt;
 use idem_runtime::{Disposition, Error, MemoryStore, Outcome, RedisStore, Store, current, idempotent, observe};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Builder;

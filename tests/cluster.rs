@@ -8,15 +8,15 @@
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use idem_runtime::{
-    Disposition, Error, Inspection, Json, Lease, Operation, RedisOptions, RedisStore, Release, Reservation, State,
-    Store, StoreError, StoreErrorKind, StoredResult, Verdict, observe, record_values, renew_all, run,
-};
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::redis::RedisOptions;
+use idem_runtime::store::{Inspection, Lease, Release, Reservation, Verdict, renew_all};
+use idem_runtime::{Disposition, Error, Operation, RedisStore, Store, StoreError, StoreErrorKind, observe};
 use idem_tests::calls::{LEASE, POLICY, call, call_with, done, key, lease_of, request};
 use idem_tests::cluster::{Cluster, NAME, Watched, ask, field, pair, replicas_online, until, wait_until};
 use idem_tests::race::{Orders, Race};
@@ -231,6 +231,66 @@ async fn no_command_names_keys_of_two_slots() {
     }
 }
 
+/// A beat asks once for all leases of a slot (a hundred at most), and never for those of two.
+#[tokio::test]
+async fn leases_of_one_slot_are_renewed_by_one_call() {
+    let cluster = Cluster::start_with(3, 0, 20_000);
+    let store = RedisStore::connect(&cluster.url()).await.unwrap();
+    let names = (0..500).map(|n| format!("{{{}}}{n}", n % 2)).chain((0..300).map(|n| format!("k{n}")));
+    let names: Vec<String> = names.collect();
+    let leases = futures::future::join_all(names.iter().map(|name| reserved(&store, name))).await;
+    let slots: BTreeSet<u16> = names[500..]
+        .iter()
+        .map(|name| ask(cluster.ports()[0], &format!("CLUSTER KEYSLOT {}", record_of(name))).unwrap())
+        .collect();
+    let calls = || cluster.ports().into_iter().map(|port| calls_of(port, "evalsha")).sum::<u32>();
+    let before = calls();
+    let gone = store.release(&leases[0], Release::Returned).await.unwrap();
+    assert_eq!((gone, calls() - before), (Verdict::Applied, 1));
+    let renewed = renew_all(&store, &leases).await.unwrap();
+    assert_eq!(renewed[0], Verdict::Refused, "each lease is compared by itself");
+    assert!(renewed[1..].iter().all(|renewed| *renewed == Verdict::Applied), "{renewed:?}");
+    let made = usize::try_from(calls() - before).unwrap() - 1;
+    assert_eq!(made, 2 * 3 + slots.len(), "250 leases in each of two slots, and the others' slots");
+    for port in cluster.ports() {
+        let errors: String = ask(port, "INFO errorstats").unwrap();
+        assert!(!errors.contains("CROSSSLOT") && !errors.contains("MOVED"), "{errors}");
+    }
+}
+
+/// How many calls of `command` a server has got.
+fn calls_of(port: u16, command: &str) -> u32 {
+    let calls = field(port, "INFO commandstats", &format!("cmdstat_{command}")).unwrap_or_default();
+    calls.trim_start_matches("calls=").split(',').next().map_or(0, |calls| calls.parse().unwrap_or(0))
+}
+
+/// Nodes of different versions, as while a cluster is being upgraded.
+#[tokio::test]
+async fn each_node_is_asked_as_it_knows_it() {
+    for kinds in [[Kind::Valkey; 3], [Kind::Valkey, Kind::Redis, Kind::Valkey]] {
+        let cluster = Cluster::start_of(&kinds, 3, 20_000);
+        let store = RedisStore::connect(&cluster.url()).await.unwrap();
+        let names: Vec<String> = (0..900).map(|n| format!("k{n}")).collect();
+        let runs = AtomicU32::new(0);
+        for first in [true, false] {
+            let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
+            for (name, (result, outcome)) in names.iter().zip(calls) {
+                assert!(result.is_ok() && outcome.executed() == first, "{kinds:?}: {name}: {result:?}");
+            }
+        }
+        assert_eq!(runs.into_inner(), 900);
+        for (kind, port) in kinds.iter().zip(cluster.ports()) {
+            let (keys, scripts): (u32, u32) = (ask(port, "DBSIZE").unwrap(), calls_of(port, "evalsha"));
+            match kind {
+                // Some runtimes know only later what the node that was asked first did not tell.
+                Kind::Valkey if kinds[1] == Kind::Valkey => assert_eq!(scripts, 0, "of {keys}"),
+                Kind::Valkey => assert!(scripts <= keys, "{scripts} of {keys}"),
+                _ => assert!(scripts >= keys, "{scripts} of {keys}"),
+            }
+        }
+    }
+}
+
 #[test]
 fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
     side_by_side([false, true], async |confirmed| {
@@ -434,6 +494,17 @@ async fn slots_that_move_are_followed() {
         };
         each(0..50, 50).await;
         let pending = reserved(&store, &name(1000)).await;
+        let held = futures::future::join_all((2000..2010).map(async |n| reserved(&store, &name(n)).await)).await;
+        let renews = async || {
+            // A replica may be late.
+            for _ in 0..20 {
+                match renew_all(&store, &held).await {
+                    Ok(renewed) => return assert!(renewed.iter().all(|it| *it == Verdict::Applied), "{renewed:?}"),
+                    Err(error) => assert!(error.is_transient(), "{error}"),
+                }
+            }
+            panic!("{tag}: leases beside others that have moved are never renewed");
+        };
         let from = cluster.serves(&record_of(&name(0))).unwrap();
         let to = (from + 1) % 3;
         let (from, to) = (cluster.nodes[from].port(), cluster.nodes[to].port());
@@ -447,6 +518,13 @@ async fn slots_that_move_are_followed() {
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
         assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Verdict::Applied]);
+        // Some of the leases that are renewed together have moved.
+        renews().await;
+        let moved: Vec<String> = (2000..2004).map(|n| record_of(&name(n))).collect();
+        say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", moved.join(" ")));
+        renews().await;
+        let errors: String = [from, to].map(|port| ask::<String>(port, "INFO errorstats").unwrap()).concat();
+        assert!(errors.contains("TRYAGAIN"), "{errors}");
         // Half of the slot has moved.
         let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
@@ -458,6 +536,7 @@ async fn slots_that_move_are_followed() {
         say(from, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
         // All of the slot has moved (MOVED).
         each(0..150, 30).await;
+        renews().await;
         assert_eq!(store.finish(&pending, &done()).await.unwrap(), Verdict::Applied);
         assert_eq!(store.finish(&begun_there, &done()).await.unwrap(), Verdict::Applied);
         assert_eq!(call(&store, &name(1000), &runs).await.0.unwrap(), 42);
@@ -698,7 +777,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         };
         let policy = POLICY.lease(Duration::from_secs(2));
         let operation = Operation::new(&store, Ok(key(finished)), policy);
-        let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+        let (result, outcome) = observe(operation.run(body)).await;
         assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
         assert!(!outcome.recorded());
         assert_eq!(ask::<usize>(port, &format!("EXISTS {}", record_of(finished))), Ok(1));
@@ -796,7 +875,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
         assert_eq!(store.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
         assert_eq!(store.release(&released, Release::Returned).await.unwrap(), Verdict::Applied);
         let replay = store.reserve(&self::request(&store, "finished")).await.unwrap();
-        assert!(matches!(replay, Reservation::Finished(_)), "{replay:?}");
+        assert!(matches!(replay, Reservation::Finished { .. }), "{replay:?}");
     }
 }
 
@@ -846,14 +925,14 @@ async fn each_topology_is_told_from_the_others() {
     says(&format!("redis-sentinel://:secret@{nobody}/{NAME}"), StoreErrorKind::Unavailable, "").await;
     says(&format!("redis-sentinel://:secret@{nobody}"), wrong, "name").await;
     let sentinels = watched.url();
-    says(&sentinels.replace(NAME, "other"), wrong, "no primary of this name").await;
+    says(&sentinels.replace(NAME, "other"), wrong, "no primary of that name").await;
     // One sentinel or node that answers is enough.
     let some = sentinels.replace("redis-sentinel://", &format!("redis-sentinel://{nobody},"));
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     // A wait must not hold up a connection that others use.
-    let error = replicated().with_connection(single.raw().await).await.unwrap_err();
+    let error = replicated().connect_over(single.raw().await).await.unwrap_err();
     assert_eq!(error.kind(), wrong, "{error}");
 }
 

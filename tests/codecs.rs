@@ -1,16 +1,21 @@
 //! Codecs: the bytes that they write, the values that they read, and results that no handler can read any more.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::{Debug, Write};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures::FutureExt;
+use idem_runtime::__stored::replay;
+use idem_runtime::codec::{CodecName, ResultProblem};
+use idem_runtime::operator::Resolution;
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::Finish;
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, Json, Key, MemoryStore, MessagePack, OnUndecodable, Operation, Outcome,
-    Policy, Postcard, Record, Recorder, Refusal, ResultProblem, State, Store, StoredResult, Undecodable, observe,
-    record_results, record_values, run,
+    Policy, Postcard, Refusal, Store, Undecodable, observe,
 };
 use proptest::prelude::*;
 use serde::de::{DeserializeOwned, Visitor};
@@ -301,22 +306,93 @@ fn fields_that_come_and_go_do_no_harm_where_they_have_names() {
     check::<MessagePack>();
 }
 
+/// What Postcard says of a value that was written as an `A` and is read as a `B`.
+fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
+    Postcard::decode::<B>(&Postcard::encode(written).unwrap()).unwrap_err().to_string()
+}
+
 #[test]
-fn postcard_notices_what_it_can() {
-    fn noticed<A: Serialize, B: DeserializeOwned + Debug>(before: &A) -> String {
-        Postcard::decode::<B>(&Postcard::encode(before).unwrap()).unwrap_err().to_string()
+fn postcard_reads_no_value_of_another_type() {
+    const OTHER: &str = "it was written as a value of another type";
+    mod then {
+        use super::*;
+        #[derive(Serialize)]
+        pub(crate) struct Order {
+            pub(crate) net: u32,
+            pub(crate) gross: u32,
+        }
+        #[derive(Serialize)]
+        pub(crate) struct Meters(pub(crate) u32);
+        #[derive(Serialize)]
+        pub(crate) enum Stage {
+            Open,
+            Paid(u8),
+            Sent { at: u8 },
+        }
     }
-    assert_eq!(noticed::<_, (u8, u8)>(&(1_u8, 2_u8, 3_u8)), "the value ends 1 bytes before the end");
-    assert_eq!(noticed::<_, (u8, u8, u8)>(&(1_u8, 2_u8)), "the bytes end early, after byte 2");
-    assert_eq!(noticed::<_, bool>(&2_u8), "a value is not what the type needs, after byte 1");
-    assert_eq!(noticed::<_, Option<u8>>(&(7_u8, 1_u8)), "a value is not what the type needs, after byte 1");
-    assert_eq!(noticed::<_, Variant>(&9_u32), "a value is not what the type needs, after byte 1");
-    assert_eq!(noticed::<_, u16>(&70_000_u32), "a value is not what the type needs, after byte 3");
-    assert_eq!(noticed::<_, String>(&vec![0xff_u8]), "a text is not UTF-8, after byte 2");
+    mod now {
+        use super::*;
+        #[derive(Deserialize, Debug)]
+        pub(crate) struct Order {
+            #[expect(dead_code, reason = "never read")]
+            gross: u32,
+            #[expect(dead_code, reason = "never read")]
+            net: u32,
+        }
+        #[derive(Deserialize, Debug)]
+        #[serde(rename = "Order")]
+        pub(crate) struct Same {
+            pub(crate) net: u32,
+            pub(crate) gross: u32,
+        }
+        #[derive(Deserialize, Debug)]
+        pub(crate) struct Feet(#[expect(dead_code, reason = "never read")] u32);
+        #[derive(Deserialize, Debug)]
+        pub(crate) enum Stage {
+            Draft,
+            Paid(u8),
+            Sent {
+                #[expect(dead_code, reason = "never read")]
+                by: u8,
+            },
+        }
+    }
+    // Fields that swap places, a unit that changes, variants that are renamed, fields of variants: the same bytes.
+    assert_eq!(read_as::<_, now::Order>(&then::Order { net: 1, gross: 2 }), OTHER);
+    assert_eq!(read_as::<_, now::Feet>(&then::Meters(7)), OTHER);
+    assert_eq!(read_as::<_, now::Stage>(&then::Stage::Open), OTHER);
+    assert_eq!(read_as::<_, now::Stage>(&then::Stage::Sent { at: 1 }), OTHER);
+    let paid = Postcard::encode(&then::Stage::Paid(1)).unwrap();
+    assert!(matches!(Postcard::decode(&paid).unwrap(), now::Stage::Paid(1) | now::Stage::Draft));
+    // A type of another name reads it if it says the old one.
+    let order = Postcard::encode(&then::Order { net: 1, gross: 2 }).unwrap();
+    assert!(matches!(Postcard::decode(&order).unwrap(), now::Same { net: 1, gross: 2 }));
+    // Kinds of values whose bytes are the same.
+    assert_eq!(read_as::<_, u64>(&1_u32), OTHER);
+    assert_eq!(read_as::<_, i32>(&2_u32), OTHER);
+    assert_eq!(read_as::<_, Vec<u8>>(&"text"), OTHER);
+    assert_eq!(read_as::<_, bool>(&1_u8), OTHER);
+    assert_eq!(read_as::<_, (u8, u8)>(&[1_u8, 2].map(|_| false)), OTHER);
+    assert_eq!(read_as::<_, (Vec<u8>, Vec<u8>)>(&(vec![1_u16], vec![2_u8])), OTHER);
+    assert_eq!(read_as::<_, BTreeMap<u8, u8>>(&vec![(1_u8, 2_u8)]), OTHER);
+    assert_eq!(read_as::<_, Option<u8>>(&Some(1_i8)), OTHER);
+    assert_eq!(read_as::<_, ()>(&Unit), OTHER);
+}
+
+#[test]
+fn postcard_says_why_it_reads_no_value() {
+    assert_eq!(read_as::<_, (u8, u8)>(&(1_u8, 2_u8, 3_u8)), "the value ends 1 bytes before the end");
+    assert_eq!(read_as::<_, (u8, u8, u8)>(&(1_u8, 2_u8)), "the bytes end early, after byte 2");
+    assert_eq!(read_as::<_, bool>(&2_u8), "a value does not fit its type, after byte 1");
+    assert_eq!(read_as::<_, Option<u8>>(&(7_u8, 1_u8)), "a value does not fit its type, after byte 1");
+    assert_eq!(read_as::<_, Variant>(&9_u32), "a value does not fit its type, after byte 1");
+    assert_eq!(read_as::<_, u16>(&70_000_u32), "a value does not fit its type, after byte 3");
+    assert_eq!(read_as::<_, String>(&vec![0xff_u8]), "a text is not UTF-8, after byte 2");
     assert_eq!(
-        noticed::<_, serde_json::Value>(&()),
-        "Postcard can't read a type that asks what there is, after byte 0"
+        read_as::<_, serde_json::Value>(&()),
+        "Postcard can't decode a type that asks for the kind of a value, after byte 0"
     );
+    assert_eq!(Postcard::decode::<()>(b"1234567").unwrap_err().to_string(), "the bytes end early");
 }
 
 #[test]
@@ -500,12 +576,13 @@ fn nesting_without_an_end_is_an_error() {
 
 #[test]
 fn claims_are_not_believed() {
-    let most = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
+    // The longest claim, and room for the shape.
+    let most = [&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01][..], &[0; 8]].concat();
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
     assert_eq!(error, "it claims to have more elements than it can hold, after byte 10");
     // A thousand lists, each with the longest claim that one alone may make.
-    let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000)].concat();
+    let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000), &[0; 8]].concat();
     assert!(Postcard::decode::<Vec<Vec<()>>>(&lists).is_err());
     for marker in [0xc6, 0xc9, 0xdb, 0xdd, 0xdf] {
         let claim = [marker, 0xff, 0xff, 0xff, 0xff];
@@ -581,7 +658,7 @@ impl World {
     where
         T: Serialize + DeserializeOwned,
     {
-        observe(run(self.operation(policy), record_values::<C>(), self.body(Ok(value)))).await
+        observe(self.operation(policy).codec::<C>().run(self.body(Ok(value)))).await
     }
 
     async fn result<C: Codec, T, E>(&self, policy: Policy, result: Result<T, E>) -> (Result<T, E>, Outcome)
@@ -589,7 +666,7 @@ impl World {
         T: Serialize + DeserializeOwned,
         E: Serialize + DeserializeOwned + From<Error>,
     {
-        observe(run(self.operation(policy), record_results::<C>(), self.body(result))).await
+        observe(self.operation(policy).codec::<C>().record_errors().run(self.body(result))).await
     }
 
     fn runs(&self) -> u32 {
@@ -701,7 +778,7 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
     let world = World::default();
     world.value::<Json, _>(POLICY, 7).await.0.unwrap();
     let reason = reason(world.unavailable::<Own, _>(POLICY, 7).await);
-    let ResultProblem::OtherCodec { codec } = &reason else { panic!("{reason:?}") };
+    let ResultProblem::OtherCodec { codec, .. } = &reason else { panic!("{reason:?}") };
     assert_eq!(codec, "json");
 
     let world = World::default();
@@ -710,6 +787,195 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
     let said = error.to_string();
     assert!(said.contains("codec `own` wrote it; `on_undecodable` can name a function"), "{said}");
     assert!(matches!(self::reason(error), ResultProblem::OtherCodec { .. }));
+}
+
+// ---- Bytes -------------------------------------------------------------------------------------------------------------
+
+/// By which codec a handler with the codec `C` records `value`, and what. Replays it to handlers of every codec of the library.
+async fn recorded<C: Codec, T>(value: T) -> (String, Vec<u8>)
+where
+    T: Serialize + DeserializeOwned + PartialEq + Debug + Clone,
+{
+    let world = World::default();
+    assert_eq!(world.value::<C, T>(POLICY, value.clone()).await.0.unwrap(), value);
+    let (replayed, outcome) = world.value::<C, T>(POLICY, value.clone()).await;
+    assert_eq!(replayed.unwrap(), value);
+    assert!(outcome.replayed(), "{outcome:?}");
+    if ["json", "msgpack", "postcard"].contains(&C::NAME) {
+        for_each_codec!(R => { assert_eq!(world.value::<R, T>(POLICY, value.clone()).await.0.unwrap(), value) });
+        assert_eq!(world.value::<Successor, T>(POLICY, value.clone()).await.0.unwrap(), value);
+    }
+    assert_eq!(world.runs(), 1);
+    match world.record().await.state {
+        State::Completed(StoredResult::Encoded { codec, bytes }) => (codec.as_str().to_owned(), bytes.to_vec()),
+        state => panic!("{state:?}"),
+    }
+}
+
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct Pdf(Vec<u8>);
+
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Bytes(Vec<u8>),
+    Mixed(Vec<Content>),
+    Number(i64),
+}
+
+#[tokio::test]
+async fn bytes_alone_are_recorded_as_they_are() {
+    let every: Vec<u8> = (0..=255).collect();
+    for bytes in [every, vec![0], b"null".to_vec(), b"[1,2]".to_vec(), vec![255; 20_000]] {
+        let expected = ("bytes".to_owned(), bytes.clone());
+        assert_eq!(recorded::<Json, Vec<u8>>(bytes.clone()).await, expected);
+        assert_eq!(recorded::<Json, Box<[u8]>>(bytes.clone().into()).await, expected);
+        assert_eq!(recorded::<Json, VecDeque<u8>>(bytes.clone().into()).await, expected);
+        assert_eq!(recorded::<Json, Bytes>(bytes.clone().into()).await, expected);
+        assert_eq!(recorded::<Json, Raw>(Raw(bytes.clone())).await, expected);
+        assert_eq!(recorded::<Json, Pdf>(Pdf(bytes.clone())).await, expected);
+        assert_eq!(recorded::<Json, Option<Bytes>>(Some(bytes.clone().into())).await, expected);
+        assert_eq!(recorded::<Json, Option<Pdf>>(Some(Pdf(bytes.clone()))).await, expected);
+        assert_eq!(recorded::<Json, Content>(Content::Bytes(bytes.clone())).await, expected);
+        // Other codecs keep bytes by themselves, and one of the user's is never passed by.
+        assert_eq!(recorded::<MessagePack, Bytes>(bytes.clone().into()).await.0, "msgpack");
+        assert_eq!(recorded::<Postcard, Vec<u8>>(bytes.clone()).await.0, "postcard");
+        assert_eq!(recorded::<Successor, Vec<u8>>(bytes.clone()).await.0, "successor");
+        let own = recorded::<Own, Vec<u8>>(bytes.clone()).await;
+        assert_eq!(own, ("own".to_owned(), serde_json::to_vec(&bytes).unwrap()));
+    }
+}
+
+#[tokio::test]
+async fn what_is_more_or_less_than_bytes_is_json() {
+    async fn is_json<T: Serialize + DeserializeOwned + PartialEq + Debug + Clone>(value: T) {
+        let expected = ("json".to_owned(), serde_json::to_vec(&value).unwrap());
+        assert_eq!(recorded::<Json, T>(value).await, expected);
+    }
+    is_json(Vec::<u8>::new()).await;
+    is_json(Bytes::new()).await;
+    is_json(Some(Vec::<u8>::new())).await;
+    is_json(None::<Vec<u8>>).await;
+    is_json(7_u8).await;
+    is_json((1_u8, 2_u8)).await;
+    is_json([1_u8; 32]).await;
+    is_json(vec![1_u16, 2]).await;
+    is_json(vec![1_i8, 2]).await;
+    is_json(vec![Some(1_u8), None]).await;
+    is_json(vec![vec![1_u8]]).await;
+    is_json("bytes".to_owned()).await;
+    is_json(BTreeMap::from([(1_u8, 2_u8)])).await;
+    is_json(Ok::<Vec<u8>, String>(vec![1])).await;
+    is_json((Pdf(vec![1, 2]), Raw(vec![3]))).await;
+    is_json(serde_json::json!([1, 2, 3])).await;
+    // The first element alone is a byte, or all but one are.
+    for at in 0..4 {
+        let mut numbers = [const { Byte(Some(1)) }; 4].to_vec();
+        numbers[at] = Byte(None);
+        is_json(numbers).await;
+    }
+}
+
+/// A byte, or the text "none".
+#[derive(Clone, PartialEq, Debug)]
+struct Byte(Option<u8>);
+
+impl Serialize for Byte {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Some(byte) => serializer.serialize_u8(byte),
+            None => serializer.serialize_str("none"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Byte {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        serde_json::Value::deserialize(deserializer).map(|value| Self(value.as_u64().and_then(|it| it.try_into().ok())))
+    }
+}
+
+/// Recorded bytes mean to each type what the array of numbers would have meant.
+#[test]
+fn bytes_are_read_as_an_array_is() {
+    fn read<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
+        let [array, raw] =
+            [("json", serde_json::to_vec(bytes).unwrap()), ("bytes", bytes.to_vec())].map(|(name, bytes)| {
+                let codec = CodecName::new(name.as_bytes()).unwrap();
+                let state = State::Completed(StoredResult::Encoded { codec, bytes: bytes.into() });
+                (replay(&state, OnUndecodable::Error) as Result<Result<T, ()>, _>).map(Result::unwrap)
+            });
+        match (array, raw) {
+            (Ok(array), Ok(raw)) => {
+                assert_eq!(array, raw);
+                Some(raw)
+            }
+            (Err(ResultProblem::Undecodable { .. }), Err(ResultProblem::Undecodable { source, .. })) => {
+                assert_eq!(source.to_string(), "the bytes do not fit the type", "and never what they are");
+                None
+            }
+            (array, raw) => panic!("{array:?}, and {raw:?}"),
+        }
+    }
+    #[derive(Serialize, Deserialize, PartialEq, Debug)]
+    struct Fields {
+        a: u8,
+        b: i64,
+        c: f32,
+    }
+    for bytes in [&[1, 2, 3][..], &[0], &[200, 0, 255], &[], b"abc", b"\"abc\"", b"[1]"] {
+        assert_eq!(read::<Vec<u8>>(bytes).as_deref(), Some(bytes));
+        assert_eq!(read::<Bytes>(bytes).as_deref(), Some(bytes));
+        assert_eq!(read::<Option<Pdf>>(bytes), Some(Some(Pdf(bytes.to_vec()))));
+        assert!(read::<Raw>(bytes).is_some() && read::<BTreeSet<u8>>(bytes).is_some());
+        assert!(read::<Vec<u64>>(bytes).is_some() && read::<Vec<f32>>(bytes).is_some());
+        assert!(read::<serde_json::Value>(bytes).is_some_and(|it| it.is_array()));
+        assert_eq!(read::<Content>(bytes), Some(Content::Bytes(bytes.to_vec())));
+        assert_eq!(read::<Vec<i8>>(bytes).is_some(), bytes.iter().all(u8::is_ascii));
+        assert_eq!(read::<Fields>(bytes).is_some(), bytes.len() == 3);
+        assert_eq!(read::<(u8, i64, f64)>(bytes).is_some(), bytes.len() == 3);
+        assert_eq!(read::<[u8; 3]>(bytes).is_some(), bytes.len() == 3);
+        assert!(read::<Unit>(bytes).is_none() && read::<()>(bytes).is_none());
+        assert!(read::<String>(bytes).is_none() && read::<u8>(bytes).is_none() && read::<bool>(bytes).is_none());
+        assert!(read::<Variant>(bytes).is_none() && read::<BTreeMap<u8, u8>>(bytes).is_none());
+        assert!(read::<Vec<Vec<u8>>>(bytes).is_none_or(|it| it.is_empty()));
+    }
+}
+
+#[tokio::test]
+async fn bytes_keep_the_rules_of_other_results() {
+    fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+        Json::encode(&String::from_utf8(recorded.decode::<Vec<u8>>()?)?)
+    }
+    // The limit is about what is recorded.
+    let world = World::default();
+    world.value::<Json, _>(POLICY.max_result_bytes(100), vec![200_u8; 100]).await.0.unwrap();
+    assert_eq!(world.value::<Json, _>(POLICY, vec![0_u8]).await.0.unwrap(), [200; 100]);
+    let world = World::default();
+    world.value::<Json, _>(POLICY.max_result_bytes(100), vec![200_u8; 101]).await.0.unwrap();
+    let reason = self::reason(world.unavailable::<Json, _>(POLICY, vec![0_u8]).await);
+    assert!(matches!(reason, ResultProblem::TooLarge { size: 101, .. }), "{reason:?}");
+
+    // A codec of the user's that reads no others does not read them.
+    let world = World::default();
+    world.value::<Json, _>(POLICY, vec![7_u8]).await.0.unwrap();
+    let reason = self::reason(world.unavailable::<Own, _>(POLICY, vec![7_u8]).await);
+    let ResultProblem::OtherCodec { codec, .. } = &reason else { panic!("{reason:?}") };
+    assert_eq!(codec, "bytes");
+
+    // They migrate, and what an operator gives is written in the same way.
+    let world = World::default();
+    world.value::<Json, _>(POLICY, b"label".to_vec()).await.0.unwrap();
+    let (migrated, outcome) = world.value::<Json, _>(migrating(migrate), String::new()).await;
+    assert_eq!(migrated.unwrap(), "label");
+    assert!(outcome.replayed());
+    let given = |codec: &[u8], bytes: &'static [u8]| {
+        let codec = CodecName::new(codec).unwrap();
+        Resolution::from(Finish::Completed(StoredResult::Encoded { codec, bytes: Bytes::from_static(bytes) }))
+    };
+    assert_eq!(Resolution::completed(&b"label".to_vec()).unwrap(), given(b"bytes", b"label"));
+    assert_eq!(Resolution::completed_by::<Own, _>(&vec![7_u8]).unwrap(), given(b"own", b"[7]"));
 }
 
 // ---- Migration ---------------------------------------------------------------------------------------------------------
@@ -739,7 +1005,7 @@ fn must_not_be_asked(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
     panic!("asked about {recorded:?}")
 }
 
-const fn migrating(migrate: idem_runtime::Migrate) -> Policy {
+const fn migrating(migrate: idem_runtime::policy::Migrate) -> Policy {
     POLICY.on_undecodable(OnUndecodable::Migrate(migrate))
 }
 
@@ -798,7 +1064,7 @@ async fn a_migration_that_fails_is_an_answer() {
     assert!(matches!(reason(error), ResultProblem::MigrationFailed { .. }));
 
     let error = world.unavailable::<Json, _>(migrating(useless), NOW()).await;
-    assert!(error.to_string().contains("what `on_undecodable` made of it does not decode"), "{error}");
+    assert!(error.to_string().contains("the output of `on_undecodable` does not decode"), "{error}");
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("at line 1"));
     assert!(matches!(reason(error), ResultProblem::MigratedUndecodable { .. }));
 
@@ -886,7 +1152,7 @@ async fn what_is_not_there_can_not_be_migrated() {
 
     let state = State::Completed(StoredResult::Unreadable { reason: "gone".into() });
     let on_undecodable = OnUndecodable::Migrate(must_not_be_asked);
-    let replay = record_values::<Json>().replay(&state, on_undecodable) as Result<Result<u8, Error>, _>;
+    let replay = replay(&state, on_undecodable) as Result<Result<u8, ()>, _>;
     assert!(matches!(replay, Err(ResultProblem::Unreadable { .. })), "{replay:?}");
 }
 
@@ -896,7 +1162,7 @@ async fn waiting_duplicates_migrate_as_well() {
     let world = World::default();
     let wait = idem_runtime::InProgress::Wait(Duration::from_secs(60));
     let (end, ended) = futures::channel::oneshot::channel::<()>();
-    let running = run(world.operation(POLICY), record_values::<Json>(), async {
+    let running = world.operation(POLICY).run(async {
         ended.await.unwrap();
         world.body(Ok::<_, Error>(BEFORE())).await
     });

@@ -3,13 +3,16 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use idem_runtime::RedisStore;
 use idem_runtime::conformance::{CLAUSES, Clause, Subject};
+use idem_runtime::redis::RedisOptions;
 use idem_runtime::{MemoryStore, store_conformance};
-use idem_runtime::{RedisOptions, RedisStore};
 use idem_tests::server::Kind;
 
 #[path = "conformance/plain.rs"]
 mod plain;
+#[path = "conformance/waiting.rs"]
+mod waiting;
 
 use plain::{Mistake, Plain};
 
@@ -20,6 +23,8 @@ store_conformance!(valkey, Kind::Valkey.subject().await);
 store_conformance!(sqlite, idem_tests::sqlite::subject().await);
 #[cfg(feature = "postgres")]
 store_conformance!(postgres, idem_tests::postgres::subject().await);
+#[cfg(feature = "postgres")]
+store_conformance!(postgres_partitioned, idem_tests::postgres::subject_partitioned().await);
 #[cfg(feature = "postgres")]
 store_conformance!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await);
 store_conformance!(cluster, idem_tests::cluster::cluster_subject(RedisStore::options).await);
@@ -39,6 +44,12 @@ store_conformance!(offloaded, idem_tests::wrapped::offloaded());
 #[cfg(feature = "wrappers")]
 store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
+
+/// Two handles of one store in memory.
+fn memory() -> Subject {
+    let store = MemoryStore::new();
+    Subject::new(store.clone()).peer(store.peer())
+}
 
 /// Acknowledged by the replica as well. It gets plenty of time, because nothing fails here.
 fn replicated() -> RedisOptions {
@@ -146,6 +157,9 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::WaitsForFinished, &["nothing_to_wait_for"]),
     (Mistake::WaitsUnbounded, &["wait_is_bounded"]),
     (Mistake::WaiterReleases, &["abandoned_wait"]),
+    (Mistake::WaitTellsThePast, &["wait_tells_the_present"]),
+    (Mistake::WaitTellsNoFingerprint, &["wait_tells_the_present"]),
+    (Mistake::WaitTellsTheGone, &["wait_tells_the_present"]),
 
     (Mistake::LapseHidden, &["inspection"]),
     (Mistake::CrashPolicyForgotten, &["inspection", "crashed_under_fail"]),
@@ -156,11 +170,61 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::ReopenKeepsStarts, &["reopen_released"]),
     (Mistake::ReopenRenewsRetention, &["reopen_keeps_retention"]),
     (Mistake::ReopenUpserts, &["reopen_refused"]),
+    (Mistake::RefusesWithoutReason, &["refusals_say_why"]),
+    (Mistake::ResolvesLiveLease, &["refusals_say_why"]),
+    (Mistake::ResolvesAnyAttempt, &["refusals_say_why"]),
+    (Mistake::ResolveOverwrites, &["resolve_spares_results"]),
+    (Mistake::ResolveNeverSupplies, &["resolve_supplies_a_missing_result"]),
+    (Mistake::ResolveKeepsOwner, &["resolve_fences"]),
+    (Mistake::ResolveFailsNothing, &["resolve_ends_it"]),
+    (Mistake::ResolveNotRepeatable, &["resolve_ends_it"]),
+    (Mistake::ResolveRenewsRetention, &["decisions_keep_retention"]),
+    (Mistake::BreakOnlyLapses, &["break_lease_frees"]),
+    (Mistake::BreakIgnoresFail, &["break_lease_under_fail"]),
+    (Mistake::BreakRefunds, &["break_lease_frees"]),
+    (Mistake::BreakEndsResults, &["break_lease_frees"]),
+    (Mistake::BreakRenewsRetention, &["decisions_keep_retention"]),
+    (Mistake::ForgetsLiveLease, &["refusals_say_why"]),
+    (Mistake::ForgetsAnyAttempt, &["refusals_say_why"]),
+    (Mistake::ForgetOnlyReleases, &["forget_erases"]),
+    (Mistake::DecisionsWakeNobody, &["decisions_wake", "reopen_wakes"]),
+    (Mistake::PurgesTheFinished, &["purge_spares_the_kept"]),
+    (Mistake::PurgesTheLapsed, &["purge_spares_the_kept"]),
+
+    (Mistake::HolderForgotten, &["holder_survives", "holder_is_the_latest"]),
+    (Mistake::HolderLostAtFinish, &["holder_survives", "traceparent_survives"]),
+    (Mistake::HolderLostAtRelease, &["holder_survives"]),
+    (Mistake::HolderCutShort, &["holder_survives"]),
+    (Mistake::HolderStays, &["holder_is_the_latest"]),
+    (Mistake::TraceparentForgotten, &["traceparent_survives"]),
+    (Mistake::TraceparentStays, &["traceparent_survives"]),
+    (Mistake::TakeoverIsFirstSeen, &["times_are_told"]),
+    (Mistake::BeganIsFirstSeen, &["times_are_told", "replays_tell_their_age"]),
+    (Mistake::RenewalRestartsBegan, &["times_are_told"]),
+    (Mistake::FinishRestartsFirstSeen, &["times_are_told"]),
+    (Mistake::AgeUntold, &["replays_tell_their_age"]),
+    (Mistake::AgeOfTheKey, &["replays_tell_their_age"]),
+    (Mistake::AgeStandsStill, &["replays_tell_their_age"]),
+    (Mistake::DecisionUnnamed, &["decision_is_named"]),
+    (Mistake::DecisionNamesPileUp, &["decision_is_named"]),
+    (Mistake::DecisionForgottenByTheNext, &["decision_is_named"]),
+
+    (Mistake::ListRepeatsTheLast, &["list_shows_each_once"]),
+    (Mistake::ListSkipsAfterAPage, &["list_shows_each_once"]),
+    (Mistake::ListTakesScopesThatBeginSo, &["list_shows_each_once"]),
+    (Mistake::ListIgnoresLimit, &["list_shows_each_once"]),
+    (Mistake::ListIgnoresStanding, &["list_filters"]),
+    (Mistake::ListIgnoresLapse, &["list_filters"]),
+    (Mistake::ListIgnoresAge, &["list_filters"]),
+    (Mistake::ListShowsExpired, &["list_filters"]),
+    (Mistake::ListShowsResults, &["list_shows_what_inspect_does"]),
+    (Mistake::ListTellsNoHolder, &["list_shows_what_inspect_does"]),
+    (Mistake::PingKnowsNothing, &["ping_is_answered"]),
 
     (Mistake::HandleIsACopy, &["handles_share"]),
     (Mistake::OwnersRepeat, &["owners_are_unique"]),
     (Mistake::DroppedReservationLands, &["dropped_reserve_stays_away"]),
-    (Mistake::TornWrites, &["dropped_reserve", "dropped_renew", "dropped_finish", "dropped_release", "dropped_reopen"]),
+    (Mistake::TornWrites, &["dropped_reserve", "dropped_renew", "dropped_finish", "dropped_release", "dropped_reopen", "dropped_decisions"]),
     (Mistake::TornReads, &["dropped_reads"]),
     (Mistake::ErrorsAreAbsent, &["unreachable_store"]),
     (Mistake::ForeignIsAbsent, &["foreign_value"]),

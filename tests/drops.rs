@@ -26,7 +26,8 @@ mod scene;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use idem_runtime::{Heartbeats, OnCrash};
+use idem_runtime::OnCrash;
+use idem_runtime::store::Heartbeats;
 use idem_tests::proxy::Line;
 
 use rigs::Rig;

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use idem_runtime::Fingerprint;
+use bytes::Bytes;
+use idem_runtime::key::{Fingerprint, PayloadDigest};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree as _;
 use proptest::test_runner::TestRunner;
@@ -46,6 +47,8 @@ enum Data {
     NewtypeStruct(Box<Data>),
     NewtypeVariant(u8, Box<Data>),
     Seq(Vec<Data>),
+    /// The same, handed over as a whole.
+    Collected(Vec<Data>),
     Tuple(Vec<Data>),
     TupleStruct(Vec<Data>),
     TupleVariant(u8, Vec<Data>),
@@ -87,6 +90,7 @@ impl Serialize for Data {
                 values.iter().try_for_each(|value| seq.serialize_element(value))?;
                 seq.end()
             }
+            Self::Collected(values) => serializer.collect_seq(values),
             Self::Tuple(values) => {
                 let mut tuple = serializer.serialize_tuple(values.len())?;
                 values.iter().try_for_each(|value| tuple.serialize_element(value))?;
@@ -127,9 +131,11 @@ impl Data {
         is(self)
             || match self {
                 Self::Some(value) | Self::NewtypeStruct(value) | Self::NewtypeVariant(_, value) => value.any(is),
-                Self::Seq(values) | Self::Tuple(values) | Self::TupleStruct(values) | Self::TupleVariant(_, values) => {
-                    values.iter().any(|value| value.any(is))
-                }
+                Self::Seq(values)
+                | Self::Collected(values)
+                | Self::Tuple(values)
+                | Self::TupleStruct(values)
+                | Self::TupleVariant(_, values) => values.iter().any(|value| value.any(is)),
                 Self::Map(entries) => entries.iter().any(|(key, value)| key.any(is) || value.any(is)),
                 Self::Struct(fields) | Self::StructVariant(_, fields) => fields.iter().any(|(_, value)| value.any(is)),
                 _ => false,
@@ -159,7 +165,12 @@ impl Data {
 
 fn leaf() -> impl Strategy<Value = Data> {
     // Small ones, so that many are equal, and any others.
-    let float = prop_oneof![(-4_i8..4).prop_map(f64::from), (-8_i8..8).prop_map(|n| f64::from(n) / 4.0), any::<f64>()];
+    let float = prop_oneof![
+        (-4_i8..4).prop_map(f64::from),
+        (254_u16..258).prop_map(f64::from),
+        (-8_i8..8).prop_map(|n| f64::from(n) / 4.0),
+        any::<f64>()
+    ];
     let single =
         prop_oneof![(-4_i8..4).prop_map(f32::from), (-9_i8..9).prop_map(|n| f32::from(n) / 10.0), any::<f32>()];
     let odd = prop_oneof![
@@ -181,7 +192,7 @@ fn leaf() -> impl Strategy<Value = Data> {
         prop_oneof![-2_i64..3, any::<i64>()].prop_map(Data::I64),
         prop_oneof![-2_i128..3, any::<i128>(), Just(1_000_000_000_000_000_000_000)].prop_map(Data::I128),
         prop_oneof![0_u8..3, any::<u8>()].prop_map(Data::U8),
-        prop_oneof![0_u16..3, any::<u16>()].prop_map(Data::U16),
+        prop_oneof![0_u16..3, 254_u16..258, any::<u16>()].prop_map(Data::U16),
         prop_oneof![0_u32..3, any::<u32>()].prop_map(Data::U32),
         prop_oneof![0_u64..3, any::<u64>(), Just(u64::MAX)].prop_map(Data::U64),
         prop_oneof![0_u128..3, any::<u128>()].prop_map(Data::U128),
@@ -218,6 +229,7 @@ fn data() -> impl Strategy<Value = Data> {
             boxed().prop_map(Data::NewtypeStruct),
             (0_u8..4, boxed()).prop_map(|(variant, value)| Data::NewtypeVariant(variant, value)),
             values().prop_map(Data::Seq),
+            values().prop_map(Data::Collected),
             values().prop_map(Data::Tuple),
             values().prop_map(Data::TupleStruct),
             (0_u8..4, values()).prop_map(|(variant, values)| Data::TupleVariant(variant, values)),
@@ -376,10 +388,11 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
                 Data::U64(byte) => u8::try_from(*byte).ok(),
                 _ => None,
             };
-            match (dice() % 4, values.iter().map(byte).collect()) {
-                (_, Some(bytes)) => Data::Bytes(bytes),
-                (0, _) => Data::Seq(values),
+            match (dice() % 6, values.iter().map(byte).collect()) {
+                (0..=2, Some(bytes)) => Data::Bytes(bytes),
+                (0 | 3, _) => Data::Seq(values),
                 (1, _) => Data::Tuple(values),
+                (2 | 4, _) => Data::Collected(values),
                 _ => Data::TupleStruct(values),
             }
         }
@@ -469,6 +482,86 @@ proptest! {
         prop_assert_ne!(of(&one), of(&[&one]));
         prop_assert_ne!(of(&[&one]), of(&there));
     }
+}
+
+#[test]
+fn bytes_are_an_array_of_numbers_in_every_type() {
+    for len in [0, 1, 2, 31, 32, 33, 255, 256, 1000, 70_000] {
+        let bytes: Vec<u8> = (0..=255).cycle().take(len).collect();
+        let same = [
+            of(&bytes),
+            of(&*bytes),
+            of(&Some(bytes.clone())),
+            of(&Bytes::from(bytes.clone())),
+            of(&Data::Bytes(bytes.clone())),
+            of(&Data::Seq(bytes.iter().map(|byte| Data::U8(*byte)).collect())),
+            of(&Data::Collected(bytes.iter().map(|byte| Data::U8(*byte)).collect())),
+            of(&Data::Tuple(bytes.iter().map(|byte| Data::F32((*byte).into())).collect())),
+            of(&bytes.iter().map(|byte| u64::from(*byte)).collect::<Vec<_>>()),
+            of(&bytes.iter().map(|byte| i128::from(*byte)).collect::<Vec<_>>()),
+            of(&bytes.iter().map(|byte| f64::from(*byte)).collect::<Vec<_>>()),
+            of(&serde_json::to_value(&bytes).unwrap()),
+        ];
+        assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
+        // In an enum, too, and an element behind them changes all of it.
+        let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
+        let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
+        assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
+        for last in [Data::U16(256), Data::I8(-1), Data::F64(0.5), Data::None, Data::Str("1".to_owned())] {
+            let with = |all: fn(Vec<Data>) -> Data| of(&all([&numbers[..], std::slice::from_ref(&last)].concat()));
+            let small = bytes.iter().map(|byte| Data::U8(*byte)).chain([last.clone()]).collect();
+            assert_eq!(with(Data::Seq), with(Data::Collected), "{len} {last:?}");
+            assert_eq!(with(Data::Seq), of(&Data::Collected(small)), "{len} {last:?}");
+            assert_ne!(with(Data::Seq), same[0], "{len} {last:?}");
+        }
+    }
+    // What comes before an element that is no byte counts, too.
+    assert!(of(&[1, 256]) != of(&[2, 256]) && of(&[1, 256]) != of(&[256]) && of(&[256, 1]) != of(&[256, 2]));
+    let of_one = |byte: u8| of(&[byte]);
+    assert!((1..=255).all(|byte| of_one(byte) != of_one(0) && of_one(byte) != of(&byte)));
+}
+
+#[test]
+fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
+    let digest: [u8; 32] = std::array::from_fn(|at| 7 * u8::try_from(at).unwrap());
+    let of_digest = of(&PayloadDigest::new(digest));
+    // The same digest, however it is held.
+    assert_eq!(of_digest, of(&PayloadDigest::new(&digest[..])));
+    assert_eq!(of_digest, of(&PayloadDigest::new(digest.to_vec())));
+    assert_eq!(of_digest, of(&Some(PayloadDigest::new(Bytes::copy_from_slice(&digest)))));
+    let shown = format!("{digest:02x?}");
+    let others = [
+        of(&digest),
+        of(&[PayloadDigest::new(digest)]),
+        of(&("", PayloadDigest::new(digest))),
+        of(&("", digest)),
+        of(&BTreeMap::from([("a", PayloadDigest::new(digest))])),
+        of(&BTreeMap::from([("a", digest)])),
+        of(&shown),
+        of(&PayloadDigest::new(&shown)),
+        of(&PayloadDigest::new(&digest[..31])),
+        of(&PayloadDigest::new([digest, digest].as_flattened())),
+        of(&PayloadDigest::new(of_digest.as_bytes())),
+        of(of_digest.as_bytes()),
+    ];
+    for (at, other) in others.iter().enumerate() {
+        assert_ne!(*other, of_digest, "{at}");
+        assert!(others[at + 1..].iter().all(|next| next != other), "{at} is met again");
+    }
+    // Elsewhere than in a fingerprint it is its bytes.
+    assert_eq!(
+        serde_json::to_string(&PayloadDigest::new([1_u8; 16])).unwrap(),
+        serde_json::to_string(&[1; 16]).unwrap()
+    );
+}
+
+#[test]
+fn what_is_too_short_for_a_digest_is_no_fingerprint() {
+    for len in 0..PayloadDigest::MIN_BYTES {
+        let error = Fingerprint::of(&("upload", PayloadDigest::new(vec![7; len]))).unwrap_err();
+        assert_eq!(error.to_string(), format!("a digest of {len} bytes, and not of at least 16"));
+    }
+    assert!(Fingerprint::of(&PayloadDigest::new([7; PayloadDigest::MIN_BYTES])).is_ok());
 }
 
 /// The generators produce the cases that they are for.

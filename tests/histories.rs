@@ -9,15 +9,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{
-    Clock, CodecName, Fingerprint, Finish, Inspection, Key, Lease, ManualClock, MemoryStore, OnCrash, OwnerToken,
-    Record, RedisStore, Release, Reservation, ReserveRequest, State, Store, StoredResult, SystemClock, renew_all,
+use idem_runtime::clock::{Clock, ManualClock, SystemClock};
+use idem_runtime::codec::CodecName;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{
+    Decision, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Verdict, renew_all,
 };
+use idem_runtime::{Key, MemoryStore, OnCrash, RedisStore, Store};
+use idem_tests::Reopen as _;
 use idem_tests::server::Kind;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
 #[path = "histories/reference.rs"]
+#[allow(dead_code, reason = "some decisions of operators are those of the simulation alone")]
 mod reference;
 
 use reference::{Answer, Ask, Entry, Phase, Reference};
@@ -54,6 +60,7 @@ enum Step {
     Finish { back: usize, finish: Finish },
     Release { back: usize, release: Release },
     Reopen { key: usize, off_by: u32 },
+    BreakLease { key: usize, off_by: u32 },
     Pass { millis: u64 },
 }
 
@@ -70,6 +77,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
     // Mostly the latest attempts, as the writes of all others are refused.
+    let off_by = || prop_oneof![4 => Just(0_u32), 1 => 1..3_u32];
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {
@@ -96,7 +104,8 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         2 => proptest::collection::vec(back(), 0..4).prop_map(|backs| Step::Renew { backs }),
         2 => (back(), finish).prop_map(|(back, finish)| Step::Finish { back, finish }),
         3 => (back(), release).prop_map(|(back, release)| Step::Release { back, release }),
-        1 => (0..2_usize, prop_oneof![4 => Just(0_u32), 1 => 1..3_u32]).prop_map(|(key, off_by)| Step::Reopen { key, off_by }),
+        1 => (0..2_usize, off_by()).prop_map(|(key, off_by)| Step::Reopen { key, off_by }),
+        1 => (0..2_usize, off_by()).prop_map(|(key, off_by)| Step::BreakLease { key, off_by }),
         3 => pause.prop_map(|millis| Step::Pass { millis }),
     ]
 }
@@ -140,44 +149,41 @@ impl<'a> History<'a> {
 
     fn record(&self, entry: &Entry) -> Record {
         let millis = Duration::from_millis;
-        Record {
-            owner: self.owner(entry.owner),
-            attempt: entry.attempt,
-            attempts_used: entry.starts,
-            fingerprint: entry.fingerprint.map(fingerprint),
-            state: match &entry.phase {
-                Phase::Pending { lease, ttl, on_crash, .. } => {
-                    State::Pending { lease: millis(*lease), ttl: millis(*ttl), on_crash: *on_crash }
-                }
-                Phase::Released => State::Released,
-                Phase::Interrupted => State::Interrupted,
-                Phase::Finished(finish) => finish.state(),
-            },
+        {
+            let mut record = Record::new(
+                self.owner(entry.owner),
+                entry.attempt,
+                match &entry.phase {
+                    Phase::Pending { lease, ttl, on_crash, .. } => {
+                        State::Pending { lease: millis(*lease), ttl: millis(*ttl), on_crash: *on_crash }
+                    }
+                    Phase::Released => State::Released,
+                    Phase::Interrupted => State::Interrupted,
+                    Phase::Finished(finish) => finish.state(),
+                },
+            );
+            record.attempts_used = entry.starts;
+            record.fingerprint = entry.fingerprint.map(fingerprint);
+            record
         }
     }
 
     fn is_expected(&self, found: &Reservation, expected: &Answer, request: &ReserveRequest) -> bool {
         match (found, expected) {
             (
-                Reservation::Granted { lease, takeover },
+                Reservation::Granted { lease, takeover, .. },
                 Answer::Reserved { attempt, starts, fingerprint: mark, takeover: took },
             ) => {
-                let expected = Lease {
-                    key: request.key.clone(),
-                    owner: request.owner,
-                    attempt: *attempt,
-                    attempts_used: *starts,
-                    duration: request.lease,
-                    ttl: request.ttl,
-                    on_crash: request.on_crash,
-                    fingerprint: mark.map(fingerprint),
-                };
+                let mut expected = Lease::new(request, *attempt);
+                expected.attempts_used = *starts;
+                expected.fingerprint = mark.map(fingerprint);
                 *lease == expected && takeover == took
             }
-            (Reservation::InProgress { attempt, lapses_in }, Answer::Pending { attempt: running, lapses_in: left }) => {
-                attempt == running && self.is_left(*lapses_in, *left)
-            }
-            (Reservation::Finished(record), Answer::Finished(entry)) => *record == self.record(entry),
+            (
+                Reservation::InProgress { attempt, lapses_in, .. },
+                Answer::Pending { attempt: running, lapses_in: left },
+            ) => attempt == running && self.is_left(*lapses_in, *left),
+            (Reservation::Finished { record, .. }, Answer::Finished(entry)) => *record == self.record(entry),
             (Reservation::FingerprintMismatch { attempt: found }, Answer::Mismatch { attempt: expected })
             | (Reservation::Interrupted { attempt: found }, Answer::Interrupted { attempt: expected })
             | (Reservation::AttemptsExhausted { attempts: found }, Answer::Exhausted { attempts: expected })
@@ -199,15 +205,15 @@ impl<'a> History<'a> {
     async fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
         match step {
             Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts } => {
-                let request = ReserveRequest {
-                    key: self.keys[*key].clone(),
-                    owner: self.store.heartbeats().new_owner(),
-                    lease: Duration::from_millis(*lease),
-                    ttl: Duration::from_millis(*ttl),
-                    fingerprint: mark.map(fingerprint),
-                    on_crash: *on_crash,
-                    max_attempts: max_attempts.and_then(NonZeroU32::new),
-                };
+                let request = ReserveRequest::new(
+                    self.keys[*key].clone(),
+                    self.store.heartbeats().new_owner(),
+                    Duration::from_millis(*lease),
+                    Duration::from_millis(*ttl),
+                )
+                .fingerprint(mark.map(fingerprint))
+                .on_crash(*on_crash)
+                .max_attempts(max_attempts.and_then(NonZeroU32::new));
                 let ask = Ask {
                     key: *key,
                     owner: self.asks.len(),
@@ -259,6 +265,12 @@ impl<'a> History<'a> {
                 let expected = self.reference.reopen(*key, latest + off_by);
                 prop_assert_eq!(self.store.reopen(&self.keys[*key], latest + off_by).await.unwrap(), expected);
             }
+            Step::BreakLease { key, off_by } => {
+                let latest = self.reference.look(*key).map_or(1, |entry| entry.attempt);
+                let expected = self.reference.break_lease(*key, latest + off_by);
+                let decision = Decision::break_lease(&self.keys[*key], latest + off_by);
+                prop_assert_eq!(Verdict::from(self.store.decide(&decision).await.unwrap()), expected);
+            }
             Step::Pass { millis } => self.pass(*millis).await,
         }
         self.settle().await;
@@ -287,7 +299,7 @@ impl<'a> History<'a> {
         for (key, name) in self.keys.iter().enumerate() {
             let found = self.store.inspect(name).await.unwrap();
             let expected = self.reference.look(key);
-            let (Some(Inspection { record, expires_in, lapses_in }), Some(entry)) = (&found, expected) else {
+            let (Some(Inspection { record, expires_in, lapses_in, .. }), Some(entry)) = (&found, expected) else {
                 prop_assert!(found.is_none() && expected.is_none(), "should be {expected:?}, is {found:?}");
                 continue;
             };

@@ -1,4 +1,4 @@
-//! What the documents say about the sources: the floors, and the tests that they name.
+//! What the documents say about the sources: the floors, the files of the stores, and the tests that they name.
 
 use std::collections::HashSet;
 use std::fs;
@@ -57,14 +57,15 @@ fn imports_go_down_from_floor_to_floor() {
         }
         let name = relative.split('/').next().unwrap_or_default().trim_end_matches(".rs");
         let own = height(name).unwrap_or_else(|| panic!("{relative} is on no floor of ARCHITECTURE.md"));
-        let in_transaction = relative.ends_with("within.rs") || relative.ends_with("with_sqlx.rs");
+        let in_transaction = relative.ends_with("within.rs") || relative.contains("/with_");
         // What a store may import, so that it can leave for a crate of its own.
         let limit = if name == "stores" && !in_transaction { height("kit").expect("a floor") + 1 } else { own };
         for rest in code(&path).split("crate::").skip(1) {
             let target: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
             imports += 1;
             match height(&target) {
-                _ if target.starts_with("__conformance") || target == name => {}
+                // Exported macros live at the root.
+                _ if target.starts_with("__") || target == name => {}
                 Some(floor) if floor < limit => {}
                 Some(_) => wrong.push(format!("{relative} imports `{target}`, which lies above")),
                 None => wrong.push(format!("{relative} imports `{target}` through the crate root")),
@@ -75,15 +76,44 @@ fn imports_go_down_from_floor_to_floor() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+#[test]
+fn each_file_of_a_store_is_in_the_table() {
+    let architecture = read(&root().join("ARCHITECTURE.md"));
+    let (_, rest) = architecture.split_once("<!-- files of the stores -->").expect("the table begins");
+    let (table, _) = rest.split_once("<!-- end of the files of the stores -->").expect("the table ends");
+    let mut told: Vec<String> = Vec::new();
+    for row in table.lines().filter(|row| row.starts_with("| `") && !row.contains('…')) {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        for store in cells[1].split(", ") {
+            told.extend(quoted(cells[0]).map(|file| format!("{store}/{}", file.trim_end_matches('/'))));
+        }
+    }
+    let stores = root().join("idem-runtime/src/stores");
+    let mut there = Vec::new();
+    for store in ["memory", "sqlite", "postgres", "redis", "dynamo"] {
+        for entry in fs::read_dir(stores.join(store)).expect("a folder for each store") {
+            there.push(format!("{store}/{}", entry.expect("an entry").file_name().to_str().expect("a name in ASCII")));
+        }
+    }
+    told.sort();
+    there.sort();
+    assert_eq!(told, there, "the table of ARCHITECTURE.md and the folders of the stores name the same files");
+}
+
 /// What is between back quotes.
 fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-#[test]
-fn the_tests_that_documents_name_are_there() {
+/// Whether this may be the name of a test.
+fn is_name(text: &str) -> bool {
+    text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+}
+
+/// The words of all sources with a `_` in them, and the names of the files.
+fn names() -> HashSet<String> {
     let mut known = HashSet::new();
-    for folder in ["idem-runtime/src", "idem-macros/src", "tests", "examples", "benches", "fuzz/src"] {
+    for folder in ["idem-runtime/src", "idem-macros/src", "idem-cli", "tests", "examples", "benches", "fuzz/src"] {
         for path in files(&root().join(folder), "rs") {
             let text = read(&path);
             let word = |c: char| !(c.is_alphanumeric() || c == '_');
@@ -91,15 +121,20 @@ fn the_tests_that_documents_name_are_there() {
             known.extend(path.file_stem().and_then(|it| it.to_str()).map(str::to_owned));
         }
     }
+    known
+}
+
+#[test]
+fn the_tests_that_documents_name_are_there() {
+    let known = names();
     let (mut named, mut missing) = (0, Vec::new());
     let documents = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());
     let documents = documents.filter(|path| path.extension().is_some_and(|it| it == "md"));
     for path in documents.chain(files(&root().join("docs"), "md")).chain(files(&root().join("tests"), "md")) {
         let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
         for name in quoted(&read(&path)).filter(|_| !is_history) {
-            let is_name = name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
             // A sentence: everything shorter may be a column, an option or a field.
-            if is_name && name.matches('_').count() >= 3 {
+            if is_name(name) && name.matches('_').count() >= 3 {
                 named += 1;
                 if !known.contains(name) {
                     missing.push(format!("{}: `{name}`", path.display()));
@@ -109,4 +144,56 @@ fn the_tests_that_documents_name_are_there() {
     }
     assert!(named > 50, "{named} names are too few: the check reads nothing");
     assert!(missing.is_empty(), "no test is called so: {missing:#?}");
+}
+
+/// The label of a row of a table of invariants: `S1` to `S13`, `L1` to `L9`.
+fn label(row: &str) -> Option<&str> {
+    let (label, _) = row.strip_prefix("| ")?.split_once(" | ")?;
+    let (kind, number) = label.split_at_checked(1)?;
+    (matches!(kind, "S" | "L") && number.parse::<u8>().is_ok()).then_some(label)
+}
+
+#[test]
+fn every_invariant_has_tests() {
+    let (architecture, proof) = (read(&root().join("ARCHITECTURE.md")), read(&root().join("docs/proof.md")));
+    let (_, rest) = proof.split_once("<!-- index of invariants -->").expect("the index begins");
+    let (index, _) = rest.split_once("<!-- end of the index -->").expect("the index ends");
+    let labels = |text| -> Vec<&str> { str::lines(text).filter_map(label).collect() };
+    assert_eq!(labels(index), labels(&architecture), "the index and ARCHITECTURE.md name the same rules");
+    let known = names();
+    for row in index.lines().filter(|row| label(row).is_some()) {
+        // Behind the label and the rule.
+        let cells = row.split('|').skip(3);
+        let tests: Vec<_> = cells.flat_map(quoted).filter(|name| is_name(name) && name.contains('_')).collect();
+        assert!(!tests.is_empty(), "no test in {row}");
+        for name in tests {
+            assert!(known.contains(name), "no test is called `{name}`, in {row}");
+        }
+    }
+}
+
+#[test]
+fn the_readme_names_the_versions_that_are_used() {
+    let (readme, manifest) = (read(&root().join("README.md")), read(&root().join("Cargo.toml")));
+    let (_, version) = manifest.split_once("rust-version = \"").expect("a version of Rust");
+    let version = version.split('"').next().unwrap_or_default();
+    for place in [format!("Rust-{version}_or_newer"), format!("\nRust {version} and tokio")] {
+        assert!(readme.contains(&place), "README.md says something else than `{place}`");
+    }
+    let (_, rest) = readme.split_once("## Requirements").expect("the section");
+    let (section, _) = rest.split_once("\n## ").expect("the next section");
+    let mut drivers = 0;
+    for cell in section.lines().filter_map(|row| row.split(" | ").nth(1)) {
+        for driver in cell.split(", ").filter_map(|driver| driver.strip_prefix('`')) {
+            let (name, version) = driver.split_once("` ").expect("a version");
+            let is_used = |line: &str| {
+                let Some(rest) = line.strip_prefix(&format!("{name} = ")) else { return false };
+                rest.trim_start_matches("{ version = ").starts_with(&format!("\"{version}"))
+            };
+            assert!(manifest.lines().any(is_used), "Cargo.toml has another version than {name} {version}");
+            drivers += 1;
+        }
+    }
+    assert!(drivers >= 7, "{drivers} drivers are too few: the check reads nothing");
+    assert!(readme.lines().count() <= 250, "README.md is longer than what is read in five minutes");
 }

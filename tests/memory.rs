@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use idem_runtime::{
-    Finish, Heartbeats, Key, Lease, ManualClock, MemoryStore, OnCrash, Release, Reservation, ReserveRequest, Store,
-    StoreError, StoreErrorKind, StoredResult, Verdict, renew_all,
-};
+use idem_runtime::clock::ManualClock;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Heartbeats, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all};
+use idem_runtime::{Key, MemoryStore, Store, StoreError, StoreErrorKind};
+use idem_tests::Reopen as _;
 
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(3600);
@@ -25,15 +26,7 @@ impl World {
     }
 
     fn request(&self, n: usize) -> ReserveRequest {
-        ReserveRequest {
-            key: Key::new("memory", n).unwrap(),
-            owner: self.owners.new_owner(),
-            lease: LEASE,
-            ttl: TTL,
-            fingerprint: None,
-            on_crash: OnCrash::Retry,
-            max_attempts: None,
-        }
+        ReserveRequest::new(Key::new("memory", n).unwrap(), self.owners.new_owner(), LEASE, TTL)
     }
 
     async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
@@ -76,7 +69,7 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Verdict::Applied; 4]);
     assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
-    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Finished(_)));
+    assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::Finished { .. }));
     assert_eq!(world.store.release(&leases[1], Release::Returned).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&world.request(1)).await.attempt, 2);
     world.clock.advance(LEASE);
@@ -124,7 +117,7 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
     let world = World::new(1);
     let lease = world.reserved(&world.request(0)).await;
     assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
-    let lease = world.reserved(&ReserveRequest { ttl: short, ..world.request(0) }).await;
+    let lease = world.reserved(&world.request(0).ttl(short)).await;
     assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     world.clock.advance(short);
     assert_eq!(world.store.inspect(&lease.key).await.unwrap(), None, "its retention is over");
@@ -133,7 +126,7 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
 
     // The attempt takes longer than its `ttl`, and another reservation looks for room meanwhile.
     let world = World::new(1);
-    let lease = world.reserved(&ReserveRequest { ttl: short, ..world.request(0) }).await;
+    let lease = world.reserved(&world.request(0).ttl(short)).await;
     world.clock.advance(short * 2);
     world.refuses(&world.request(1)).await;
     assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
@@ -152,7 +145,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
         world.clock.advance(Duration::from_millis(100));
         // Half of the attempts finish at once, some are released, and some never write again.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
-        match world.reserve(&ReserveRequest { ttl, ..world.request(n % 50_000) }).await {
+        match world.reserve(&world.request(n % 50_000).ttl(ttl)).await {
             Ok(Reservation::Granted { lease, .. }) => {
                 reserved += 1;
                 let written = match n % 4 {
@@ -180,7 +173,7 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
     let mut longest = 0;
     for n in 0..100_000 {
         world.clock.advance(Duration::from_secs(1));
-        let lease = world.reserved(&ReserveRequest { ttl: Duration::from_secs(10), ..world.request(n) }).await;
+        let lease = world.reserved(&world.request(n).ttl(Duration::from_secs(10))).await;
         assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         longest = longest.max(world.store.len());
     }
@@ -212,7 +205,7 @@ async fn the_order_of_the_clean_up_is_bounded() {
     for _ in 0..100 {
         // Each write makes it expire sooner than the one before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
-            let lease = world.reserved(&ReserveRequest { ttl, ..world.request(0) }).await;
+            let lease = world.reserved(&world.request(0).ttl(ttl)).await;
             assert_eq!(lease.attempt, attempt);
             assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         }

@@ -2,6 +2,8 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
+#[path = "redis/comparing.rs"]
+mod comparing;
 #[path = "redis/handles.rs"]
 mod handles;
 #[path = "redis/limits.rs"]
@@ -16,13 +18,20 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use idem_runtime::codec::CodecName;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::operator::OperatorError;
 use idem_runtime::record::format;
-use idem_runtime::{
-    CodecName, Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, OwnerToken, Record,
-    RedisStore, Release, Reservation, ReserveRequest, State, Store, StoreError, StoreErrorKind, StoredResult, Verdict,
-    observe, record_values, renew_all, run,
+use idem_runtime::record::{Record, State, StoredResult, Trail};
+use idem_runtime::store::{
+    Cursor, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest, Standing, Verdict,
+    renew_all,
 };
-use idem_tests::calls::{LEASE, POLICY, TTL, call, call_with, done, request, reserved, stored, wins};
+use idem_runtime::{
+    Error, InProgress, Json, Key, OnCrash, Operation, RedisStore, Store, StoreError, StoreErrorKind, StoreExt, observe,
+};
+use idem_tests::Reopen as _;
+use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, request, reserved, stored, wins};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, raw, until};
@@ -35,11 +44,28 @@ async fn connect(server: &RedisServer) -> RedisStore {
 
 // The stored form.
 
+/// A trail with everything that it can tell.
+fn trail() -> Trail {
+    let traceparent = TRACEPARENT.parse().ok();
+    Trail::default()
+        .with_holder(Holder::new("host/7/name"))
+        .with_traceparent(traceparent)
+        .with_decision("alice", "INC-7")
+}
+
 #[test]
 fn the_written_form_is_pinned() {
     let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
-    let record = |state, fingerprint| Record { owner, attempt: 3, attempts_used: 2, fingerprint, state };
+    let record = |state, fingerprint| {
+        let mut record = Record::new(owner, 3, state);
+        record.attempts_used = 2;
+        record.fingerprint = fingerprint;
+        if fingerprint.is_some() {
+            record.trail = trail();
+        }
+        record
+    };
     let pending = |on_crash| State::Pending { lease: Duration::from_secs(30), ttl: Duration::from_secs(60), on_crash };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
     let records = [
@@ -55,6 +81,10 @@ fn the_written_form_is_pinned() {
     ];
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let written: String = records.iter().map(|(name, it)| format!("{name} {}\n", hex(&format::encode(it)))).collect();
+    if std::env::var_os("IDEM_GOLDEN").is_some() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/record-v1.txt");
+        std::fs::write(path, &written).unwrap();
+    }
     let golden = include_str!("golden/record-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new one a new version");
     for (line, (name, record)) in golden.lines().zip(&records) {
@@ -70,6 +100,17 @@ fn the_written_form_is_pinned() {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
+        // The start of a longer record is read without its result.
+        let start = bytes[..bytes.len().min(format::START_BYTES)].to_vec().into();
+        let glance = format::decode_start(&start, bytes.len()).unwrap();
+        match (&glance.state, record.state.result()) {
+            (
+                State::Completed(StoredResult::LeftOut { size, .. })
+                | State::Failed(StoredResult::LeftOut { size, .. }),
+                Some(StoredResult::Encoded { bytes, .. }),
+            ) => assert_eq!(*size, Some(bytes.len() as u64), "{name}"),
+            _ => assert_eq!(glance, *record, "{name}"),
+        }
     }
 }
 
@@ -81,18 +122,25 @@ async fn the_server_holds_the_written_form() {
     let lease = reserved(&store, "k").await;
     let name = "idem:1/test/k";
     let value: Vec<u8> = raw.get(name).await.unwrap();
-    let record = format::decode(&value.into()).unwrap();
+    let value = value.into();
+    let record = format::decode(&value).unwrap();
     assert_eq!((record.owner, record.attempt), (lease.owner, 1));
+    assert_eq!(format::times(&value), [None, None], "its retention tells them");
+    let untimed = |value: &[u8]| {
+        let times = format::times(&value.to_vec().into());
+        assert!(times[0].is_some() && times[0] <= times[1], "{times:?}");
+        [&value[..format::IDENTITY_END], &[0; 16], &value[format::HEADER_BYTES..]].concat()
+    };
     let left: i64 = raw.pttl(name).await.unwrap();
     assert!((3_600_000..=3_660_000).contains(&left), "the record outlives its lease by its ttl: {left}");
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let value: Vec<u8> = raw.get(name).await.unwrap();
     let released = Record::after(&lease, State::Released);
-    assert_eq!(format::encode(&released), value, "scripts and code write the same bytes");
+    assert_eq!(format::encode(&released), untimed(&value), "scripts and code write the same bytes");
     let lease = reserved(&store, "k").await;
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     let value: Vec<u8> = raw.get(name).await.unwrap();
-    assert_eq!(format::encode(&Record::after(&lease, done().state())), value);
+    assert_eq!(format::encode(&Record::after(&lease, done().state())), untimed(&value));
     let left: i64 = raw.pttl(name).await.unwrap();
     assert!((3_590_000..=3_600_000).contains(&left), "the ttl counts from completion: {left}");
 }
@@ -185,17 +233,15 @@ async fn values_of_others_are_left_alone() {
         assert_eq!(runs.into_inner(), 0, "{name}");
         // No write of an owner touches them either.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
-        for write in [
-            store.finish(&lease, &done()).await,
-            store.release(&lease, Release::Returned).await,
-            store.reopen(&lease.key, 1).await,
-        ] {
+        for write in [store.finish(&lease, &done()).await, store.release(&lease, Release::Returned).await] {
             match write {
                 Ok(write) => assert_eq!(write, Verdict::Refused, "{name}"),
                 // A value that is no string is an error.
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
+        // An operator is told what is there.
+        assert_eq!(store.reopen(&lease.key, 1).await.unwrap_err().kind(), StoreErrorKind::Corrupt, "{name}");
         assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Refused], "{name}");
         let left: i64 = raw.pttl(format!("idem:1/test/{name}")).await.unwrap();
         assert_eq!(left, -1, "{name} is as it was");
@@ -372,7 +418,7 @@ async fn a_server_that_comes_back_in_time_gets_the_result() {
         Ok::<_, Error>(result)
     };
     let operation = Operation::new(&store, Key::new("test", "k"), POLICY);
-    let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+    let (result, outcome) = observe(operation.run(body)).await;
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.recorded(), "`Ok` is returned only once it is");
     let restart = running.lock().unwrap().take().unwrap();
@@ -388,7 +434,7 @@ async fn records_lost_by_the_server_are_noticed() {
         let _: () = redis::cmd("FLUSHALL").query_async(&mut raw).await.unwrap();
         Ok::<_, Error>(1)
     };
-    let result = run(Operation::new(&store, Key::new("test", "k"), POLICY), record_values::<Json>(), body).await;
+    let result = Operation::new(&store, Key::new("test", "k"), POLICY).run(body).await;
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
 }
 
@@ -422,14 +468,19 @@ async fn a_reservation_cut_off_mid_call_is_recognised_when_repeated() {
 
 #[tokio::test]
 async fn a_completion_cut_off_mid_call_is_recognised_when_repeated() {
-    let server = RedisServer::start(Kind::Redis);
+    for kind in [Kind::Redis, Kind::Valkey] {
+        a_completion_cut_off_mid_call(&RedisServer::start(kind)).await;
+    }
+}
+
+async fn a_completion_cut_off_mid_call(server: &RedisServer) {
     for (line, landed) in [(Line::LoseReplies, true), (Line::ResetOnReply, true), (Line::LoseRequests, false)] {
-        let (store, proxy) = behind_a_proxy(&server).await;
+        let (store, proxy) = behind_a_proxy(server).await;
         let lease = reserved(&store, &format!("{line:?}")).await;
         proxy.set(line);
         let error = store.finish(&lease, &done()).await.unwrap_err();
         assert!(error.may_have_landed(), "{line:?}: {error}");
-        let direct = connect(&server).await;
+        let direct = connect(server).await;
         let state = direct.inspect(&lease.key).await.unwrap().unwrap().record.state;
         assert_eq!(matches!(state, State::Completed(_)), landed, "{line:?}: {state:?}");
         proxy.set(Line::Pass);
@@ -455,7 +506,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
         };
         let operation = Operation::new(&store, Key::new("test", &name), POLICY);
-        let call_through = observe(run(operation, record_values::<Json>(), body));
+        let call_through = observe(operation.run(body));
         let heal = async {
             tokio::time::sleep(Duration::from_millis(500)).await;
             proxy.set(Line::Pass);
@@ -583,9 +634,14 @@ async fn ten_thousand_leases_are_renewed_in_short_calls() {
 
 #[tokio::test]
 async fn a_waiter_of_another_process_is_woken() {
-    let server = RedisServer::start(Kind::Redis);
-    let (owner, waiter) = (connect(&server).await, connect(&server).await);
-    let plain = RedisStore::options().with_connection(server.raw().await).await.unwrap();
+    for kind in [Kind::Redis, Kind::Valkey] {
+        waiters_are_woken(&RedisServer::start(kind)).await;
+    }
+}
+
+async fn waiters_are_woken(server: &RedisServer) {
+    let (owner, waiter) = (connect(server).await, connect(server).await);
+    let plain = RedisStore::options().connect_over(server.raw().await).await.unwrap();
     for (n, waiting) in [waiter, plain].into_iter().enumerate() {
         let name = format!("k{n}");
         let lease = reserved(&owner, &name).await;
@@ -593,7 +649,7 @@ async fn a_waiter_of_another_process_is_woken() {
         let policy = POLICY.in_progress(InProgress::Wait(LEASE));
         let operation = Operation::new(&waiting, Key::new("test", &name), policy);
         let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
-        let duplicate = observe(run(operation, record_values::<Json>(), body));
+        let duplicate = observe(operation.run(body));
         let finish = async {
             // Waits for the waiter's mark, so that the completion knows of it.
             if n == 0 {
@@ -622,7 +678,7 @@ async fn the_users_own_connection_and_client_can_be_used() {
     let mut own = raw(&server.url()).await;
     let stores = [
         RedisStore::options().connect_with(client).await.unwrap(),
-        RedisStore::options().with_connection(own.clone()).await.unwrap(),
+        RedisStore::options().connect_over(own.clone()).await.unwrap(),
     ];
     let runs = AtomicU32::new(0);
     for store in stores {
@@ -641,4 +697,34 @@ async fn processes_race_for_the_same_keys() {
         effects.repeated() <= race.kills,
         "only a killed process may leave an effect without a record: {effects:?}"
     );
+}
+
+// Looking through records.
+
+#[tokio::test]
+async fn records_are_listed_only_by_a_scan_that_is_asked_for() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = RedisStore::options().namespace("a*[b]?:").holder("worker-7").connect(&server.url()).await.unwrap();
+    let other = RedisStore::options().namespace("axbb:").connect(&server.url()).await.unwrap();
+    call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
+    reserved(&other, "other").await;
+    let mut raw = server.raw().await;
+    let _: () = raw.set("a*[b]?:1/test/foreign", "not a record").await.unwrap();
+    let _: () = raw.lpush("a*[b]?:1/test/list", "of another type").await.unwrap();
+
+    let operator = store.operator();
+    let refused = operator.list(&Filter::new()).await.unwrap_err();
+    assert!(matches!(refused, OperatorError::Unsupported { .. }), "{refused:?}");
+    assert!(refused.to_string().contains("Filter::scan"), "{refused}");
+    let stats = operator.stats(&Filter::new().scan(), u64::MAX).await.unwrap();
+    assert_eq!((stats.total().total(), stats.total().of(Standing::Completed)), (1, 1));
+    assert_eq!(stats.unreadable, 2, "what others keep under such names");
+    let page = operator.list(&Filter::new().scan().scope("test")).await.unwrap();
+    let holders: Vec<_> = page.records.iter().map(|(_, found)| found.holder().and_then(|it| it.name())).collect();
+    assert_eq!(holders, [Some("worker-7")]);
+    for cursor in ["1/test/k", "|", "|x", "|-1"] {
+        let wrong = operator.list(&Filter::new().scan().after(Cursor::new(cursor))).await.unwrap_err();
+        assert!(matches!(wrong, OperatorError::Unsupported { .. }), "{cursor}: {wrong:?}");
+    }
+    store.ping().await.unwrap();
 }

@@ -14,6 +14,8 @@ mod shapes {
     mod spawned;
     mod stores;
     mod strict;
+    #[cfg(all(feature = "dynamodb", feature = "postgres", feature = "sqlite", feature = "wrappers"))]
+    mod surface;
 }
 
 use std::fmt::Debug;

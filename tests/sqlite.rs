@@ -9,17 +9,24 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{
-    Error, Fingerprint, Finish, InProgress, Json, Key, Lease, OnCrash, Operation, OwnerToken, Record, Release,
-    Reservation, ReserveRequest, SqliteOptions, SqliteStore, State, Store, StoreError, StoreErrorKind, StoredResult,
-    Synchronous, Verdict, observe, record_values, renew_all, run,
+use idem_runtime::StoreExt;
+use idem_runtime::clock::{Clock, Instant, ManualClock, Sleep, Task};
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State, StoredResult, Traceparent};
+use idem_runtime::sqlite::{SqliteOptions, Synchronous};
+use idem_runtime::store::{
+    Decided, Decision, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, Standing, Verdict, renew_all,
 };
-use idem_tests::calls::{LEASE, POLICY, TTL, call, done, key, lease_of, request, reserved, stored};
+use idem_runtime::{
+    Error, InProgress, Key, OnCrash, Operation, SqliteStore, Store, StoreError, StoreErrorKind, observe,
+};
+use idem_tests::Reopen as _;
+use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, request, reserved, stored};
 use idem_tests::race::{self, Race};
 use idem_tests::sqlite::{Folder, raw};
 use rusqlite::Connection;
@@ -65,7 +72,11 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
         let on_crash = if name.starts_with("pending-") { OnCrash::Fail } else { OnCrash::Retry };
         let lease = Duration::from_secs(30);
-        let request = ReserveRequest { owner, fingerprint, on_crash, lease, ..request(store, name) };
+        let request = request(store, name).owner(owner).fingerprint(fingerprint).on_crash(on_crash).lease(lease);
+        let request = match fingerprint {
+            Some(_) => request.holder(Holder::new("host/7/name")).traceparent(TRACEPARENT.parse::<Traceparent>().ok()),
+            None => request,
+        };
         let lease = lease_of(store.reserve(&request).await);
         match &end {
             None => {}
@@ -73,6 +84,11 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Verdict::Applied),
         }
         let mut record = Record::first(&request);
+        if name == "interrupted" {
+            let noted = Decision::break_lease(&request.key, 1).by("alice").reason("INC-7");
+            assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+            record.trail = record.trail.with_decision("alice", "INC-7");
+        }
         match end {
             None => {}
             Some(Ok(finish)) => record.state = finish.state(),
@@ -95,7 +111,7 @@ fn dump(connection: &Connection) -> String {
         writeln!(text, "{};", sql.unwrap()).unwrap();
     }
     let times = format!(
-        "UPDATE idem_records SET expires_at = {LATER}, listed_at = {LATER}, \
+        "UPDATE idem_records SET expires_at = {LATER}, listed_at = {LATER}, first_seen_at = 1, began_at = 2, \
          lapses_at = iif(lapses_at IS NULL, NULL, {LATER})"
     );
     connection.execute_batch(&times).unwrap();
@@ -179,7 +195,8 @@ async fn expired_records_are_cleaned_up() {
     }
     let alive = reserved(&store, "alive").await;
     // Time passes: all rows are listed for clean-up, and all but one have expired.
-    raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'P', expires_at, 2)", []).unwrap();
+    raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'pending', expires_at, 2)", [])
+        .unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
     // Each reservation deletes two expired rows, in batches of eight reservations, so that rows can't pile up. This was the
     // 101st reservation.
@@ -246,7 +263,7 @@ async fn tables_of_others_and_of_later_releases_are_left_alone() {
     let raw = raw(&folder.file());
     raw.execute_batch("CREATE TABLE theirs (key TEXT, state TEXT); INSERT INTO theirs VALUES ('a', 'b');").unwrap();
     raw.execute_batch("ALTER TABLE idem_records ADD COLUMN region TEXT").unwrap();
-    for (table, words) in [("theirs", "not one of this library"), ("idem_records", "does not know (region)")] {
+    for (table, words) in [("theirs", "not of this library"), ("idem_records", "of a later release (region)")] {
         let error = refusal(SqliteStore::options().table(table), folder.file()).await;
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
         assert!(error.to_string().contains(words), "{table}: {error}");
@@ -267,7 +284,7 @@ async fn rows_of_others_are_left_alone() {
         ("owner", "owner = x'00'", "damaged"),
         ("owner-text", "owner = '0123456789abcdef'", "damaged"),
         ("attempt", "attempt = 0", "damaged"),
-        ("starts", "starts = 7", "damaged"),
+        ("attempts_used", "attempts_used = 7", "damaged"),
         ("flag", "on_crash_fail = 2", "damaged"),
         ("expiry", "expires_at = 'never'", "damaged"),
         ("lapse", "lapses_at = NULL", "damaged"),
@@ -277,7 +294,7 @@ async fn rows_of_others_are_left_alone() {
         let lease = reserved(&store, name).await;
         raw.execute(&format!("UPDATE idem_records SET {how} WHERE key = '1/test/{name}'"), []).unwrap();
         let row = || {
-            let sql = "SELECT format || state || hex(owner) || attempt || starts || expires_at FROM idem_records WHERE key = ?1";
+            let sql = "SELECT format || state || hex(owner) || attempt || attempts_used || expires_at FROM idem_records WHERE key = ?1";
             raw.query_row(sql, [format!("1/test/{name}")], |row| row.get::<_, String>(0)).unwrap()
         };
         let before = row();
@@ -291,7 +308,11 @@ async fn rows_of_others_are_left_alone() {
             assert_eq!(kind(&store.inspect(&lease.key).await), StoreErrorKind::Corrupt, "{name}");
             assert_eq!(kind(&store.reopen(&lease.key, 1).await), StoreErrorKind::Corrupt, "{name}");
         }
-        let stranger = Lease { owner: store.heartbeats().new_owner(), ..lease };
+        let stranger = {
+            let mut lease = lease;
+            lease.owner = store.heartbeats().new_owner();
+            lease
+        };
         for answer in [
             store.finish(&stranger, &done()).await,
             store.release(&stranger, Release::Returned).await,
@@ -515,7 +536,7 @@ async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
     let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
     let policy = POLICY.max_result_bytes(1024 * 1024);
     let operation = Operation::new(&store, Key::new("test", "large"), policy);
-    let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+    let (result, outcome) = observe(operation.run(body)).await;
     assert!(result.is_ok() && outcome.recorded(), "{outcome:?}");
     let (again, _) = call(&store, "large", &runs).await;
     assert!(matches!(again, Err(Error::ResultUnavailable { .. })), "{again:?}");
@@ -737,12 +758,332 @@ async fn renewals_without_number_are_answered_one_by_one() {
     let leases: Vec<_> = (0..LEASES)
         .map(|n| match n % 2 {
             0 => lease.clone(),
-            _ => Lease { key: key(&format!("k{n}")), ..lease.clone() },
+            _ => {
+                let mut lease = lease.clone();
+                lease.key = key(&format!("k{n}"));
+                lease
+            }
         })
         .collect();
     let answers = renew_all(&*store.upkeep(), &leases).await.unwrap();
     let expected = [Verdict::Applied, Verdict::Refused].into_iter().cycle().take(LEASES);
     assert!(answers.into_iter().eq(expected));
+}
+
+/// A clock that stands still unless a test moves it, and tells who looks at it.
+#[derive(Clone)]
+struct Observed {
+    clock: ManualClock,
+    looked: Arc<Looked>,
+}
+
+/// Hears the name of the thread, and whether it looks at the wall clock.
+type Looked = dyn Fn(&str, bool) + Send + Sync;
+
+impl Observed {
+    fn new(clock: &ManualClock, looked: impl Fn(&str, bool) + Send + Sync + 'static) -> Self {
+        Self { clock: clock.clone(), looked: Arc::new(looked) }
+    }
+
+    fn look(&self, at_wall: bool) {
+        (self.looked)(std::thread::current().name().unwrap_or_default(), at_wall);
+    }
+}
+
+impl std::fmt::Debug for Observed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.clock.fmt(f)
+    }
+}
+
+impl Clock for Observed {
+    fn now(&self) -> Instant {
+        self.look(false);
+        self.clock.now()
+    }
+
+    fn wall(&self) -> Duration {
+        self.look(true);
+        self.clock.wall()
+    }
+
+    fn sleep(&self, duration: Duration) -> Sleep {
+        self.clock.sleep(duration)
+    }
+
+    fn entropy(&self) -> u128 {
+        self.clock.entropy()
+    }
+
+    fn spawn(&self, task: Task) {
+        self.clock.spawn(task);
+    }
+}
+
+/// Renewals of many leases in one beat, on a clock by which eight of them take a millisecond. Between two transactions
+/// another connection gets the lock, and the writer of the same handle does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
+    const LEASES: usize = 2_000;
+    let folder = Folder::new();
+    drop(open(&folder.file()).await);
+    let other = raw(&folder.file());
+    other.busy_timeout(Duration::ZERO).unwrap();
+    let other = std::sync::Mutex::new(other);
+    let (begun, gaps) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let (reserve, reserves) = mpsc::channel();
+    let (reserved_meanwhile, was_reserved) = mpsc::channel();
+    let was_reserved = std::sync::Mutex::new(was_reserved);
+    let clock = ManualClock::new();
+    let looked = {
+        let (clock, begun, gaps) = (clock.clone(), Arc::clone(&begun), Arc::clone(&gaps));
+        let in_transaction = AtomicBool::new(false);
+        move |thread: &str, at_wall: bool| {
+            if thread != "idem-sqlite-keep" || at_wall || !begun.load(Ordering::SeqCst) {
+                return;
+            }
+            clock.advance(Duration::from_millis(1));
+            let is_locked = other.lock().unwrap().execute_batch("BEGIN IMMEDIATE; COMMIT").is_err();
+            let ended = in_transaction.swap(is_locked, Ordering::SeqCst) && !is_locked;
+            if ended && gaps.fetch_add(1, Ordering::SeqCst) == 0 {
+                reserve.send(()).unwrap();
+                was_reserved.lock().unwrap().recv_timeout(Duration::from_secs(30)).expect("the writer has its turn");
+            }
+        }
+    };
+    let store = SqliteStore::options().clock(Observed::new(&clock, looked)).open(folder.file()).await.unwrap();
+    let requests: Vec<_> = (0..LEASES).map(|n| request(&store, &format!("k{n}"))).collect();
+    let leases = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
+    let leases: Vec<_> = leases.into_iter().map(lease_of).collect();
+    let (writer, runtime) = (store.clone(), tokio::runtime::Handle::current());
+    let writing = std::thread::spawn(move || {
+        reserves.recv().unwrap();
+        runtime.block_on(reserved(&writer, "meanwhile"));
+        reserved_meanwhile.send(()).unwrap();
+    });
+    // The upkeep thread has connected.
+    renew_all(&*store.upkeep(), &leases[..1]).await.unwrap();
+    begun.store(true, Ordering::SeqCst);
+    let renewed = renew_all(&*store.upkeep(), &leases).await.unwrap();
+    begun.store(false, Ordering::SeqCst);
+    assert!(renewed.iter().all(|verdict| *verdict == Verdict::Applied));
+    writing.join().unwrap();
+    let gaps = gaps.load(Ordering::SeqCst);
+    assert!(gaps >= 20, "{gaps} gaps");
+}
+
+// Lone replays.
+
+/// Who has looked at records, so far.
+#[derive(Default)]
+struct Looks {
+    by_callers: AtomicU32,
+    by_reader: AtomicU32,
+    /// By how many milliseconds callers see the clock move on while they look.
+    slowness: AtomicU32,
+}
+
+impl Looks {
+    fn now(&self) -> (u32, u32) {
+        (self.by_callers.load(Ordering::SeqCst), self.by_reader.load(Ordering::SeqCst))
+    }
+
+    fn clock(self: &Arc<Self>, clock: &ManualClock) -> Observed {
+        let (looks, inner) = (Arc::clone(self), clock.clone());
+        Observed::new(clock, move |thread, at_wall| {
+            if !at_wall {
+                return;
+            }
+            if thread == "idem-sqlite-read" {
+                looks.by_reader.fetch_add(1, Ordering::SeqCst);
+            } else if !thread.starts_with("idem-") {
+                looks.by_callers.fetch_add(1, Ordering::SeqCst);
+                inner.advance(Duration::from_millis(looks.slowness.load(Ordering::SeqCst).into()));
+            }
+        })
+    }
+
+    /// Replays `name` until its caller reads it.
+    async fn warmed_up(&self, store: &SqliteStore, name: &str) {
+        let before = self.now().0;
+        while self.now().0 == before {
+            assert!(replays(store, name).await);
+        }
+    }
+}
+
+async fn recorded(store: &SqliteStore, name: &str, bytes: usize) {
+    let lease = reserved(store, name).await;
+    let finish = Finish::Completed(stored(vec![b'1'; bytes]));
+    assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
+}
+
+async fn replays(store: &SqliteStore, name: &str) -> bool {
+    matches!(store.reserve(&request(store, name)).await, Ok(Reservation::Finished { .. }))
+}
+
+#[tokio::test]
+async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
+    let folder = Folder::new();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    for (name, bytes) in [("k", 10), ("small", 16 * 1024), ("large", 16 * 1024 + 1)] {
+        recorded(&store, name, bytes).await;
+    }
+    reserved(&store, "pending").await;
+    looks.warmed_up(&store, "k").await;
+    let (callers, reader) = looks.now();
+    for _ in 0..100 {
+        assert!(replays(&store, "k").await && replays(&store, "small").await);
+    }
+    assert_eq!(looks.now(), (callers + 200, reader), "nobody else has looked");
+    // What is not answered so is looked at once more by the reader.
+    assert!(replays(&store, "large").await);
+    let ended = store.reserve(&request(&store, "pending")).await;
+    assert!(matches!(ended, Ok(Reservation::InProgress { attempt: 1, .. })), "{ended:?}");
+    assert_eq!(looks.now(), (callers + 202, reader + 2));
+    assert_eq!(reserved(&store, "new").await.attempt, 1);
+    assert_eq!(looks.now(), (callers + 203, reader + 3));
+    // A fingerprint counts here, too.
+    let fingerprinted = |last| {
+        let mut bytes = [1; 32];
+        bytes[31] = last;
+        request(&store, "fingerprint").fingerprint(Some(Fingerprint::from_bytes(bytes)))
+    };
+    let lease = lease_of(store.reserve(&fingerprinted(1)).await);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    looks.warmed_up(&store, "k").await;
+    let mismatch = store.reserve(&fingerprinted(2)).await;
+    assert!(matches!(mismatch, Ok(Reservation::FingerprintMismatch { attempt: 1 })), "{mismatch:?}");
+    // So does the end of the retention.
+    clock.advance(TTL);
+    assert_eq!(reserved(&store, "k").await.attempt, 1);
+}
+
+/// As many as wait for the reader are served better by it.
+#[tokio::test]
+async fn callers_who_are_not_alone_ask_the_reader() {
+    let folder = Folder::new();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    recorded(&store, "k", 10).await;
+    reserved(&store, "pending").await;
+    looks.warmed_up(&store, "k").await;
+    let pending = request(&store, "pending");
+    let mut first = Box::pin(store.reserve(&pending));
+    begin(&mut first).await;
+    let callers = looks.now().0;
+    assert!(replays(&store, "k").await);
+    assert_eq!(looks.now().0, callers, "the first caller is with the reader");
+    assert!(matches!(first.await, Ok(Reservation::InProgress { .. })));
+    assert!(replays(&store, "k").await);
+    assert_eq!(looks.now().0, callers + 1);
+}
+
+/// A caller that reads keeps nobody else waiting, and nobody from reading.
+#[test]
+fn a_caller_who_reads_is_in_nobodys_way() {
+    let folder = Folder::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let shared: Arc<std::sync::OnceLock<SqliteStore>> = Arc::default();
+    let nested = Arc::new(AtomicBool::new(false));
+    let observed = {
+        let (counting, shared, nested) = (looks.clock(&clock), Arc::clone(&shared), Arc::clone(&nested));
+        Observed::new(&clock, move |thread, at_wall| {
+            counting.look(at_wall);
+            // The caller has the connection at this moment.
+            if at_wall && !thread.starts_with("idem-") && nested.swap(false, Ordering::SeqCst) {
+                let store = shared.get().unwrap().clone();
+                let other = std::thread::spawn(move || {
+                    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+                    runtime.block_on(replays(&store, "k"))
+                });
+                assert!(other.join().unwrap());
+            }
+        })
+    };
+    let store = runtime.block_on(SqliteStore::options().clock(observed).open(folder.file())).unwrap();
+    shared.set(store.clone()).unwrap();
+    runtime.block_on(async {
+        recorded(&store, "k", 10).await;
+        looks.warmed_up(&store, "k").await;
+        let (callers, reader) = looks.now();
+        nested.store(true, Ordering::SeqCst);
+        assert!(replays(&store, "k").await);
+        assert_eq!(looks.now(), (callers + 1, reader + 1), "one each");
+    });
+}
+
+#[tokio::test]
+async fn callers_leave_a_slow_disk_to_the_reader_and_try_again_later() {
+    let folder = Folder::new();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    recorded(&store, "k", 10).await;
+    looks.warmed_up(&store, "k").await;
+    let (callers, reader) = looks.now();
+    looks.slowness.store(15, Ordering::SeqCst);
+    for _ in 0..10 {
+        assert!(replays(&store, "k").await);
+    }
+    assert_eq!(looks.now(), (callers + 2, reader + 8), "one may be slow by chance");
+    // Of 15 ms, 5 may be at once, and the others are to be a twentieth of the time, of which 15 ms have passed.
+    clock.advance(Duration::from_millis(184));
+    assert!(replays(&store, "k").await);
+    assert_eq!(looks.now(), (callers + 2, reader + 9));
+    looks.slowness.store(0, Ordering::SeqCst);
+    clock.advance(Duration::from_millis(1));
+    for _ in 0..10 {
+        assert!(replays(&store, "k").await);
+    }
+    assert_eq!(looks.now(), (callers + 12, reader + 9));
+}
+
+#[tokio::test]
+async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
+    let folder = Folder::new();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    recorded(&store, "k", 10).await;
+    looks.warmed_up(&store, "k").await;
+    let callers = looks.now().0;
+    let away = folder.path().join("away");
+    fs::create_dir(&away).unwrap();
+    for name in ["records.db", "records.db-wal", "records.db-shm"] {
+        fs::rename(folder.path().join(name), away.join(name)).unwrap();
+    }
+    let removed = store.reserve(&request(&store, "k")).await;
+    assert_eq!(kind(&removed), StoreErrorKind::Unavailable, "{removed:?}");
+    // A file that holds another record for the key is accepted, as the operator's decision.
+    let other = open(&folder.file()).await;
+    reserved(&other, "k").await;
+    let replaced = loop {
+        match store.reserve(&request(&store, "k")).await {
+            Ok(answer) => break answer,
+            Err(error) => assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}"),
+        }
+    };
+    assert!(matches!(replaced, Reservation::InProgress { .. }), "{replaced:?}");
+    assert_eq!(looks.now().0, callers, "no caller has read the file that was removed");
+    // The connection that could not be opened is tried again later.
+    clock.advance(Duration::from_secs(1));
+    recorded(&other, "other", 10).await;
+    looks.warmed_up(&store, "other").await;
+}
+
+#[tokio::test]
+async fn the_connection_of_lone_callers_is_closed_with_the_store() {
+    let folder = Folder::new();
+    let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
+    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    recorded(&store, "k", 10).await;
+    looks.warmed_up(&store, "k").await;
+    drop(store);
+    // The last connection removes the files.
+    while folder.path().join("records.db-wal").exists() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
 }
 
 // Forked processes.
@@ -827,7 +1168,7 @@ fn what_is_left_to_write_when_the_runtime_ends_is_written() {
         let store = store.clone();
         async move {
             let operation = Operation::new(&store, Key::new("test", "k"), POLICY);
-            run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()).await
+            operation.run(std::future::pending::<Result<u32, Error>>()).await
         }
     };
     first.block_on(async {
@@ -890,7 +1231,7 @@ async fn handles_of_one_process_share_the_file() {
                 for n in (0..200).map(|n| (n + task * 12) % 200) {
                     let body = async { Ok::<_, Error>(runs[n].fetch_add(1, Ordering::SeqCst)) };
                     let operation = Operation::new(&store, Ok(key(&n.to_string())), policy);
-                    assert_eq!(run(operation, record_values::<Json>(), body).await.unwrap(), 0);
+                    assert_eq!(operation.run(body).await.unwrap(), 0);
                 }
             });
         }
@@ -907,8 +1248,7 @@ async fn a_waiter_of_another_handle_is_woken() {
     let runs = AtomicU32::new(0);
     let policy = POLICY.in_progress(InProgress::Wait(LEASE));
     let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
-    let duplicate =
-        observe(run(Operation::new(&waiting, Key::new("test", "k"), policy), record_values::<Json>(), body));
+    let duplicate = observe(Operation::new(&waiting, Key::new("test", "k"), policy).run(body));
     let finish = async {
         tokio::time::sleep(Duration::from_millis(100)).await;
         assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
@@ -999,4 +1339,45 @@ async fn processes_race_for_the_same_keys() {
         effects.repeated() <= race.kills,
         "only a killed process may leave an effect without a record: {effects:?}"
     );
+}
+
+/// Rows of operations that have completed, and an interrupted one whose key sorts last.
+const MANY_ROWS: &str = "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n WHERE n < 2099) \
+    INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, listed_at, \
+    first_seen_at, began_at) SELECT printf('1/test/%05d', n), 1, iif(n = 2099, 'interrupted', 'completed'), \
+    x'00112233445566778899aabbccddeeff', 1, 1, 0, 4102444800000, 4102444800000, 0, 0 FROM n";
+
+#[tokio::test]
+async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    raw(&folder.file()).execute_batch(MANY_ROWS).unwrap();
+    let mut filter = Filter::new().uncertain();
+    let first = store.list(&filter).await.unwrap();
+    assert!(first.records.is_empty() && first.next.is_some(), "a page has a bound: {first:?}");
+    filter = filter.after(first.next);
+    let second = store.list(&filter).await.unwrap();
+    let keys: Vec<_> = second.records.iter().map(|(key, _)| key.to_string()).collect();
+    assert_eq!((keys, second.next), (vec!["test/02099".to_owned()], None));
+    let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
+    assert_eq!((stats.total().total(), stats.total().of(Standing::Completed)), (2100, 2099));
+    // A row that is no record is passed over, and counted.
+    raw(&folder.file()).execute_batch("UPDATE idem_records SET owner = x'00' WHERE key = '1/test/00007'").unwrap();
+    let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
+    assert_eq!((stats.total().total(), stats.unreadable), (2099, 1));
+}
+
+#[tokio::test]
+async fn who_holds_a_key_is_in_columns_that_can_be_read() {
+    let folder = Folder::new();
+    let store = SqliteStore::options().holder("worker-7").open(folder.file()).await.unwrap();
+    call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
+    let noted = Decision::reopen(&key("k"), 1).by("alice").reason("INC-7");
+    assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+    let sql = "SELECT holder, decided_by, decided_reason FROM idem_records";
+    let columns: (String, String, String) =
+        raw(&folder.file()).query_row(sql, [], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?))).unwrap();
+    assert!(columns.0.ends_with(&format!("/{}/worker-7", std::process::id())), "{columns:?}");
+    assert_eq!((&*columns.1, &*columns.2), ("alice", "INC-7"));
+    store.ping().await.unwrap();
 }

@@ -6,8 +6,9 @@ mod simulation {
     use std::rc::Rc;
     use std::time::Duration;
 
+    use idem_runtime::clock::Clock;
     use idem_runtime::testing::Simulation;
-    use idem_runtime::{Clock, Error, MemoryStore, Outcome, idempotent, observe};
+    use idem_runtime::{Error, MemoryStore, Outcome, idempotent, observe};
 
     const MINUTE: Duration = Duration::from_secs(60);
 

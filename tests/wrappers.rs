@@ -1,19 +1,24 @@
 //! The wrappers: what each adds to a store, and that none of them can make a body run again.
 #![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
 
-use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::task::Poll;
 use std::time::Duration;
 
-use idem_runtime::{
-    Answers, Cached, CodecName, Compressed, Disposition, Error, Fingerprint, Finish, Heartbeats, Inspection, Json, Key,
-    Lease, ManualClock, MemoryStore, Offloaded, OnCrash, OnStoreError, Operation, Outcome, Policy, Record, Release,
-    Reservation, ReserveRequest, ResultProblem, State, Store, StoreFuture, StoredResult, Verdict, observe,
-    record_values, renew_all, run,
+use idem_runtime::clock::ManualClock;
+use idem_runtime::codec::{CodecName, ResultProblem};
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{
+    Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
 };
+use idem_runtime::{
+    Cached, Compressed, Disposition, Error, Json, Key, MemoryStore, Offloaded, OnStoreError, Operation, Outcome,
+    Policy, Store, observe,
+};
+use idem_tests::Reopen as _;
+use idem_tests::polls::poll_once;
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer};
 use idem_tests::{Call, FaultyStore};
@@ -48,15 +53,7 @@ impl World {
     }
 
     fn request(&self, name: &str) -> ReserveRequest {
-        ReserveRequest {
-            key: key(name),
-            owner: self.memory.heartbeats().new_owner(),
-            lease: LEASE,
-            ttl: TTL,
-            fingerprint: None,
-            on_crash: OnCrash::Retry,
-            max_attempts: None,
-        }
+        ReserveRequest::new(key(name), self.memory.heartbeats().new_owner(), LEASE, TTL)
     }
 
     /// The lease of a new attempt.
@@ -78,7 +75,7 @@ impl World {
     /// The finished record that a reservation meets.
     async fn replay(&self, store: &dyn Store, name: &str) -> Record {
         match store.reserve(&self.request(name)).await.unwrap() {
-            Reservation::Finished(record) => record,
+            Reservation::Finished { record, .. } => record,
             other => panic!("{other:?}"),
         }
     }
@@ -90,7 +87,7 @@ impl World {
             self.runs.fetch_add(1, Ordering::SeqCst);
             Ok(result.to_owned())
         };
-        observe(run(operation, record_values::<Json>(), body)).await
+        observe(operation.run(body)).await
     }
 
     fn runs(&self) -> u32 {
@@ -102,7 +99,8 @@ impl World {
         let runs = self.runs();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
             let (result, outcome) = self.call(store, POLICY.on_store_error(on_store_error), "again").await;
-            let Err(Error::ResultUnavailable { problem: ResultProblem::Unreadable { reason }, .. }) = &result else {
+            let Err(Error::ResultUnavailable { problem: ResultProblem::Unreadable { reason, .. }, .. }) = &result
+            else {
                 panic!("{why}: {result:?}")
             };
             assert!(reason.contains(why), "{why}: {reason}");
@@ -177,10 +175,6 @@ fn hex(bytes: &[u8]) -> String {
 
 fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
-}
-
-async fn poll_once<F: Future + ?Sized>(mut future: Pin<&mut F>) -> Poll<F::Output> {
-    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
 /// Polls a call, which must not end yet.
@@ -278,7 +272,7 @@ async fn without_the_wrapper_a_result_is_of_another_codec() {
         world.call(&*store, POLICY, &result).await.0.unwrap();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
             let (answer, outcome) = world.call(&world.store, POLICY.on_store_error(on_store_error), "again").await;
-            let Err(Error::ResultUnavailable { problem: ResultProblem::OtherCodec { codec }, .. }) = answer else {
+            let Err(Error::ResultUnavailable { problem: ResultProblem::OtherCodec { codec, .. }, .. }) = answer else {
                 panic!("{answer:?}")
             };
             assert_eq!((codec.as_str(), outcome.disposition()), (name, Disposition::DeadLetter));
@@ -317,10 +311,10 @@ async fn other_endings_pass_unchanged() {
         }
         assert_eq!(store.name(), "memory", "{order}: errors name the store itself");
         assert!(std::ptr::eq(store.heartbeats(), world.memory.heartbeats()), "{order}");
-        let marked = ReserveRequest { fingerprint: Some(Fingerprint::of(&1).unwrap()), ..world.request("marked") };
+        let marked = world.request("marked").fingerprint(Fingerprint::of(&1).unwrap());
         let Reservation::Granted { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
         assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Verdict::Applied);
-        let other = ReserveRequest { fingerprint: Some(Fingerprint::of(&2).unwrap()), ..world.request("marked") };
+        let other = world.request("marked").fingerprint(Fingerprint::of(&2).unwrap());
         for _ in 0..3 {
             assert_eq!(
                 store.reserve(&other).await.unwrap(),
@@ -350,8 +344,8 @@ impl Apart {
 }
 
 impl Store for Apart {
-    fn name(&self) -> &'static str {
-        self.line().name()
+    forward! {
+        |store| store.line() => name, heartbeats, reserve, renew, finish, release, wait, inspect, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {
@@ -368,38 +362,6 @@ impl Store for Apart {
 
     fn response_timeout(&self) -> Duration {
         LEASE / 10
-    }
-
-    fn heartbeats(&self) -> &Heartbeats {
-        self.line().heartbeats()
-    }
-
-    fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
-        self.line().reserve(request)
-    }
-
-    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        self.line().renew(leases, answer)
-    }
-
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        self.line().finish(lease, finish)
-    }
-
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        self.line().release(lease, release)
-    }
-
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
-        self.line().wait(key, attempt, at_most)
-    }
-
-    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.line().inspect(key)
-    }
-
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.line().reopen(key, attempt)
     }
 }
 
@@ -420,7 +382,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied; 2], "{order}");
         let result = completed(&[b'x'; 5000]);
         assert_eq!(upkeep.finish(&leases[0], &result).await.unwrap(), Verdict::Applied, "{order}");
-        let again = ReserveRequest { owner: leases[1].owner, ..world.request("dropped") };
+        let again = world.request("dropped").owner(leases[1].owner);
         assert!(matches!(upkeep.reserve(&again).await.unwrap(), Reservation::Granted { .. }), "{order}");
         assert_eq!(upkeep.release(&leases[1], Release::NotStarted).await.unwrap(), Verdict::Applied, "{order}");
         for call in [Call::Renew, Call::Finish, Call::Release] {
@@ -472,11 +434,11 @@ async fn what_has_been_released_passes_unchanged() {
         assert_eq!(store.finish(&second, &result).await.unwrap(), Verdict::Applied, "{order}");
         for _ in 0..3 {
             assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
-            let Reservation::Finished(_) = store.reserve(&request).await.unwrap() else { panic!("{order}") };
+            let Reservation::Finished { .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
         }
         // An operator frees the key: the late reservation is now that of the other owner, and changes nothing.
         assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Verdict::Applied, "{order}");
-        let late = ReserveRequest { owner: second.owner, ..world.request("k") };
+        let late = world.request("k").owner(second.owner);
         assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
         assert_eq!(world.reserved(&*store, "k").await.attempt, 3, "{order}");
     }

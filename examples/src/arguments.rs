@@ -13,21 +13,10 @@ pub struct Arguments {
     pub source: Source,
     /// False for `--without-idempotency`.
     pub idempotent: bool,
-    /// The server to use, for examples that need one.
-    pub url: Option<String>,
-    /// Whether to forget earlier runs, for examples that remember them.
+    /// Whether to forget earlier runs.
     pub fresh: bool,
     /// After how many charges the process is killed.
     pub die_after: Option<u64>,
-}
-
-/// Where an example keeps its records, which determines its options.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Keeps {
-    /// In a server: `--url`.
-    OnServer,
-    /// In a file, from run to run: `--fresh` and `--die-after`.
-    InFile,
 }
 
 /// Where order events are read from.
@@ -46,22 +35,17 @@ impl Arguments {
     ///
     /// # Errors
     /// A message about the invalid argument.
-    pub fn parse(args: impl IntoIterator<Item = OsString>, keeps: Keeps) -> Result<Option<Self>, String> {
-        let mut arguments =
-            Self { source: Source::Bundled, idempotent: true, url: None, fresh: false, die_after: None };
+    pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, String> {
+        let mut arguments = Self { source: Source::Bundled, idempotent: true, fresh: false, die_after: None };
         let mut args = args.into_iter();
         while let Some(arg) = args.next() {
             match arg.to_str() {
                 Some("-h" | "--help") => return Ok(None),
                 Some("--without-idempotency") => arguments.idempotent = false,
-                Some("--fresh") if keeps == Keeps::InFile => arguments.fresh = true,
-                Some("--die-after") if keeps == Keeps::InFile => {
+                Some("--fresh") => arguments.fresh = true,
+                Some("--die-after") => {
                     let charges = args.next().and_then(|charges| charges.to_str()?.parse().ok());
                     arguments.die_after = Some(charges.ok_or("`--die-after` needs a number behind it")?);
-                }
-                Some("--url") if keeps == Keeps::OnServer => {
-                    let url = args.next().and_then(|url| url.into_string().ok());
-                    arguments.url = Some(url.ok_or("`--url` needs a URL behind it")?);
                 }
                 Some(flag) if flag.starts_with('-') && flag != "-" => return Err(format!("unknown option `{flag}`")),
                 _ if arguments.source != Source::Bundled => {
@@ -104,25 +88,16 @@ impl fmt::Display for Source {
 }
 
 /// The text of `--help`.
-pub(crate) fn usage(name: &str, keeps: Keeps) -> String {
-    let (option, explained) = match keeps {
-        Keeps::OnServer => {
-            (" [--url URL]", "  --url URL              the server; by default $REDIS_URL or redis://127.0.0.1:6379\n")
-        }
-        Keeps::InFile => (
-            " [--fresh] [--die-after N]",
-            "  --fresh                forget earlier runs with the same orders\n\
-             \x20 --die-after N          be killed (SIGKILL) right after N charges; run it again to see what that does\n",
-        ),
-    };
+pub(crate) fn usage(name: &str) -> String {
     format!(
         "Delivers order events at least once, and charges every order exactly once.\n\
          \n\
-         Usage: {name} [--without-idempotency]{option} [FILE]\n\
+         Usage: {name} [--without-idempotency] [--fresh] [--die-after N] [FILE]\n\
          \n\
          \x20 FILE                   order events as JSON lines, `-` for standard input; by default a bundled file\n\
          \x20 --without-idempotency  what the same deliveries do to a bare handler\n\
-         {explained}\
+         \x20 --fresh                forget earlier runs with the same orders\n\
+         \x20 --die-after N          be killed (SIGKILL) right after N charges; run it again to see what that does\n\
          \x20 --help                 this text\n\
          \n\
          A line: {{\"order_id\":\"A-1\",\"customer\":\"Ada Berg\",\"amount_cents\":1999,\"currency\":\"EUR\"}}\n\
@@ -135,23 +110,17 @@ mod tests {
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Option<Arguments>, String> {
-        Arguments::parse(args.iter().map(OsString::from), Keeps::OnServer)
+        Arguments::parse(args.iter().map(OsString::from))
     }
 
     #[test]
     fn every_argument_is_read() {
-        let bundled =
-            || Arguments { source: Source::Bundled, idempotent: true, url: None, fresh: false, die_after: None };
+        let bundled = || Arguments { source: Source::Bundled, idempotent: true, fresh: false, die_after: None };
         assert_eq!(parse(&[]), Ok(Some(bundled())));
-        let all = Arguments {
-            source: Source::File("a.jsonl".into()),
-            idempotent: false,
-            url: Some("redis://x".into()),
-            ..bundled()
-        };
-        assert_eq!(parse(&["--without-idempotency", "a.jsonl", "--url", "redis://x"]), Ok(Some(all)));
-        let kept = Arguments::parse(["--fresh", "--die-after", "7"].map(OsString::from), Keeps::InFile);
-        assert_eq!(kept, Ok(Some(Arguments { fresh: true, die_after: Some(7), ..bundled() })));
+        let all = Arguments { source: Source::File("a.jsonl".into()), idempotent: false, ..bundled() };
+        assert_eq!(parse(&["--without-idempotency", "a.jsonl"]), Ok(Some(all)));
+        let kept = Arguments { fresh: true, die_after: Some(7), ..bundled() };
+        assert_eq!(parse(&["--fresh", "--die-after", "7"]), Ok(Some(kept)));
         assert_eq!(parse(&["-"]).unwrap().unwrap().source, Source::Stdin);
         assert_eq!(parse(&["a.jsonl", "--help"]), Ok(None));
     }
@@ -160,12 +129,8 @@ mod tests {
     fn what_is_not_understood_is_named() {
         assert_eq!(parse(&["--fast"]).unwrap_err(), "unknown option `--fast`");
         assert_eq!(parse(&["a", "b"]).unwrap_err(), "one file is enough; what is `b`?");
-        assert_eq!(parse(&["--url"]).unwrap_err(), "`--url` needs a URL behind it");
-        let refused = Arguments::parse(["--url".into(), "redis://x".into()], Keeps::InFile);
-        assert_eq!(refused.unwrap_err(), "unknown option `--url`");
-        assert_eq!(parse(&["--fresh"]).unwrap_err(), "unknown option `--fresh`");
-        let no_number = Arguments::parse(["--die-after".into(), "soon".into()], Keeps::InFile);
-        assert_eq!(no_number.unwrap_err(), "`--die-after` needs a number behind it");
+        assert_eq!(parse(&["--url", "redis://x"]).unwrap_err(), "unknown option `--url`");
+        assert_eq!(parse(&["--die-after", "soon"]).unwrap_err(), "`--die-after` needs a number behind it");
     }
 
     #[test]

@@ -1,49 +1,62 @@
-//! Shared by the examples: the command line, the orders, the faults, and the table at the end.
+//! Shared by the examples: the command line, the orders, the faults, the table at the end, and claims.
 //!
 //! Nothing here is about idempotency; that is in the examples themselves.
 
+#[cfg(feature = "rmcp")]
+pub mod agent;
 mod arguments;
+mod claims;
+#[cfg(feature = "fleet")]
+pub mod fleet;
 mod generate;
+#[cfg(feature = "kafka")]
+pub mod kafka;
 mod ledger;
 mod mishaps;
 mod orders;
 mod payment;
+#[cfg(feature = "sqs")]
+mod plain_http;
 mod queue;
 mod report;
+#[cfg(feature = "sqs")]
+pub mod sqs;
 
 use std::error::Error;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 
-pub use arguments::{Arguments, Keeps, Source};
+pub use arguments::{Arguments, Source};
+pub use claims::Claims;
 pub use generate::generate;
 pub use ledger::Ledger;
 pub use mishaps::{Mishap, deliveries};
 pub use orders::{Event, Malformed, Order, read};
 pub use payment::{PaymentError, Receipt};
-pub use queue::{Message, Queue, VISIBILITY_TIMEOUT};
+#[cfg(feature = "sqs")]
+pub use plain_http::PlainHttp;
+pub use queue::{Message, Queue};
 pub use report::{Charges, Count, Counts, Report, counts};
 
 /// Runs an example: reads the orders, lets `deliver` charge them, and prints the result.
 ///
-/// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
+/// The exit code is 0 if every order was charged and handled exactly once, 1 if not, and 2 if the example could not run.
 pub fn main<E: Into<Box<dyn Error>>>(
     name: &str,
-    keeps: Keeps,
     deliver: impl FnOnce(&Arguments, &[Event]) -> Result<(Counts, Charges), E>,
 ) -> ExitCode {
     let fail = |problem: &dyn fmt::Display| {
         eprintln!("{name}: {problem}");
         ExitCode::from(2)
     };
-    let arguments = match Arguments::parse(std::env::args_os().skip(1), keeps) {
+    let arguments = match Arguments::parse(std::env::args_os().skip(1)) {
         Ok(Some(arguments)) => arguments,
         Ok(None) => {
-            show(&arguments::usage(name, keeps));
+            show(&arguments::usage(name));
             return ExitCode::SUCCESS;
         }
-        Err(problem) => return fail(&format_args!("{problem}\n\n{}", arguments::usage(name, keeps).trim_end())),
+        Err(problem) => return fail(&format_args!("{problem}\n\n{}", arguments::usage(name).trim_end())),
     };
     let input = match arguments.source.read() {
         Ok(input) => input,

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 use crate::Event;
 
 /// How long a broker of the examples waits for an acknowledgement before it delivers a message again.
-pub const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
+const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
 /// How soon a message is delivered again after its handler failed.
 const RETRY: Duration = Duration::from_millis(50);
 const POLL: Duration = Duration::from_millis(5);

@@ -7,90 +7,113 @@ use idem_runtime::{Disposition, Outcome, Refusal};
 
 use crate::{Event, Order};
 
-/// An event that is counted.
+/// Something that is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Count {
-    /// An order was finished by an earlier run.
-    FinishedBefore,
     /// A message was delivered.
     Delivery,
+    /// A delivery ran the handler, and its result was recorded.
+    Handled,
+    /// A delivery was answered with the recorded result.
+    Replay,
+    /// A delivery ended with an error; the message is delivered again.
+    Failure,
+    /// A delivery was rejected, as the handler was running for another one; the message is delivered again.
+    InProgress,
+    /// A message was set aside for a person.
+    DeadLetter,
     /// The body of the handler started.
     BodyRun,
-    /// The result of a body was recorded.
-    Record,
-    /// A duplicate got the recorded result.
-    Replay,
-    /// A duplicate waited for the running attempt.
+    /// A delivery waited for a running attempt first.
     Wait,
-    /// A duplicate stopped waiting.
-    InProgress,
-    /// A body failed and must run again.
-    Failure,
     /// A worker died.
     WorkerDied,
     /// An attempt took over from a dead one.
     Takeover,
     /// The payment provider was asked again for a charge that it had already made.
     RepeatedCharge,
-    /// A message was set aside for a person.
-    DeadLetter,
+    /// An order had a recorded result before this run.
+    FinishedBefore,
+    /// An order has a recorded result after this run.
+    OnRecord,
 }
 
 impl Count {
-    /// All, in the order of the table.
-    pub const ALL: [Self; 12] = [
-        Self::FinishedBefore,
+    /// All.
+    pub const ALL: [Self; 13] = [
         Self::Delivery,
-        Self::BodyRun,
-        Self::Record,
+        Self::Handled,
         Self::Replay,
-        Self::Wait,
-        Self::InProgress,
         Self::Failure,
+        Self::InProgress,
+        Self::DeadLetter,
+        Self::BodyRun,
+        Self::Wait,
         Self::WorkerDied,
         Self::Takeover,
         Self::RepeatedCharge,
-        Self::DeadLetter,
+        Self::FinishedBefore,
+        Self::OnRecord,
     ];
+
+    /// How a delivery can end. A delivery that ends in none of these ways was cut off: its worker died.
+    const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
     /// The name in the table.
     pub fn name(self) -> &'static str {
-        self.label().0
+        match self {
+            Self::Delivery => "deliveries",
+            Self::Handled => "  handled",
+            Self::Replay => "  replayed",
+            Self::Failure => "  failed",
+            Self::InProgress => "  rejected",
+            Self::DeadLetter => "  set aside",
+            Self::BodyRun => "handler runs",
+            Self::Wait => "waits",
+            Self::WorkerDied => "workers that died",
+            Self::Takeover => "takeovers",
+            Self::RepeatedCharge => "repeated charges refused",
+            Self::FinishedBefore => "results of earlier runs",
+            Self::OnRecord => "results on record",
+        }
     }
 
-    /// The name in the table, and a short explanation.
-    fn label(self) -> (&'static str, &'static str) {
+    /// The explanation in the table.
+    fn note(self, idempotent: bool) -> &'static str {
         match self {
-            Self::FinishedBefore => ("orders finished before", "by earlier runs, whose records were kept"),
-            Self::Delivery => ("deliveries", "duplicates and redeliveries included"),
-            Self::BodyRun => ("handler bodies run", ""),
-            Self::Record => ("results recorded", "at most one for each order; who dies counts no more"),
-            Self::Replay => ("replays", "answered from the record"),
-            Self::Wait => ("waits", "for an attempt that was running"),
-            Self::InProgress => ("rejected, in progress", "and delivered again later"),
-            Self::Failure => ("failures, then retried", ""),
-            Self::WorkerDied => ("workers that died", "in the middle of handlers"),
-            Self::Takeover => ("takeovers", "of attempts that had died"),
-            Self::RepeatedCharge => ("repeated charges refused", "by the provider, which knew their `child_key`"),
-            Self::DeadLetter => ("dead letters", ""),
+            Self::Delivery => "each message at least once; they ended in these ways:",
+            Self::Handled if idempotent => "the handler ran and its result was recorded",
+            Self::Handled => "the handler ran to its end",
+            Self::Replay => "answered with the recorded result; the handler did not run",
+            Self::Failure => "the handler returned an error; delivered again",
+            Self::InProgress => "the handler was running for another delivery; delivered again",
+            Self::DeadLetter => "for a person to look at",
+            Self::BodyRun => "those handled, those failed, and those cut off while they ran",
+            Self::Wait => "for a handler that was running for another delivery",
+            Self::WorkerDied => "in the middle of handlers",
+            Self::Takeover => "runs that began after the lease of a dead worker had lapsed",
+            Self::RepeatedCharge => "a later run asked again; the provider recognised its key",
+            Self::FinishedBefore => "found in the store at the start",
+            Self::OnRecord => "one for each order, also where the worker died after recording it",
         }
     }
 }
 
-/// The counts that one delivery to an idempotent handler adds.
+/// The counts that one delivery to an idempotent handler adds: how it ended, and what else it met.
 pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
-    let retried = matches!(outcome.disposition(), Disposition::Retry { .. });
-    [
-        (outcome.executed() && outcome.recorded(), Count::Record),
-        (outcome.replayed(), Count::Replay),
-        (outcome.waited(), Count::Wait),
-        (outcome.took_over(), Count::Takeover),
-        (outcome.refusal() == Some(Refusal::InProgress), Count::InProgress),
-        (outcome.executed() && retried, Count::Failure),
-        (outcome.disposition() == Disposition::DeadLetter, Count::DeadLetter),
-    ]
-    .into_iter()
-    .filter_map(|(happened, count)| happened.then_some(count))
+    let end = if outcome.replayed() {
+        Count::Replay
+    } else if outcome.executed() && outcome.recorded() {
+        Count::Handled
+    } else if outcome.disposition() == Disposition::DeadLetter {
+        Count::DeadLetter
+    } else if outcome.refusal() == Some(Refusal::InProgress) {
+        Count::InProgress
+    } else {
+        Count::Failure
+    };
+    let met = [(outcome.waited(), Count::Wait), (outcome.took_over(), Count::Takeover)];
+    [end].into_iter().chain(met.into_iter().filter_map(|(happened, count)| happened.then_some(count)))
 }
 
 /// How often each [`Count`] happened.
@@ -166,55 +189,85 @@ impl Report {
         Self { idempotent, events: events.len(), orders: versions.len(), malformed, counts, totals, double, missing }
     }
 
-    /// Whether every order was charged exactly once.
+    /// Whether every order was charged and handled exactly once.
     pub fn is_correct(&self) -> bool {
-        let totals_agree = self.totals.values().all(|(due, charged)| due == charged);
-        self.double == 0 && self.missing == 0 && totals_agree && self.needless() == 0
+        self.problems().is_empty()
     }
 
-    /// How often an order was handled to the end although its result was already recorded. The payment provider's own
-    /// idempotency must not hide this.
+    /// How often an order was handled again although it was done. The payment provider's own idempotency must not hide
+    /// this.
     fn needless(&self) -> u64 {
         let open = (self.orders as u64).saturating_sub(self.counts.get(Count::FinishedBefore));
-        self.counts.get(Count::Record).saturating_sub(open)
+        self.counts.get(Count::Handled).saturating_sub(open)
     }
 
-    fn sentence(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.is_correct() && self.orders == 0 {
-            return writeln!(f, "There was nothing to charge.");
+    /// How many deliveries have no end: their workers died.
+    fn cut_off(&self) -> u64 {
+        let ended = Count::ENDS.map(|end| self.counts.get(end)).iter().sum();
+        self.counts.get(Count::Delivery).saturating_sub(ended)
+    }
+
+    /// What is wrong, each in a few words.
+    fn problems(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        let mut add = |is_wrong: bool, problem: String| problems.extend(is_wrong.then_some(problem));
+        add(
+            self.needless() > 0,
+            format!("orders that were done were handled again {}", several(self.needless(), "time", "times")),
+        );
+        add(self.double > 0, format!("{} too many", several(self.double, "charge", "charges")));
+        add(self.missing > 0, format!("{} not charged", several(self.missing, "order", "orders")));
+        for (currency, (due, charged)) in &self.totals {
+            add(charged > due, format!("{currency} {} too much", money(charged.saturating_sub(*due))));
+            add(charged < due, format!("{currency} {} too little", money(due.saturating_sub(*charged))));
         }
-        if self.is_correct() {
-            let [deliveries, failures, died] =
-                [Count::Delivery, Count::Failure, Count::WorkerDied].map(|count| self.counts.get(count));
-            if self.counts.get(Count::BodyRun) == 0 && self.counts.get(Count::FinishedBefore) > 0 {
-                return writeln!(
-                    f,
-                    "Nothing ran: {} got what earlier runs have recorded. Every order was charged exactly once.",
-                    several(deliveries, "delivery", "deliveries"),
-                );
-            }
-            return writeln!(
+        let unrecorded = (self.orders as u64).saturating_sub(self.counts.get(Count::OnRecord));
+        add(
+            self.idempotent && unrecorded > 0,
+            format!("{} without a recorded result", several(unrecorded, "order", "orders")),
+        );
+        problems
+    }
+
+    fn verdict(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let problems = self.problems();
+        let [deliveries, failures, died, runs, before, repeated] = [
+            Count::Delivery,
+            Count::Failure,
+            Count::WorkerDied,
+            Count::BodyRun,
+            Count::FinishedBefore,
+            Count::RepeatedCharge,
+        ]
+        .map(|count| self.counts.get(count));
+        if !problems.is_empty() {
+            writeln!(f, "WRONG: {}.", problems.join(", "))?;
+        } else if self.orders == 0 {
+            writeln!(f, "There was nothing to charge.")?;
+        } else if runs == 0 && before > 0 {
+            writeln!(
+                f,
+                "No handler ran: {} got the results that earlier runs had recorded. Every order was charged exactly once.",
+                several(deliveries, "delivery", "deliveries"),
+            )?;
+        } else {
+            writeln!(
                 f,
                 "Every order was charged exactly once, over {}, {} and {}.",
                 several(deliveries, "delivery", "deliveries"),
                 several(failures, "failure", "failures"),
                 several(died, "dead worker", "dead workers"),
-            );
+            )?;
         }
-        let double = several(self.double, "charge", "charges");
-        write!(f, "WRONG: {double} too many, {} missing", number(self.missing))?;
-        for (currency, (due, charged)) in &self.totals {
-            match charged.checked_sub(*due) {
-                Some(0) => {}
-                Some(more) => write!(f, ", {currency} {} too much", money(more))?,
-                None => write!(f, ", {currency} {} too little", money(due - charged))?,
-            }
-        }
-        if self.needless() > 0 {
-            write!(f, ", {} handled again", several(self.needless(), "finished order", "finished orders"))?;
-        }
-        writeln!(f, ".")?;
         if !self.idempotent {
+            if repeated > 0 {
+                let refused = several(repeated, "repeated charge", "repeated charges");
+                writeln!(
+                    f,
+                    "The provider refused {refused}, as the handler passes it one key for each order. An effect"
+                )?;
+                writeln!(f, "without such a key (an e-mail, a parcel, a row) would have happened again each time.")?;
+            }
             writeln!(f, "The same deliveries come out right with `#[idempotent]`: leave `--without-idempotency` out.")?;
         }
         Ok(())
@@ -223,26 +276,44 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut row = |label: &str, value: String, note: &str| {
-            writeln!(f, "{}", format!("  {label:<26}{value:>18}   {note}").trim_end())
+        let row =
+            |label: &str, value: String, note: &str| format!("  {label:<24}{value:>16}   {note}").trim_end().to_owned();
+        let rows_of = |counts: &[Count]| -> Vec<_> {
+            let counted = counts.iter().filter(|count| self.counts.get(**count) > 0);
+            counted
+                .map(|count| row(count.name(), number(self.counts.get(*count)), count.note(self.idempotent)))
+                .collect()
         };
-        row("events in the file", number(self.events), &several(self.orders, "order", "orders"))?;
-        row("malformed lines", number(self.malformed), "")?;
-        for count in Count::ALL {
-            if count == Count::FinishedBefore && self.counts.get(count) == 0 {
-                continue;
-            }
-            let (label, note) = count.label();
-            row(label, number(self.counts.get(count)), note)?;
+        let mut file = vec![row(
+            "events in the file",
+            number(self.events),
+            &format!("for {}", several(self.orders, "order", "orders")),
+        )];
+        if self.malformed > 0 {
+            file.push(row("malformed lines", number(self.malformed), "skipped"));
         }
+        file.extend(rows_of(&[Count::FinishedBefore]));
+
+        let mut deliveries = rows_of(&[Count::Delivery]);
+        deliveries.extend(rows_of(&Count::ENDS));
+        if self.cut_off() > 0 {
+            deliveries.push(row("  cut off", number(self.cut_off()), "their workers died; delivered again"));
+        }
+
+        let met = rows_of(&[Count::BodyRun, Count::Wait, Count::WorkerDied, Count::Takeover, Count::RepeatedCharge]);
+
+        let mut books = rows_of(&[Count::OnRecord]);
         for (currency, (due, charged)) in &self.totals {
-            row(&format!("{currency} in the file"), money(*due), "")?;
-            row(&format!("{currency} charged"), money(*charged), "")?;
+            let note = if due == charged { "as due".to_owned() } else { format!("due: {}", money(*due)) };
+            books.push(row(&format!("{currency} charged"), money(*charged), &note));
         }
-        row("double charges", number(self.double), "")?;
-        row("missing charges", number(self.missing), "")?;
-        writeln!(f)?;
-        self.sentence(f)
+        books.push(row("charges too many", number(self.double), ""));
+        books.push(row("orders not charged", number(self.missing), ""));
+
+        for group in [file, deliveries, met, books].into_iter().filter(|group| !group.is_empty()) {
+            writeln!(f, "{}\n", group.join("\n"))?;
+        }
+        self.verdict(f)
     }
 }
 
@@ -264,6 +335,8 @@ fn money(cents: u128) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     fn event(index: usize, order_id: &str, amount_cents: u64) -> Event {
@@ -276,7 +349,10 @@ mod tests {
         for (key, event) in calls {
             charges.charge((*key).to_owned(), &event.order);
         }
-        Report::new(events, 0, Counts::default(), &charges, true)
+        let mut counts = Counts::default();
+        let orders: HashSet<_> = events.iter().map(|event| &event.order.order_id).collect();
+        counts.add(Count::OnRecord, orders.len() as u64);
+        Report::new(events, 0, counts, &charges, true)
     }
 
     #[test]
@@ -288,9 +364,10 @@ mod tests {
         assert_eq!(right.totals["EUR"], (350, 350));
         let double = report(&events, &[("1", a), ("2", b), ("3", a)]);
         assert_eq!((double.is_correct(), double.double, double.missing), (false, 1, 0));
-        assert!(double.to_string().ends_with("WRONG: 1 charge too many, 0 missing, EUR 1.00 too much.\n"), "{double}");
+        assert!(double.to_string().ends_with("WRONG: 1 charge too many, EUR 1.00 too much.\n"), "{double}");
         let missing = report(&events, &[("1", a)]);
         assert_eq!((missing.is_correct(), missing.double, missing.missing), (false, 0, 1));
+        assert!(missing.to_string().ends_with("WRONG: 1 order not charged, EUR 2.50 too little.\n"), "{missing}");
     }
 
     #[test]
@@ -304,33 +381,60 @@ mod tests {
     }
 
     #[test]
-    fn a_second_record_is_noticed() {
+    fn an_order_that_is_handled_again_is_noticed() {
         let events = [event(0, "A", 100)];
         let mut right = report(&events, &[("1", &events[0])]);
-        right.counts.add(Count::Record, 1);
+        right.counts.add(Count::Handled, 1);
         assert!(right.is_correct());
-        right.counts.add(Count::Record, 1);
+        right.counts.add(Count::Handled, 1);
         assert!(!right.is_correct());
-        assert!(right.to_string().ends_with(", 1 finished order handled again.\n"), "{right}");
+        assert!(right.to_string().ends_with("WRONG: orders that were done were handled again 1 time.\n"), "{right}");
     }
 
     #[test]
-    fn what_earlier_runs_have_finished_is_not_finished_again() {
+    fn an_order_without_a_record_is_noticed() {
+        let events = [event(0, "A", 100)];
+        let mut right = report(&events, &[("1", &events[0])]);
+        right.counts = Counts::default();
+        assert!(right.to_string().ends_with("WRONG: 1 order without a recorded result.\n"), "{right}");
+        right.idempotent = false;
+        assert!(right.is_correct());
+    }
+
+    #[test]
+    fn orders_of_earlier_runs_are_not_handled_again() {
         let events = [event(0, "A", 100), event(1, "B", 250)];
         let mut again = report(&events, &[("1", &events[0]), ("2", &events[1])]);
         again.counts.add(Count::FinishedBefore, 1);
         again.counts.add(Count::BodyRun, 1);
-        again.counts.add(Count::Record, 1);
+        again.counts.add(Count::Handled, 1);
         assert!(again.is_correct(), "{again}");
-        again.counts.add(Count::Record, 1);
+        again.counts.add(Count::Handled, 1);
         assert!(!again.is_correct());
 
         let mut replayed = report(&events, &[("1", &events[0]), ("2", &events[1])]);
         replayed.counts.add(Count::FinishedBefore, 2);
         replayed.counts.add(Count::Delivery, 3);
+        replayed.counts.add(Count::Replay, 3);
         let text = replayed.to_string();
-        assert!(text.contains("orders finished before"), "{text}");
-        assert!(text.contains("Nothing ran: 3 deliveries got what earlier runs have recorded."), "{text}");
+        assert!(text.contains("results of earlier runs"), "{text}");
+        assert!(
+            text.contains("No handler ran: 3 deliveries got the results that earlier runs had recorded."),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn every_delivery_is_in_one_row() {
+        let events = [event(0, "A", 100)];
+        let mut died = report(&events, &[("1", &events[0])]);
+        died.counts.add(Count::Delivery, 5);
+        Count::ENDS[..4].iter().for_each(|end| died.counts.add(*end, 1));
+        assert_eq!(died.cut_off(), 1);
+        assert!(
+            died.to_string().contains("\n    cut off                              1   their workers died"),
+            "{died}"
+        );
     }
 
     #[test]

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 
 use bytes::Bytes;
-use idem_runtime::{
-    Codec, Json, MessagePack, OnUndecodable, Postcard, Recorder, ResultProblem, State, StoredResult, record_results,
-};
+use idem_runtime::__stored::replay;
+use idem_runtime::codec::ResultProblem;
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::{Codec, Json, MessagePack, OnUndecodable, Postcard};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
@@ -107,8 +108,7 @@ fn replayed(mut input: Input<'_>) {
         false => StoredResult::Encoded { codec: input.codec(), bytes: Bytes::copy_from_slice(input.rest()) },
     };
     let state = if fails { State::Failed(payload) } else { State::Completed(payload) };
-    let recorder = record_results::<Json>();
-    let result: Result<Result<Order, String>, ResultProblem> = recorder.replay(&state, OnUndecodable::Error);
+    let result: Result<Result<Order, String>, ResultProblem> = replay(&state, OnUndecodable::Error);
     match result {
         Ok(result) => assert_eq!(result.is_err(), fails, "a value became an error, or the reverse"),
         Err(error) => assert!(!error.to_string().is_empty()),

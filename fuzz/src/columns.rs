@@ -9,10 +9,9 @@ use aws_sdk_dynamodb::primitives::Blob;
 use aws_sdk_dynamodb::types::AttributeValue;
 use idem_runtime::__stored::{Cells, meet_row, read_item, read_row};
 use idem_runtime::record::format::FormatError;
-use idem_runtime::{
-    Admission, Inspection, OnCrash, Record, Reservation, ReserveRequest, State, StoreError, StoreErrorKind,
-    StoredResult,
-};
+use idem_runtime::record::{Admission, Record, State, StoredResult};
+use idem_runtime::store::{Inspection, Reservation, ReserveRequest};
+use idem_runtime::{OnCrash, StoreError, StoreErrorKind};
 use rusqlite::Connection;
 use rusqlite::types::Value;
 use tokio_postgres::types::{FromSql, Type};
@@ -20,12 +19,12 @@ use tokio_postgres::types::{FromSql, Type};
 use super::input::Input;
 use super::record::request;
 
-const NAMES: [&str; 14] = [
+const NAMES: [&str; 20] = [
     "format",
     "state",
     "owner",
     "attempt",
-    "starts",
+    "attempts_used",
     "fingerprint",
     "on_crash_fail",
     "lease_ms",
@@ -35,6 +34,12 @@ const NAMES: [&str; 14] = [
     "result_bytes",
     "lapses_at",
     "expires_at",
+    "holder",
+    "traceparent",
+    "decided_by",
+    "decided_reason",
+    "first_seen_at",
+    "began_at",
 ];
 const FORMAT: usize = 0;
 const STATE: usize = 1;
@@ -43,7 +48,7 @@ const LAPSES_AT: usize = 12;
 const EXPIRES_AT: usize = 13;
 
 /// The types of the columns in PostgreSQL.
-const TYPES: [Type; 14] = [
+const TYPES: [Type; 20] = [
     Type::INT2,
     Type::TEXT,
     Type::BYTEA,
@@ -56,6 +61,12 @@ const TYPES: [Type; 14] = [
     Type::TEXT,
     Type::BYTEA,
     Type::INT8,
+    Type::TIMESTAMPTZ,
+    Type::TIMESTAMPTZ,
+    Type::TEXT,
+    Type::TEXT,
+    Type::TEXT,
+    Type::TEXT,
     Type::TIMESTAMPTZ,
     Type::TIMESTAMPTZ,
 ];
@@ -88,6 +99,7 @@ impl Cell {
         match (self, &TYPES[at]) {
             (Self::Null, _) => {
                 matches!(NAMES[at], "fingerprint" | "lease_ms" | "ttl_ms" | "codec" | "result" | "result_bytes")
+                    || (EXPIRES_AT + 1..EXPIRES_AT + 5).contains(&at)
             }
             (Self::Bool(_), ty) => *ty == Type::BOOL,
             (Self::Int(n), ty) if *ty == Type::INT2 => i16::try_from(*n).is_ok(),
@@ -99,26 +111,24 @@ impl Cell {
     }
 }
 
-type Columns = [Cell; 14];
+type Columns = [Cell; 20];
 
 /// The columns of `record`.
 fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
     let millis =
         |duration: std::time::Duration| Cell::Int(i64::try_from(duration.as_millis()).expect("as it was made"));
-    let (state, (codec, result, result_bytes)) = match &record.state {
-        State::Pending { .. } => ("P", (Cell::Null, Cell::Null, Cell::Null)),
-        State::Released => ("R", (Cell::Null, Cell::Null, Cell::Null)),
-        State::Interrupted => ("I", (Cell::Null, Cell::Null, Cell::Null)),
-        State::Completed(payload) => ("C", payload_columns(payload)),
-        State::Failed(payload) => ("F", payload_columns(payload)),
+    let (codec, result, result_bytes) = match record.state.result() {
+        Some(result) => payload_columns(result),
+        None => (Cell::Null, Cell::Null, Cell::Null),
     };
+    let told = |text: Option<String>| text.map_or(Cell::Null, Cell::Text);
     let (lease, ttl, fails) = match record.state {
         State::Pending { lease, ttl, on_crash } => (millis(lease), millis(ttl), on_crash == OnCrash::Fail),
         _ => (Cell::Null, Cell::Null, false),
     };
     [
         Cell::Int(1),
-        Cell::Text(state.to_owned()),
+        Cell::Text(record.state.name().to_owned()),
         Cell::Blob(record.owner.as_bytes().to_vec()),
         Cell::Int(record.attempt.into()),
         Cell::Int(record.attempts_used.into()),
@@ -131,6 +141,12 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         result_bytes,
         Cell::Int(lapses_at),
         Cell::Int(expires_at),
+        told(record.trail.holder().map(|holder| holder.to_string())),
+        told(record.trail.traceparent().map(|parent| parent.to_string())),
+        told(record.trail.decided_by().map(str::to_owned)),
+        told(record.trail.decided_reason().map(str::to_owned)),
+        Cell::Int(1),
+        Cell::Int(2),
     ]
 }
 
@@ -152,7 +168,7 @@ pub fn columns_as_stored(data: &[u8]) {
     let mut row = columns(&written, lapses_at, expires_at);
     let altered = input.below(4);
     for _ in 0..altered {
-        let at = usize::from(input.below(14));
+        let at = usize::from(input.below(20));
         row[at] = Cell::any(&mut input);
     }
     let mangled = input.flag();
@@ -202,7 +218,7 @@ struct Ended;
 /// SQLite's reading of a row.
 fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Record>, Ended> {
     // A time that must be present in one state, and absent in the others.
-    let lapses = row[STATE] == Cell::Text("P".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
+    let lapses = row[STATE] == Cell::Text("pending".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
     values.extend(row.iter().enumerate().map(|(at, cell)| match cell {
         _ if at == LAPSES_AT && !lapses => Value::Null,
@@ -239,9 +255,9 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
         }
         Some(Some(Inspection { record, lapses_in, .. })) => {
             match (record.admit(request, lapses_in.unwrap_or_default()), reserved) {
-                (Admission::Answer(expected), Ok(answer)) => assert_eq!(answer, expected),
+                (Admission::Answer(expected), Ok(answer)) => assert_eq!(answer.aged(None), expected),
                 (Admission::Replace { with, takeover }, Ok(answer)) => {
-                    assert_eq!(answer, Reservation::Granted { lease: with.lease(request), takeover });
+                    assert_eq!(answer, Reservation::granted(with.lease(request), takeover));
                 }
                 (expected, Err(error)) => panic!("{error} instead of {expected:?}"),
             }
@@ -284,7 +300,7 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
             Cell::Blob(bytes) => (Type::BYTEA, Some(bytes.clone())),
         })
         .collect();
-    cells.push((Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
+    cells.insert(EXPIRES_AT + 1, (Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
         // A row that was inserted just now has none of its columns.

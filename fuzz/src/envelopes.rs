@@ -7,10 +7,11 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{
-    CodecName, Compressed, Finish, Key, ManualClock, MemoryStore, Offloaded, OnCrash, OwnerToken, Reservation,
-    ReserveRequest, Store, StoreErrorKind, StoredResult, Verdict,
-};
+use idem_runtime::clock::ManualClock;
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, OwnerToken, Reservation, ReserveRequest, Verdict};
+use idem_runtime::{Compressed, Key, MemoryStore, Offloaded, Store, StoreErrorKind};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
@@ -111,15 +112,13 @@ const SHA_OF_NOTHING: [u8; 32] = [
 ];
 
 fn request(owner: u8) -> ReserveRequest {
-    ReserveRequest {
-        key: Key::new("fuzz", "key").expect("a key"),
-        owner: OwnerToken::from_bytes([owner; OwnerToken::BYTES]),
-        lease: Duration::from_secs(30),
-        ttl: Duration::from_secs(3600),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: NonZeroU32::new(1),
-    }
+    ReserveRequest::new(
+        Key::new("fuzz", "key").expect("a key"),
+        OwnerToken::from_bytes([owner; OwnerToken::BYTES]),
+        Duration::from_secs(30),
+        Duration::from_secs(3600),
+    )
+    .max_attempts(NonZeroU32::new(1))
 }
 
 fn finish(store: &dyn Store, payload: StoredResult) {
@@ -129,7 +128,7 @@ fn finish(store: &dyn Store, payload: StoredResult) {
 
 /// The result that a duplicate gets, and an operator as well.
 fn replay(store: &dyn Store) -> StoredResult {
-    let Ok(Reservation::Finished(record)) = now(store.reserve(&request(2))) else {
+    let Ok(Reservation::Finished { record, .. }) = now(store.reserve(&request(2))) else {
         panic!("a finished record is replayed")
     };
     let payload = record.state.result().expect("is finished").clone();

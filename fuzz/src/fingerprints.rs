@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use idem_runtime::Fingerprint;
+use idem_runtime::key::Fingerprint;
 use serde::Serialize;
 use serde_json::Value;
 

@@ -3,7 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{CodecName, Fingerprint, OnCrash, OwnerToken, Record, State, StoredResult};
+use idem_runtime::OnCrash;
+use idem_runtime::codec::CodecName;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::OwnerToken;
 
 /// The rest of an input.
 #[derive(Clone, Copy)]
@@ -84,12 +88,13 @@ impl<'a> Input<'a> {
     }
 
     pub(crate) fn codec(&mut self) -> CodecName {
-        let name = match self.below(6) {
+        let name = match self.below(7) {
             0 => "json",
             1 => "msgpack",
             2 => "postcard",
             3 => "idem:zstd",
             4 => "idem:object",
+            5 => "bytes",
             _ => return CodecName::new(self.bytes()).unwrap_or(CodecName::of::<idem_runtime::Json>()),
         };
         CodecName::new(name.as_bytes()).expect("a name")
@@ -115,6 +120,11 @@ impl<'a> Input<'a> {
             3 => State::Completed(self.payload()),
             _ => State::Failed(self.payload()),
         };
-        Record { owner, attempt, attempts_used: starts, fingerprint, state }
+        {
+            let mut record = Record::new(owner, attempt, state);
+            record.attempts_used = starts;
+            record.fingerprint = fingerprint;
+            record
+        }
     }
 }

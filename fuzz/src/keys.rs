@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use idem_runtime::{Key, KeyBuilder, KeyProblem, Scope};
+use idem_runtime::Key;
+use idem_runtime::key::{KeyBuilder, KeyProblem, Scope};
 use proc_macro2::Span;
 use quote::ToTokens;
 use syn::LitStr;

@@ -4,8 +4,10 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::record::format::{self, FLAG_WAITED_FOR, FLAGS_AT};
-use idem_runtime::{Admission, Key, Record, Reservation, ReserveRequest, State, StoredResult};
+use idem_runtime::Key;
+use idem_runtime::record::format::{self, FLAG_WAITED_FOR, FLAGS_AT, HEADER_BYTES, IDENTITY_END};
+use idem_runtime::record::{Admission, Record, State, StoredResult};
+use idem_runtime::store::{Reservation, ReserveRequest};
 
 use super::input::Input;
 
@@ -15,6 +17,8 @@ pub fn record(data: &[u8]) {
         // Each record has one written form, except for the mark of waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
+        // The times are the store's, and no part of the record.
+        unmarked[IDENTITY_END..HEADER_BYTES].fill(0);
         // A script that ends an attempt leaves its `on_crash` flag behind, which no longer counts.
         let written = format::encode(&record);
         if record.is_pending() {
@@ -51,7 +55,7 @@ fn admit(record: &Record, mut input: Input<'_>) {
             assert_eq!(with.attempt, record.attempt + 1);
             assert!(with.is_pending() && with.owner == request.owner && with.attempts_used <= with.attempt);
         }
-        Admission::Answer(Reservation::Finished(finished)) => assert_eq!(finished, *record),
+        Admission::Answer(Reservation::Finished { record: finished, .. }) => assert_eq!(finished, *record),
         Admission::Answer(Reservation::Granted { .. }) => {
             assert!(record.is_pending() && record.owner == request.owner, "it was nobody's own");
         }
@@ -62,13 +66,8 @@ fn admit(record: &Record, mut input: Input<'_>) {
 
 /// Any request.
 pub(crate) fn request(input: &mut Input<'_>) -> ReserveRequest {
-    ReserveRequest {
-        key: Key::new("fuzz", "key").expect("a key"),
-        owner: input.owner(),
-        lease: input.duration(),
-        ttl: input.duration(),
-        fingerprint: input.fingerprint(),
-        on_crash: input.on_crash(),
-        max_attempts: NonZeroU32::new(input.byte().into()),
-    }
+    ReserveRequest::new(Key::new("fuzz", "key").expect("a key"), input.owner(), input.duration(), input.duration())
+        .fingerprint(input.fingerprint())
+        .on_crash(input.on_crash())
+        .max_attempts(NonZeroU32::new(input.byte().into()))
 }

@@ -3,19 +3,23 @@
 //! It shares no decision with the library (not even `Record::admit`), so that it checks the suite as much as the suite
 //! checks it. Most mistakes were found in the field.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
 use futures::future::{Either, join_all, select};
+use idem_runtime::clock::{Clock, Instant, SystemClock};
+use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
-use idem_runtime::{
-    Answers, Clock, CodecName, Finish, Heartbeats, Inspection, Instant, Key, Lease, ManualClock, OnCrash, OwnerToken,
-    Record, Release, Reservation, ReserveRequest, Sleep, State, Store, StoreError, StoreErrorKind, StoreFuture,
-    StoredResult, SystemClock, Task, Verdict,
+use idem_runtime::record::{Record, State, StoredResult, Trail};
+use idem_runtime::store::{
+    Action, Answers, Cursor, Decided, Decision, Filter, Finish, Heartbeats, Holder, Inspection, Lease, OwnerToken,
+    Page, Release, Reservation, ReserveRequest, Standing, StoreFuture, Verdict,
 };
+use idem_runtime::{Key, OnCrash, Store, StoreError, StoreErrorKind};
+use idem_tests::clock::OddClock;
 use tokio::sync::Notify;
 
 macro_rules! mistakes {
@@ -53,9 +57,21 @@ mistakes! {
     NeverForgets, PendingNeverExpires, TtlFromReservation, PendingExpiresAtTtl, TtlSurvivesTakeover, LongTimesAreCut,
     // Waiting.
     NeverWakes, OnlyFinishWakes, WakesOne, WaitsForAnyAttempt, WaitsForFinished, WaitsUnbounded, WaiterReleases,
+    WaitTellsThePast, WaitTellsNoFingerprint, WaitTellsTheGone,
     // Operators.
     LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenSparesResults,
-    ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts,
+    ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts, PurgesTheFinished, PurgesTheLapsed,
+    RefusesWithoutReason, ResolvesLiveLease, ResolvesAnyAttempt, ResolveOverwrites, ResolveNeverSupplies,
+    ResolveKeepsOwner, ResolveFailsNothing, ResolveNotRepeatable, ResolveRenewsRetention, BreakOnlyLapses,
+    BreakIgnoresFail, BreakRefunds, BreakEndsResults, BreakRenewsRetention, ForgetsLiveLease, ForgetsAnyAttempt,
+    ForgetOnlyReleases, DecisionsWakeNobody,
+    // Telling.
+    HolderForgotten, HolderLostAtFinish, HolderLostAtRelease, HolderCutShort, HolderStays, TraceparentForgotten, TraceparentStays,
+    TakeoverIsFirstSeen, BeganIsFirstSeen, RenewalRestartsBegan, FinishRestartsFirstSeen, AgeUntold, AgeOfTheKey, AgeStandsStill, DecisionUnnamed,
+    DecisionNamesPileUp, DecisionForgottenByTheNext,
+    // Listing.
+    ListRepeatsTheLast, ListSkipsAfterAPage, ListTakesScopesThatBeginSo, ListIgnoresLimit, ListIgnoresStanding, ListIgnoresLapse,
+    ListIgnoresAge, ListShowsExpired, ListShowsResults, ListTellsNoHolder, PingKnowsNothing,
     // Robustness.
     HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
 }
@@ -67,20 +83,25 @@ struct Slot {
     record: Record,
     lapses_at: Instant,
     expires_at: Instant,
+    first_seen: Instant,
+    began: Instant,
 }
 
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "nearly all are slots")]
 enum Value {
     Slot(Slot),
     Foreign,
 }
 
-type Values = HashMap<String, Value>;
+type Values = BTreeMap<String, Value>;
 
 #[derive(Debug, Default)]
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
+    /// What the first wait for each key told.
+    told: Mutex<HashMap<Key, Inspection>>,
     /// The keys that another session has locked.
     locked: Mutex<HashSet<String>>,
     unlocked: Notify,
@@ -249,6 +270,7 @@ impl Plain {
 
     fn pending(&self, request: &ReserveRequest, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
         let now = self.now();
+        let before = record.map(|slot| &slot.record.trail);
         let recorded =
             record.and_then(|slot| slot.record.fingerprint).filter(|_| !self.is(M::FingerprintLostAtTakeover));
         let state = State::Pending {
@@ -268,10 +290,52 @@ impl Plain {
             Some(slot) if self.is(M::TtlSurvivesTakeover) => slot.expires_at,
             _ => now.saturating_add(retention),
         };
+        let first_seen = match record {
+            Some(slot) if !self.is(M::TakeoverIsFirstSeen) => slot.first_seen,
+            _ => now,
+        };
         Slot {
-            record: Record { owner: request.owner, attempt, attempts_used: starts, fingerprint, state },
+            first_seen,
+            began: if self.is(M::BeganIsFirstSeen) { first_seen } else { now },
+            record: {
+                let mut record = Record::new(request.owner, attempt, state);
+                record.attempts_used = starts;
+                record.fingerprint = fingerprint;
+                record.trail = self.trail(request, before);
+                record
+            },
             lapses_at: now.saturating_add(request.lease),
             expires_at,
+        }
+    }
+
+    /// What the record of `request` tells, after one that told `before`.
+    fn trail(&self, request: &ReserveRequest, before: Option<&Trail>) -> Trail {
+        let before = before.cloned().unwrap_or_default();
+        let asked = &request.trail;
+        let holder = match asked.holder() {
+            Some(_) if self.is(M::HolderForgotten) => None,
+            Some(holder) if self.is(M::HolderCutShort) => {
+                let text = holder.as_str();
+                let end = text.char_indices().map(|(at, _)| at).find(|at| *at >= 32).unwrap_or(text.len());
+                Some(Holder::new(&text[..end]))
+            }
+            None if self.is(M::HolderStays) => before.holder(),
+            holder => holder,
+        };
+        let traceparent = match asked.traceparent() {
+            _ if self.is(M::TraceparentForgotten) => None,
+            None if self.is(M::TraceparentStays) => before.traceparent(),
+            traceparent => traceparent,
+        };
+        let trail = holder.map_or_else(Trail::default, |holder| Trail::default().with_holder(holder));
+        let trail = trail.with_traceparent(traceparent);
+        match self.is(M::DecisionForgottenByTheNext) {
+            true => trail,
+            false => {
+                let (by, reason) = (before.decided_by(), before.decided_reason());
+                trail.with_decision(by.unwrap_or_default(), reason.unwrap_or_default())
+            }
         }
     }
 
@@ -293,9 +357,10 @@ impl Plain {
 
     fn admit(&self, slot: &mut Option<Slot>, request: &ReserveRequest) -> Reservation {
         let now = self.now();
-        let reserved = |lease: Lease, takeover| Reservation::Granted {
-            lease: Lease { duration: request.lease, on_crash: request.on_crash, ..lease },
-            takeover: takeover && !self.is(M::TakeoverUnannounced),
+        let reserved = |mut lease: Lease, takeover| {
+            lease.duration = request.lease;
+            lease.on_crash = request.on_crash;
+            Reservation::granted(lease, takeover && !self.is(M::TakeoverUnannounced))
         };
         let Some(found) = slot.as_ref() else {
             let first = slot.insert(self.pending(request, 1, 1, None));
@@ -316,7 +381,15 @@ impl Plain {
         let mut takeover = false;
         match &record.state {
             State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
-            State::Completed(_) | State::Failed(_) => return Reservation::Finished(record.clone()),
+            State::Completed(_) | State::Failed(_) => {
+                let age = match self.mistake {
+                    M::AgeUntold => None,
+                    M::AgeOfTheKey => Some(now.saturating_since(found.first_seen)),
+                    M::AgeStandsStill => Some(Duration::ZERO),
+                    _ => Some(now.saturating_since(found.began)),
+                };
+                return Reservation::finished(record.clone()).aged(age);
+            }
             State::Interrupted => return Reservation::Interrupted { attempt },
             State::Released if record.owner == request.owner && !self.is(M::LateReservationPasses) => {
                 return Reservation::Released { attempt };
@@ -334,13 +407,14 @@ impl Plain {
                         return Reservation::Interrupted { attempt };
                     }
                     let lapses_in = if self.is(M::LiveLeaseHasNoTimeLeft) { Duration::ZERO } else { lapses_in };
-                    return Reservation::InProgress { attempt, lapses_in };
+                    return Reservation::in_progress(attempt, lapses_in);
                 }
                 if holder || newcomer {
                     return Reservation::Interrupted { attempt };
                 }
                 takeover = true;
             }
+            other => unreachable!("{other:?}"),
         }
         if used_up {
             return Reservation::AttemptsExhausted { attempts: record.attempts_used };
@@ -366,6 +440,9 @@ impl Plain {
         if (granted && !self.is(M::RenewDoesNothing)) || (pending && self.is(M::RefusedRenewExtends)) {
             slot.lapses_at = now.saturating_add(lease.duration);
             slot.expires_at = slot.lapses_at.saturating_add(lease.ttl);
+            if self.is(M::RenewalRestartsBegan) {
+                slot.began = now;
+            }
         }
         if granted { Verdict::Applied } else { Verdict::Refused }
     }
@@ -376,7 +453,8 @@ impl Plain {
         let Some(found) = slot else {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
-                *slot = Some(Slot { record: Record::after(lease, state), lapses_at: now, expires_at });
+                let record = Record::after(lease, state);
+                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now });
                 return Verdict::Applied;
             }
             return Verdict::Refused;
@@ -446,6 +524,13 @@ impl Plain {
         if self.is(loses) {
             record.fingerprint = None;
         }
+        if self.is(if release.is_some() { M::HolderLostAtRelease } else { M::HolderLostAtFinish }) {
+            record.trail = Trail::default();
+        }
+        if release.is_none() && self.is(M::FinishRestartsFirstSeen) {
+            found.first_seen = now;
+        }
+        let record = &mut found.record;
         record.state = match state {
             State::Interrupted if self.is(M::InterruptedIsReleased) => State::Released,
             State::Completed(payload) => State::Completed(self.written(payload)),
@@ -477,69 +562,136 @@ impl Plain {
         }
     }
 
-    fn decide(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
+    /// Returns whether the record takes this end.
+    fn resolve(&self, found: &mut Slot, finish: &Finish) -> bool {
         let now = self.now();
-        if slot.is_none() && self.is(M::ReopenUpserts) {
-            let record = Record::after(lease, State::Released);
-            *slot = Some(Slot { record, lapses_at: now, expires_at: now.saturating_add(lease.ttl) });
-            return Verdict::Applied;
+        let same = found.record.state == finish.state();
+        let has = |result: &StoredResult| matches!(result, StoredResult::Encoded { .. });
+        let supplies = match (&found.record.state, finish) {
+            (State::Completed(missing), Finish::Completed(given)) | (State::Failed(missing), Finish::Failed(given)) => {
+                !has(missing) && has(given)
+            }
+            _ => false,
+        };
+        let repeats = same && !self.is(M::ResolveNotRepeatable);
+        let takes = repeats || (supplies && !self.is(M::ResolveNeverSupplies));
+        if found.record.is_finished() && !takes && !self.is(M::ResolveOverwrites) {
+            return false;
         }
-        let Some(found) = slot else { return Verdict::Refused };
-        let live = matches!(found.record.state, State::Pending { .. }) && found.lapses_at > now;
-        let spared = found.record.is_finished() && self.is(M::ReopenSparesResults);
-        let refused = (found.record.attempt != lease.attempt && !self.is(M::ReopensAnyAttempt))
-            || (live && !self.is(M::ReopensLiveLease))
-            || spared;
-        if refused {
-            return Verdict::Refused;
+        if !same && !self.is(M::ResolveKeepsOwner) {
+            // Another one each time: a result may be supplied for what was resolved without one.
+            let next = u128::from_be_bytes(*found.record.owner.as_bytes()).wrapping_add(0x55 << 64);
+            found.record.owner = OwnerToken::from_bytes(next.to_be_bytes());
         }
-        self.wake(false);
-        if self.is(M::ReopenDeletes) {
-            *slot = None;
-            return Verdict::Applied;
-        }
-        if !self.is(M::ReopenKeepsStarts) {
-            found.record.attempts_used = 0;
-        }
-        found.record.state = State::Released;
-        if self.is(M::ReopenRenewsRetention) {
+        found.record.state = match finish.state() {
+            State::Failed(result) if self.is(M::ResolveFailsNothing) => State::Completed(result),
+            state => state,
+        };
+        found.lapses_at = now;
+        if self.is(M::ResolveRenewsRetention) {
             found.expires_at = now.saturating_add(Duration::from_secs(600));
         }
-        Verdict::Applied
+        true
+    }
+
+    fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> Decided {
+        let now = self.now();
+        let any = match decision.action {
+            Action::Reopen => M::ReopensAnyAttempt,
+            Action::Resolve(_) => M::ResolvesAnyAttempt,
+            Action::Forget => M::ForgetsAnyAttempt,
+            _ => M::None,
+        };
+        let at_any_time = match decision.action {
+            Action::Reopen => M::ReopensLiveLease,
+            Action::Resolve(_) => M::ResolvesLiveLease,
+            Action::Forget => M::ForgetsLiveLease,
+            _ => M::None,
+        };
+        let no_reason = self.is(M::RefusesWithoutReason);
+        let Some(found) = slot else {
+            if self.is(M::ReopenUpserts) {
+                let nobody = OwnerToken::from_bytes([0; OwnerToken::BYTES]);
+                let record = Record::new(nobody, decision.attempt, State::Released);
+                let expires_at = now.saturating_add(Duration::from_secs(600));
+                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now });
+                return Decided::Applied;
+            }
+            return Decided::NoRecord;
+        };
+        if found.record.attempt != decision.attempt && !(any != M::None && self.is(any)) {
+            return if no_reason { Decided::NoRecord } else { Decided::other_attempt(found.record.attempt) };
+        }
+        let pending = matches!(found.record.state, State::Pending { .. });
+        let live = pending && found.lapses_at > now && decision.action != Action::BreakLease;
+        if live && !(at_any_time != M::None && self.is(at_any_time)) {
+            let lapses_in = found.lapses_at.saturating_since(now);
+            return if no_reason { Decided::NoRecord } else { Decided::live_lease(lapses_in) };
+        }
+        let finished = found.record.is_finished();
+        match &decision.action {
+            Action::Reopen => {
+                if finished && self.is(M::ReopenSparesResults) {
+                    return Decided::Finished;
+                }
+                if self.is(M::ReopenDeletes) {
+                    *slot = None;
+                    self.wake(false);
+                    return Decided::Applied;
+                }
+                if !self.is(M::ReopenKeepsStarts) {
+                    found.record.attempts_used = 0;
+                }
+                found.record.state = State::Released;
+                if self.is(M::ReopenRenewsRetention) {
+                    found.expires_at = now.saturating_add(Duration::from_secs(600));
+                }
+            }
+            Action::Resolve(finish) => {
+                if !self.resolve(found, finish) {
+                    return Decided::Finished;
+                }
+            }
+            Action::BreakLease => match found.record.state {
+                State::Pending { on_crash, .. } => {
+                    let fails = on_crash == OnCrash::Fail && !self.is(M::BreakIgnoresFail);
+                    found.lapses_at = now;
+                    if !self.is(M::BreakOnlyLapses) {
+                        found.record.state = if fails { State::Interrupted } else { State::Released };
+                    }
+                    if self.is(M::BreakRefunds) {
+                        found.record.attempts_used -= 1;
+                    }
+                    if self.is(M::BreakRenewsRetention) {
+                        found.expires_at = now.saturating_add(Duration::from_secs(600));
+                    }
+                }
+                _ if finished && self.is(M::BreakEndsResults) => found.record.state = State::Released,
+                _ if finished => return Decided::Finished,
+                _ => {}
+            },
+            Action::Forget if self.is(M::ForgetOnlyReleases) => found.record.state = State::Released,
+            Action::Forget => *slot = None,
+            _ => unreachable!("the suite knows no other action"),
+        }
+        if let Some(found) = slot.as_mut().filter(|_| !self.is(M::DecisionUnnamed)) {
+            let says_something = !decision.by.is_empty() || !decision.reason.is_empty();
+            if says_something || !self.is(M::DecisionNamesPileUp) {
+                found.record.trail = found.record.trail.with_decision(&decision.by, &decision.reason);
+            }
+        }
+        if !self.is(M::DecisionsWakeNobody) {
+            self.wake(false);
+        }
+        Decided::Applied
     }
 }
 
 fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
-    /// Real time, but the same random numbers for every handle.
-    #[derive(Debug)]
-    struct SameChance(Arc<dyn Clock>);
-
-    impl Clock for SameChance {
-        fn now(&self) -> Instant {
-            self.0.now()
-        }
-
-        fn wall(&self) -> Duration {
-            self.0.wall()
-        }
-
-        fn sleep(&self, duration: Duration) -> Sleep {
-            self.0.sleep(duration)
-        }
-
-        fn entropy(&self) -> u128 {
-            ManualClock::seeded(7).entropy()
-        }
-
-        fn spawn(&self, task: Task) {
-            self.0.spawn(task);
-        }
-    }
-
     // Two handles share the times in their records, so they share the clock of these times.
     static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
-    let clock: Arc<dyn Clock> = Arc::new(*CLOCK);
-    Arc::new(Heartbeats::new(if mistake == M::OwnersRepeat { Arc::new(SameChance(clock)) } else { clock }))
+    let clock = OddClock::new(*CLOCK);
+    Arc::new(Heartbeats::new(Arc::new(if mistake == M::OwnersRepeat { clock.without_chance() } else { clock })))
 }
 
 /// Lets other tasks run, `times` times.
@@ -573,6 +725,103 @@ impl Drop for Flight<'_> {
             store.heartbeats.clock().sleep(Duration::from_millis(30)).await;
             store.one(&request.key, true, |slot| store.admit(slot, &request)).await
         });
+    }
+}
+
+impl Plain {
+    /// What a wait for `key` tells.
+    async fn told(&self, key: &Key) -> Result<Option<Inspection>, StoreError> {
+        let mut found = self.inspect(key).await?;
+        if self.is(M::WaitTellsNoFingerprint)
+            && let Some(found) = &mut found
+        {
+            found.record.fingerprint = None;
+        }
+        let mut told = self.shared.told.lock().unwrap();
+        let first = told.get(key).cloned();
+        if let Some(found) = &found {
+            told.entry(key.clone()).or_insert_with(|| found.clone());
+        }
+        Ok(match &found {
+            Some(_) if self.is(M::WaitTellsThePast) => first.or(found),
+            None if self.is(M::WaitTellsTheGone) => first,
+            _ => found,
+        })
+    }
+
+    fn seen(&self, slot: &Slot) -> Inspection {
+        let now = self.now();
+        let lapses_in = slot.lapses_at.saturating_since(now);
+        let lapses_in = if self.is(M::LapseHidden) { lapses_in.max(Duration::from_millis(1)) } else { lapses_in };
+        let inspection = Inspection::new(
+            slot.record.clone(),
+            slot.expires_at.saturating_since(now),
+            matches!(slot.record.state, State::Pending { .. }).then_some(lapses_in),
+        );
+        let [first_seen, began] = [slot.first_seen, slot.began].map(|at| Some(now.saturating_since(at)));
+        inspection.since(first_seen, began)
+    }
+
+    /// Whether `filter` asks for this record.
+    fn asks_for(&self, filter: &Filter, key: &Key, seen: &Inspection) -> bool {
+        let standing = match (&seen.record.state, seen.lapses_in) {
+            (State::Pending { .. }, Some(left)) if left.is_zero() && !self.is(M::ListIgnoresLapse) => Standing::Lapsed,
+            (State::Pending { .. }, _) => Standing::Running,
+            (State::Released, _) => Standing::Released,
+            (State::Interrupted, _) => Standing::Interrupted,
+            (State::Completed(_), _) => Standing::Completed,
+            _ => Standing::Failed,
+        };
+        let scope = filter.scope.as_deref();
+        (filter.standings.is_empty() || filter.standings.contains(&standing) || self.is(M::ListIgnoresStanding))
+            && scope.is_none_or(|scope| match self.is(M::ListTakesScopesThatBeginSo) {
+                true => key.scope().starts_with(scope),
+                false => key.scope() == scope,
+            })
+            && (self.is(M::ListIgnoresAge) || filter.older_than.is_none_or(|age| seen.began >= Some(age)))
+    }
+
+    fn page(&self, filter: &Filter) -> Page {
+        let now = self.now();
+        let values = self.shared.values.lock().unwrap();
+        let after = filter.after.as_ref().map_or("", Cursor::as_str);
+        let mut records: Vec<(Key, Inspection)> = Vec::new();
+        let mut skips = self.is(M::ListSkipsAfterAPage) && !after.is_empty();
+        for (name, value) in values.iter() {
+            let Value::Slot(slot) = value else { continue };
+            let is_over = slot.expires_at <= now && !self.is(M::ListShowsExpired);
+            let is_seen = if self.is(M::ListRepeatsTheLast) { **name < *after } else { **name <= *after };
+            if is_over || is_seen || std::mem::take(&mut skips) {
+                continue;
+            }
+            let key: Key = name.parse().expect("a stored key");
+            let mut seen = self.seen(slot);
+            if !self.asks_for(filter, &key, &seen) {
+                continue;
+            }
+            if records.len() == filter.limit as usize && !self.is(M::ListIgnoresLimit) {
+                let last = records.last().map(|(key, _)| Cursor::new(key.as_str()));
+                return Page::new(records, last);
+            }
+            if let State::Completed(result) | State::Failed(result) = &mut seen.record.state
+                && let StoredResult::Encoded { codec, bytes } = result
+                && !self.is(M::ListShowsResults)
+            {
+                *result = StoredResult::LeftOut { codec: *codec, size: Some(bytes.len() as u64) };
+            }
+            if self.is(M::ListTellsNoHolder) {
+                seen.record.trail = Trail::default();
+            }
+            records.push((key, seen));
+        }
+        Page::new(records, None)
+    }
+
+    fn reached(&self) -> Result<(), StoreError> {
+        match self.reachable {
+            true => Ok(()),
+            false => Err(StoreError::new(StoreErrorKind::Unavailable, "no server")),
+        }
     }
 }
 
@@ -676,7 +925,7 @@ impl Store for Plain {
         self.one(&lease.key, true, move |slot| self.end(slot, lease, release.state(), Some(release)))
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let mut limit = self.heartbeats.clock().sleep(at_most);
             loop {
@@ -689,7 +938,7 @@ impl Store for Plain {
                     _ => false,
                 });
                 if !pending {
-                    return Ok(());
+                    return self.told(key).await;
                 }
                 let over = poll_fn(|cx| {
                     if written.as_mut().poll(cx).is_ready() {
@@ -705,39 +954,42 @@ impl Store for Plain {
                         };
                         self.one(key, true, release).await?;
                     }
-                    return Ok(());
+                    return self.told(key).await;
                 }
             }
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.one(key, false, |slot| {
-            let now = self.now();
-            slot.as_ref().map(|slot| {
-                let lapses_in = slot.lapses_at.saturating_since(now);
-                let lapses_in =
-                    if self.is(M::LapseHidden) { lapses_in.max(Duration::from_millis(1)) } else { lapses_in };
-                Inspection {
-                    record: slot.record.clone(),
-                    expires_in: slot.expires_at.saturating_since(now),
-                    lapses_in: matches!(slot.record.state, State::Pending { .. }).then_some(lapses_in),
-                }
-            })
-        })
+        self.one(key, false, |slot| slot.as_ref().map(|slot| self.seen(slot)))
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        let lease = Lease {
-            key: key.clone(),
-            owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
-            attempt,
-            attempts_used: 0,
-            duration: Duration::ZERO,
-            ttl: Duration::from_secs(600),
-            on_crash: OnCrash::Retry,
-            fingerprint: None,
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        self.one(&decision.key, true, move |slot| Self::decide(self, slot, decision))
+    }
+
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        let now = self.now();
+        let over = |slot: &Slot| {
+            let lapsed = matches!(slot.record.state, State::Pending { .. }) && slot.lapses_at <= now;
+            slot.expires_at <= now
+                || (self.is(M::PurgesTheFinished) && slot.record.is_finished())
+                || (self.is(M::PurgesTheLapsed) && lapsed)
         };
-        self.one(key, true, move |slot| self.decide(slot, &lease))
+        let mut values = self.shared.values.lock().unwrap();
+        let expired = values.iter().filter(|(_, value)| matches!(value, Value::Slot(slot) if over(slot)));
+        let names: Vec<_> = expired.take(batch as usize).map(|(name, _)| name.clone()).collect();
+        for name in &names {
+            values.remove(name);
+        }
+        StoreFuture::ready(Ok(names.len() as u64))
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        StoreFuture::ready(self.reached().map(|()| self.page(filter)))
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        StoreFuture::ready(if self.is(M::PingKnowsNothing) { Ok(()) } else { self.reached() })
     }
 }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use futures::StreamExt as _;
-use idem_runtime::{Error, OnCrash, Outcome, Record, State, Store, StoredResult};
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::{Error, OnCrash, Outcome, Store};
 
 use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Scene};

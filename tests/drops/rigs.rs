@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use idem_runtime::{Cached, MemoryStore, PostgresOptions, PostgresStore, RedisStore, SqliteStore, Store};
+use idem_runtime::postgres::PostgresOptions;
+use idem_runtime::{Cached, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator, TABLE, Wire};
 use idem_tests::postgres::{PgBouncer, PostgresServer};

@@ -9,10 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use idem_runtime::{
-    Error, InProgress, Json, Key, OnCrash, Operation, Outcome, Policy, Record, Store, current, observe, record_values,
-    run,
-};
+use idem_runtime::record::Record;
+use idem_runtime::{Error, InProgress, Key, OnCrash, Operation, Outcome, Policy, Store, current, observe};
 use idem_tests::chance::Chance;
 use idem_tests::proxy::Line;
 use idem_tests::yields;
@@ -345,7 +343,7 @@ impl Calls {
             books.returned(key, run, work.succeeds);
             if work.succeeds { Ok(attempt) } else { Err(Failure::TheBodys) }
         };
-        observe(run(operation, record_values::<Json>(), body))
+        observe(operation.run(body))
     }
 
     /// A call with an empty body, made only for its outcome.

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use idem_runtime::{Backoff, Doubt, Uncertain};
+use idem_runtime::policy::{Backoff, Doubt, Uncertain};
 
 use super::super::*;
 
@@ -38,7 +38,7 @@ trait IntoError {
 impl IntoError for std::io::Error {
     /// Any error will do.
     fn into_error(self) -> Error {
-        Error::MissingKey { scope: self.to_string() }
+        Error::NoAttempt
     }
 }
 
@@ -61,7 +61,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
     let other = Operation::new(&world.store, Ok(World::key("other")), POLICY);
     let (_, outcome) = observe(async {
         let _ = world.call_result(POLICY).await;
-        run(other, record_values::<Json>(), world.body()).await
+        other.run(world.body()).await
     })
     .await;
     assert!(outcome.recorded(), "of the last one");
@@ -70,8 +70,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 
     let world = World::new();
     for _ in 0..2 {
-        let failing =
-            run(world.operation(POLICY), record_results::<Json>(), async { Err::<u32, _>(Failure::Declined(1)) });
+        let failing = world.operation(POLICY).record_errors().run(async { Err::<u32, _>(Failure::Declined(1)) });
         let (_, outcome) = observe(async {
             let _ = failing.await;
             Ok::<_, Error>(())
@@ -92,7 +91,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
 
     // While its body runs.
     let world = World::new();
-    let hanging = run(world.operation(POLICY), record_values::<Json>(), std::future::pending::<Result<u32, Error>>());
+    let hanging = world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>());
     let (_, outcome) = observe(cut_off(Box::pin(hanging))).await;
     assert!(outcome.cancelled() && outcome.executed() && outcome.uncertain() && !outcome.recorded(), "{outcome:?}");
     assert_eq!((outcome.key().unwrap().text(), outcome.attempt()), ("k", Some(1)));
@@ -123,7 +122,7 @@ async fn a_panic_ends_the_delivery_and_not_the_consumer() {
             tokio::task::yield_now().await;
             panic!("on purpose");
         };
-        let call = run(world.operation(policy), record_values::<Json>(), body);
+        let call = world.operation(policy).run(body);
         let (result, outcome): (Result<u32, Error>, _) = observe(call).catch_panics().await;
         let error = result.unwrap_err();
         assert!(matches!(&error, Error::Panicked { key: Some(key), attempt: Some(1), .. } if key.text() == "k"));
@@ -147,7 +146,7 @@ async fn a_call_in_a_task_of_its_own_is_observed_there() {
     let store = MemoryStore::new();
     let call = move || {
         let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
-        run(operation, record_values::<Json>(), async { Ok::<_, Error>(1) })
+        operation.run(async { Ok::<_, Error>(1) })
     };
     let (joined, outcome) = observe(tokio::spawn(call())).await;
     assert_eq!(joined.unwrap().unwrap(), 1);
@@ -189,7 +188,7 @@ async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
     let world = World::new();
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let mut deliveries = 0;
-    while idem_runtime::Clock::now(&world.clock).since_origin() < Duration::from_secs(600) {
+    while idem_runtime::clock::Clock::now(&world.clock).since_origin() < Duration::from_secs(600) {
         let (_, outcome) = driving(&world.clock, world.call(POLICY)).await;
         world.clock.advance(retries(&outcome));
         deliveries += 1;
@@ -209,13 +208,10 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
     let (result, outcome) = world.call(POLICY).await;
     assert!(result.unwrap_err().is_misconfigured() && outcome.misconfigured());
     retries(&outcome);
-    let clash = idem_runtime::KeyProblem::InvalidScope;
-    let error = Error::InvalidKey { scope: "a/b".to_owned(), problem: clash };
+    let error = Error::from(Key::new("a/b", 1).unwrap_err());
     assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
     // An invalid message is a different case.
-    let (result, outcome) =
-        observe(run(Operation::new(&world.store, Key::new("test", ""), POLICY), record_values::<Json>(), world.body()))
-            .await;
+    let (result, outcome) = observe(Operation::new(&world.store, Key::new("test", ""), POLICY).run(world.body())).await;
     assert!(!result.unwrap_err().is_misconfigured() && !outcome.misconfigured());
     assert_eq!((outcome.disposition(), outcome.refusal()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
 }
@@ -234,14 +230,12 @@ async fn what_can_not_be_recorded_is_never_tried_again_at_once() {
 #[tokio::test]
 async fn a_mismatch_shows_both_payloads_and_how_old_the_record_is() {
     let world = World::new();
-    let call = |payload: &'static str| {
-        run(world.operation(POLICY).fingerprint(payload), record_values::<Json>(), world.body())
-    };
+    let call = |payload: &'static str| world.operation(POLICY).fingerprint(payload).run(world.body());
     call("a").await.unwrap();
     world.clock.advance(Duration::from_secs(90));
     let Err(Error::FingerprintMismatch { payloads, .. }) = call("b").await else { panic!("another payload") };
-    assert_eq!(payloads.presented, Some(idem_runtime::Fingerprint::of("b").unwrap()));
-    assert_eq!(payloads.recorded, Some(idem_runtime::Fingerprint::of("a").unwrap()));
+    assert_eq!(payloads.presented, Some(idem_runtime::key::Fingerprint::of("b").unwrap()));
+    assert_eq!(payloads.recorded, Some(idem_runtime::key::Fingerprint::of("a").unwrap()));
     assert_eq!(payloads.age, Some(Duration::from_secs(90)));
     let text = call("b").await.unwrap_err().to_string();
     for part in [payloads.presented.unwrap().short().to_string(), payloads.recorded.unwrap().short().to_string()] {
@@ -270,15 +264,14 @@ async fn whatever_is_in_doubt_is_told_once() {
     let world = World::new();
     let policy = POLICY.on_uncertain(note);
     let operation = |policy| Operation::new(&world.store, Ok(World::key("doubted")), policy);
-    let hanging =
-        |policy| run(operation(policy), record_values::<Json>(), std::future::pending::<Result<u32, Error>>());
+    let hanging = |policy| operation(policy).run(std::future::pending::<Result<u32, Error>>());
 
     let mut dropped = Box::pin(hanging(policy));
     assert!(poll_once(dropped.as_mut()).await.is_pending());
     drop(dropped);
     assert_eq!(noted("doubted"), [(1, Doubt::Cancelled)]);
 
-    let panicking = run(operation(policy), record_values::<Json>(), async { panic!("on purpose") });
+    let panicking = operation(policy).run(async { panic!("on purpose") });
     let (_, outcome): (Result<u32, Error>, _) = observe(panicking).catch_panics().await;
     assert!(outcome.uncertain());
     assert_eq!(noted("doubted"), [(2, Doubt::Panicked)]);
@@ -288,7 +281,7 @@ async fn whatever_is_in_doubt_is_told_once() {
     assert_eq!(noted("doubted"), [(3, Doubt::TimedOut)]);
 
     world.store.next(Call::Finish, Fault::Slow(1));
-    let mut late = Box::pin(run(operation(policy), record_values::<Json>(), async {
+    let mut late = Box::pin(operation(policy).run(async {
         world.clock.advance(LEASE * 2);
         Ok::<u32, Error>(4)
     }));
@@ -300,7 +293,7 @@ async fn whatever_is_in_doubt_is_told_once() {
     assert!(late.await.is_ok(), "nobody has taken over");
 
     // A call that is refused before its body, and one that ends normally, leave no doubt.
-    assert!(run(operation(policy), record_values::<Json>(), world.body()).await.is_ok(), "a replay");
+    assert!(operation(policy).run(world.body()).await.is_ok(), "a replay");
     let mut replayed = Box::pin(hanging(policy));
     assert!(poll_once(replayed.as_mut()).await.is_ready());
     assert_eq!(noted("doubted"), []);

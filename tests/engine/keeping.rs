@@ -4,35 +4,10 @@
 use std::sync::Arc;
 use std::thread;
 
-use idem_runtime::{Clock, Instant, Sleep, SystemClock, Task};
+use idem_runtime::clock::Clock;
+use idem_tests::clock::OddClock;
 
 use super::super::*;
-
-/// Time that the test drives, with tasks on the library's own thread.
-#[derive(Clone, Debug)]
-struct OwnThread(ManualClock);
-
-impl Clock for OwnThread {
-    fn now(&self) -> Instant {
-        self.0.now()
-    }
-
-    fn wall(&self) -> Duration {
-        self.0.wall()
-    }
-
-    fn sleep(&self, duration: Duration) -> Sleep {
-        self.0.sleep(duration)
-    }
-
-    fn entropy(&self) -> u128 {
-        self.0.entropy()
-    }
-
-    fn spawn(&self, task: Task) {
-        SystemClock::default().spawn(task);
-    }
-}
 
 /// Blocks this thread until `done`.
 fn block_until(what: &str, mut done: impl FnMut() -> bool) {
@@ -49,7 +24,7 @@ fn block_until(what: &str, mut done: impl FnMut() -> bool) {
 #[test]
 fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
     let clock = ManualClock::new();
-    let memory = MemoryStore::options().clock(OwnThread(clock.clone())).build();
+    let memory = MemoryStore::options().clock(OddClock::new(clock.clone()).tasks_on_their_own_thread()).build();
     let store = FaultyStore::new(&memory);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
@@ -59,11 +34,9 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
             block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
             block_until("a beat", || store.count(Call::Renew) >= beats);
-            let mut other = Box::pin(observe(run(
-                Operation::new(&memory.peer(), Ok(World::key("k")), POLICY),
-                record_values::<Json>(),
-                async { Ok::<_, Error>(2) },
-            )));
+            let mut other = Box::pin(observe(
+                Operation::new(&memory.peer(), Ok(World::key("k")), POLICY).run(async { Ok::<_, Error>(2) }),
+            ));
             let Poll::Ready((result, _)) = other.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
                 panic!("memory answers at once")
             };
@@ -71,7 +44,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
         }
         Ok::<_, Error>(1)
     };
-    assert_eq!(runtime.block_on(run(operation, record_values::<Json>(), body)).unwrap(), 1);
+    assert_eq!(runtime.block_on(operation.run(body)).unwrap(), 1);
 }
 
 #[test]
@@ -79,7 +52,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let store = FaultyStore::new(&MemoryStore::new());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
-    let mut call = Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()));
+    let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
     // The first tries fail, so that the release needs a task, and time that passes.
     store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
@@ -101,7 +74,7 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
         polls.set(polls.get() + 1);
         Poll::<Result<u32, Error>>::Pending
     });
-    let mut call = Box::pin(run(world.operation(POLICY), record_values::<Json>(), body));
+    let mut call = Box::pin(world.operation(POLICY).run(body));
     assert!(poll_once(call.as_mut()).await.is_pending());
     world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
     // The process is stopped for longer than its lease.
@@ -132,11 +105,7 @@ async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
         let world = World::new();
         let policy = policy.timeout(LEASE * 4);
         let began = world.clock.now();
-        let call = observe(run(
-            world.operation(policy),
-            record_values::<Json>(),
-            std::future::pending::<Result<u32, Error>>(),
-        ));
+        let call = observe(world.operation(policy).run(std::future::pending::<Result<u32, Error>>()));
         let (result, outcome) = driving(&world.clock, call).await;
         let Err(Error::TimedOut { attempt: 1, timeout, .. }) = result else { panic!("{result:?}") };
         let took = world.clock.now().saturating_since(began);
@@ -168,7 +137,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
     let stuck = world.hang(POLICY).await;
     let others: Vec<_> = futures::future::join_all((0..5).map(async |n| {
         let operation = Operation::new(&world.store, Ok(World::key(&format!("other {n}"))), POLICY);
-        let mut call = Box::pin(run(operation, record_values::<Json>(), std::future::pending::<Result<u32, Error>>()));
+        let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
         assert!(poll_once(call.as_mut()).await.is_pending());
         call
     }))
@@ -184,7 +153,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
     settle().await;
     for n in 0..5 {
         let other = Operation::new(&world.store, Ok(World::key(&format!("other {n}"))), POLICY);
-        let result = run(other, record_values::<Json>(), world.body()).await;
+        let result = other.run(world.body()).await;
         assert!(matches!(result, Err(Error::InProgress { .. })), "{n}: {result:?}");
     }
     drop((stuck, others));
@@ -203,7 +172,7 @@ async fn a_store_that_is_full_for_a_moment_gets_the_result() {
                 }
                 world.body().await
             };
-            let mut call = Box::pin(observe(run(world.operation(POLICY), record_values::<Json>(), body)));
+            let mut call = Box::pin(observe(world.operation(POLICY).run(body)));
             for _ in 0..10 {
                 assert!(poll_once(call.as_mut()).await.is_pending());
                 settle().await;
@@ -249,7 +218,7 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
     // The result is recorded, the answer is lost, and no other finish gets through until after the next beat.
     world.store.next(Call::Finish, Fault::After);
     world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
-    let mut call = Box::pin(observe(run(world.operation(POLICY), record_values::<Json>(), world.body())));
+    let mut call = Box::pin(observe(world.operation(POLICY).run(world.body())));
     while world.store.count(Call::Renew) == 0 {
         assert!(poll_once(call.as_mut()).await.is_pending());
         settle().await;
@@ -271,14 +240,16 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
 async fn an_attempt_that_has_ended_holds_no_lease() {
     let world = World::new();
     let kept = Cell::new(None);
-    run(world.operation(POLICY), record_values::<Json>(), async {
-        let attempt = current().expect("inside");
-        assert_eq!(attempt.lease_remaining(), LEASE);
-        kept.set(Some(attempt));
-        Ok::<_, Error>(1)
-    })
-    .await
-    .unwrap();
+    world
+        .operation(POLICY)
+        .run(async {
+            let attempt = current().expect("inside");
+            assert_eq!(attempt.lease_remaining(), LEASE);
+            kept.set(Some(attempt));
+            Ok::<_, Error>(1)
+        })
+        .await
+        .unwrap();
     assert_eq!(kept.take().unwrap().lease_remaining(), Duration::ZERO);
 }
 
@@ -290,6 +261,6 @@ fn a_lease_that_a_store_can_not_keep_is_told_at_the_start() {
     assert!(policy.check_with(&MemoryStore::new()).is_ok());
     let store = FaultyStore::new(&*Slow(Arc::new(MemoryStore::new())).0).answers_within(Duration::from_secs(5));
     let problem = policy.check_with(&store).unwrap_err();
-    assert!(problem.to_string().contains("`lease` is 1s, and one call of the store may take 5s"), "{problem}");
+    assert!(problem.to_string().contains("`lease` is 1s, but one store call may take 5s"), "{problem}");
     assert!(POLICY.check_with(&store).is_ok());
 }

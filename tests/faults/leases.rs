@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use idem_runtime::{Error, Json, Key, Operation, Policy, record_values, run};
+use idem_runtime::{Error, Key, Operation, Policy};
 use idem_tests::proxy::Line;
 use idem_tests::race::{self, Crew, Event, Keys, Place, Rules, Work};
 use idem_tests::stores;
@@ -97,8 +97,12 @@ impl<R: Rig> Scene<R> {
             self.crew.open_gate(*holder);
         }
         let effects = self.ended(all).await;
-        let again: Vec<usize> = keys.into_iter().filter(|key| effects[*key].len() != 1).collect();
-        let lines: Vec<_> = self.crew.lines().into_iter().filter(|line| again.contains(&line.key)).collect();
+        let lines = self.crew.lines();
+        // A server that is starved of its processor for a lease takes no result; its body was not taken over, and runs again.
+        let unrecorded = |key| lines.iter().any(|line| line.key == key && line.event == Event::Unrecorded);
+        let again = |key: &usize| effects[*key].len() != 1 && !unrecorded(*key);
+        let again: Vec<usize> = keys.into_iter().filter(again).collect();
+        let lines: Vec<_> = lines.iter().filter(|line| again.contains(&line.key)).collect();
         let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
         let lines = lines.join("\n");
         assert!(again.is_empty(), "these keys were taken over: {again:?}{lines}");
@@ -270,7 +274,7 @@ async fn longest_call(spec: &str) -> Duration {
     for n in 0..10 {
         let asked = Instant::now();
         let operation = Operation::new(&*store, Key::new("pace", n), POLICY);
-        run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.expect("runs");
+        operation.run(async { Ok::<_, Error>(n) }).await.expect("runs");
         longest = longest.max(asked.elapsed());
     }
     longest

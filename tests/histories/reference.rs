@@ -4,7 +4,9 @@
 
 use std::collections::HashMap;
 
-use idem_runtime::{Finish, OnCrash, Release, Verdict};
+use idem_runtime::OnCrash;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Release, Verdict};
 
 /// The request for an attempt.
 #[derive(Clone, Debug)]
@@ -46,6 +48,9 @@ pub(crate) enum Answer {
     Exhausted { attempts: u32 },
     Released { attempt: u32 },
 }
+
+/// The owner of a result that an operator has given: none of those who ask.
+pub(crate) const NOBODY: usize = usize::MAX;
 
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Reference {
@@ -164,6 +169,50 @@ impl Reference {
         }
         entry.phase = Phase::Released;
         entry.starts = 0;
+        Verdict::Applied
+    }
+
+    pub(crate) fn break_lease(&mut self, key: usize, attempt: u32) -> Verdict {
+        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
+        entry.phase = match &entry.phase {
+            Phase::Pending { on_crash: OnCrash::Fail, .. } | Phase::Interrupted => Phase::Interrupted,
+            Phase::Pending { .. } | Phase::Released => Phase::Released,
+            Phase::Finished(_) => return Verdict::Refused,
+        };
+        Verdict::Applied
+    }
+
+    pub(crate) fn resolve(&mut self, key: usize, attempt: u32, finish: &Finish) -> Verdict {
+        let now = self.now;
+        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
+        let missing = |result: &StoredResult| !matches!(result, StoredResult::Encoded { .. });
+        match &entry.phase {
+            Phase::Pending { lapses_at, .. } if now < *lapses_at => return Verdict::Refused,
+            Phase::Pending { .. } | Phase::Released | Phase::Interrupted => {}
+            Phase::Finished(recorded) if recorded == finish => return Verdict::Applied,
+            Phase::Finished(recorded) => {
+                let alike = matches!(
+                    (recorded, finish),
+                    (Finish::Completed(_), Finish::Completed(_)) | (Finish::Failed(_), Finish::Failed(_))
+                );
+                // Supplied: nobody can have been given another one.
+                if !alike || !missing(recorded.result()) || missing(finish.result()) {
+                    return Verdict::Refused;
+                }
+            }
+        }
+        entry.owner = NOBODY;
+        entry.phase = Phase::Finished(finish.clone());
+        Verdict::Applied
+    }
+
+    pub(crate) fn forget(&mut self, key: usize, attempt: u32) -> Verdict {
+        let now = self.now;
+        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
+        if matches!(entry.phase, Phase::Pending { lapses_at, .. } if now < lapses_at) {
+            return Verdict::Refused;
+        }
+        self.entries.remove(&key);
         Verdict::Applied
     }
 }

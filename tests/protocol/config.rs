@@ -1,6 +1,7 @@
 //! The configurations that are checked: the calls, their policies, and how many faults occur.
 
-use idem_runtime::{OnCrash, ReserveRequest};
+use idem_runtime::OnCrash;
+use idem_runtime::store::ReserveRequest;
 
 use super::mutants::Mutant;
 use super::properties::Scene;

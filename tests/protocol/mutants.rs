@@ -2,7 +2,9 @@
 //!
 //! Mistakes of calls are made where the step is made; mistakes of the store's decisions are made here.
 
-use idem_runtime::{OnCrash, OwnerToken, Record, ReserveRequest, State};
+use idem_runtime::OnCrash;
+use idem_runtime::record::{Record, State};
+use idem_runtime::store::{OwnerToken, ReserveRequest};
 
 use super::properties::{ENDS, Rule};
 use super::state::Slot;

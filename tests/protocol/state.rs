@@ -1,10 +1,11 @@
 //! A state of the model: records, calls, requests under way, and the promises so far.
 //!
 //! All values are small numbers, so that millions of states fit. A call is identified by its place in the plan, which is
-//! also its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::Record) in that form;
+//! also its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in that form;
 //! `store.rs` converts in both directions.
 
-use idem_runtime::{OnCrash, Release, Verdict};
+use idem_runtime::OnCrash;
+use idem_runtime::store::{Release, Verdict};
 
 use super::properties::Broken;
 
@@ -73,7 +74,7 @@ impl Slot {
     }
 }
 
-/// [`State`](idem_runtime::State) in small numbers.
+/// [`State`](idem_runtime::record::State) in small numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Stand {
     Pending { fail: bool },

@@ -3,7 +3,8 @@
 //!
 //! `traces.rs` runs the calls of this file beside the real engine.
 
-use idem_runtime::{OnCrash, Verdict};
+use idem_runtime::OnCrash;
+use idem_runtime::store::Verdict;
 use stateright::{Model, Property};
 
 use super::config::{Config, Plan};
@@ -11,7 +12,7 @@ use super::mutants::Mutant;
 use super::properties;
 use super::state::{
     Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Met, Phase, Request,
-    Reserving, Slot, Who, World, token,
+    Reserving, Slot, Stand, Who, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -56,8 +57,10 @@ pub(crate) enum Action {
     IsDropped(Who),
     /// Its process dies.
     Dies(Who),
-    /// The waiting call goes on: it was woken, or its time is over.
+    /// The waiting call asks again: it was woken, or its time is over.
     StopsWaiting(Who),
+    /// The wait of the call ends as well, and tells what is recorded: the call needs not ask.
+    IsTold(Who),
     /// Time passes.
     Tick,
     /// The retention of a record ends.
@@ -195,6 +198,9 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Waiting { until, woken, .. } => {
                 if woken || (until <= world.now && !config.is(Mutant::WaitsForEver)) {
                     actions.push(Action::StopsWaiting(who));
+                    if told(config, world, who).is_some() {
+                        actions.push(Action::IsTold(who));
+                    }
                 }
             }
             Phase::Body { polled: true } => {
@@ -307,10 +313,41 @@ fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
     world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
+/// What a wait that ends now tells its call, as the answer to a reservation; `None` if the call has to reserve.
+fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
+    let call = world.call(who);
+    let mut slot = world.slots[usize::from(config.plan(who).key)];
+    let met = slot?;
+    let Reserving { over, at } = message(config, world, None);
+    let reading = config.reading(world, who, at);
+    let alone = call.unanswered.is_some();
+    if met.is_pending() {
+        let lapses_in = reading.until(met.lapses_at, config.mutant);
+        // The wait goes on, for the attempt that runs now. A call that may yet find its own reservation asks.
+        let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
+        return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
+    }
+    let answer = store::reserves(config, &mut slot, token(who, call.generation), over, reading);
+    match answer {
+        Answer::Finished { .. } | Answer::Mismatch | Answer::Interrupted => Some(answer),
+        Answer::Exhausted => (alone || met.stand != Stand::Released).then_some(answer),
+        _ => None,
+    }
+}
+
 /// Takes the step, and notes the rules that it breaks.
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
         Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
+        Action::IsTold(who) => {
+            let answer = told(config, world, who).expect("there is something to tell");
+            reserve_anew(config, world, who);
+            if !matches!(answer, Answer::Pending { .. }) {
+                let request = pending_request(config, world, who).expect("it has been sent");
+                properties::audit(config, world, &world.slots.clone(), request, answer);
+            }
+            hears(config, world, who, answer);
+        }
         Action::StoreDoes(who) => {
             let request = pending_request(config, world, who).expect("the call waits for an answer");
             let answer = store_does(config, world, request);

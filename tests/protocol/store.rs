@@ -6,10 +6,11 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{
-    Admission, CodecName, Fingerprint, Key, Lease, OnCrash, OwnerToken, Record, Reservation, ReserveRequest, State,
-    StoredResult, Verdict,
-};
+use idem_runtime::codec::CodecName;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Admission, Record, State, StoredResult};
+use idem_runtime::store::{OwnerToken, Reservation, ReserveRequest, Verdict};
+use idem_runtime::{Key, OnCrash};
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
@@ -23,15 +24,15 @@ const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
 /// The request of a call, as the engine would make it.
 pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
-    ReserveRequest {
-        key: Key::new("model", u32::from(plan.key)).expect("a key"),
-        owner: owner(token),
-        lease: TICK * u32::from(lease),
-        ttl: TTL,
-        fingerprint: plan.mark.map(fingerprint),
-        on_crash: plan.on_crash,
-        max_attempts: plan.max_attempts.and_then(|max| NonZeroU32::new(max.into())),
-    }
+    ReserveRequest::new(
+        Key::new("model", u32::from(plan.key)).expect("a key"),
+        owner(token),
+        TICK * u32::from(lease),
+        TTL,
+    )
+    .fingerprint(plan.mark.map(fingerprint))
+    .on_crash(plan.on_crash)
+    .max_attempts(plan.max_attempts.and_then(|max| NonZeroU32::new(max.into())))
 }
 
 fn owner(token: Token) -> OwnerToken {
@@ -94,6 +95,7 @@ impl From<&State> for Stand {
             State::Interrupted => Self::Interrupted,
             State::Completed(payload) => Self::Completed(kept(payload)),
             State::Failed(payload) => Self::Failed(kept(payload)),
+            other => unreachable!("{other:?}"),
         }
     }
 }
@@ -101,13 +103,10 @@ impl From<&State> for Stand {
 impl Slot {
     /// The record in the runtime's form.
     pub(crate) fn record(&self, lease: u8) -> Record {
-        Record {
-            owner: owner(self.owner),
-            attempt: self.attempt.into(),
-            attempts_used: self.starts.into(),
-            fingerprint: self.mark.map(fingerprint),
-            state: self.stand.state(TICK * u32::from(lease)),
-        }
+        let mut record = Record::new(owner(self.owner), self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
+        record.attempts_used = self.starts.into();
+        record.fingerprint = self.mark.map(fingerprint);
+        record
     }
 
     /// `record` in the model's form.
@@ -134,13 +133,13 @@ impl Met {
 /// The store's answer in the model's form.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
-        Reservation::Granted { lease, takeover } => {
+        Reservation::Granted { lease, takeover, .. } => {
             Answer::Reserved { attempt: small(lease.attempt), starts: small(lease.attempts_used), takeover: *takeover }
         }
-        Reservation::InProgress { attempt, lapses_in } => {
+        Reservation::InProgress { attempt, lapses_in, .. } => {
             Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
         }
-        Reservation::Finished(record) => match &record.state {
+        Reservation::Finished { record, .. } => match &record.state {
             State::Completed(payload) => Answer::Finished { kept: kept(payload), ok: true },
             State::Failed(payload) => Answer::Finished { kept: kept(payload), ok: false },
             other => unreachable!("{other:?} is not finished"),
@@ -193,7 +192,7 @@ pub(crate) fn reserves(
     let lapses_at = reading.now + config.lease;
     let reserved = |slot: &mut Option<Slot>, record: &Record, takeover| {
         *slot = Some(Slot::of(record, lapses_at));
-        answer(&Reservation::Granted { lease: record.lease(request), takeover })
+        answer(&Reservation::granted(record.lease(request), takeover))
     };
     let Some(met) = *slot else {
         return match over {
@@ -263,7 +262,11 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
             _ => {
                 let attempt = numbers.map_or(met.attempt, |(attempt, _)| attempt);
                 let request = &config.request(token);
-                let lease = Lease { attempt: attempt.into(), ..Record::first(request).lease(request) };
+                let lease = {
+                    let mut lease = Record::first(request).lease(request);
+                    lease.attempt = attempt.into();
+                    lease
+                };
                 met.record(config.lease).ended(&lease, with_result).into()
             }
         };
@@ -285,11 +288,12 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
         // If a record is one value, its end is written from the lease of the attempt alone.
         let request = &config.request(token);
-        let lease = Lease {
-            attempt: attempt.into(),
-            attempts_used: starts.into(),
-            fingerprint: met.mark.map(fingerprint),
-            ..Record::first(request).lease(request)
+        let lease = {
+            let mut lease = Record::first(request).lease(request);
+            lease.attempt = attempt.into();
+            lease.attempts_used = starts.into();
+            lease.fingerprint = met.mark.map(fingerprint);
+            lease
         };
         *met = Slot::of(&Record::after(&lease, stand.state(request.lease)), 0);
     }

@@ -11,12 +11,16 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use idem_runtime::{
-    Answers, Clock, Error, Finish, Heartbeats, InProgress, Inspection, Json, Key, Lease, ManualClock, MemoryStore,
-    Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy, Record, Release, Reservation, ReserveRequest,
-    State, Store, StoreError, StoreErrorKind, StoreFuture, StoredResult, SystemClock, Verdict, observe,
-    record_results_if, renew_all, run,
+use idem_runtime::clock::{Clock, ManualClock, SystemClock};
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{
+    Answers, Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
 };
+use idem_runtime::{
+    Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy, Store,
+    StoreError, StoreErrorKind, observe,
+};
+use idem_tests::Reopen as _;
 use proptest::bool::weighted;
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Runner, RngAlgorithm, TestCaseError, TestRng, TestRunner};
@@ -306,9 +310,7 @@ impl Scripted {
 }
 
 impl Store for Scripted {
-    fn name(&self) -> &'static str {
-        "scripted"
-    }
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, wait, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())
@@ -316,18 +318,6 @@ impl Store for Scripted {
 
     fn upkeep(&self) -> Arc<dyn Store> {
         self.handle()
-    }
-
-    fn namespace(&self) -> &'static str {
-        ""
-    }
-
-    fn response_timeout(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn heartbeats(&self) -> &Heartbeats {
-        self.inner.heartbeats()
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -345,18 +335,6 @@ impl Store for Scripted {
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.ask(Real::Release(lease.clone(), release), async move { self.inner.release(lease, release).await })
-    }
-
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
-        self.inner.wait(key, attempt, at_most)
-    }
-
-    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.inner.inspect(key)
-    }
-
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.inner.reopen(key, attempt)
     }
 }
 
@@ -460,7 +438,7 @@ impl<'a> Pair<'a> {
         let started = Arc::new(Mutex::new(false));
         let starts = Arc::clone(&started);
         let decide = move |_: &Failure| if plan.record_errors { OnError::Record } else { OnError::Release };
-        let call = observe(run(operation, record_results_if::<Json, _>(decide), async move {
+        let call = observe(operation.record_errors_if(decide).run(async move {
             *starts.lock().unwrap() = true;
             match returned.await {
                 Ok(true) => Ok(7),
@@ -495,6 +473,13 @@ impl<'a> Pair<'a> {
         take(self.config, &mut self.world, action);
     }
 
+    /// The steps that the model can take now.
+    fn actions(&self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        self.config.actions(&self.world, &mut actions);
+        actions
+    }
+
     /// Lets the engine run until it waits, and collects its requests.
     async fn settle(&mut self) {
         for _ in 0..12 {
@@ -518,7 +503,7 @@ impl<'a> Pair<'a> {
             if let Phase::Waiting { until, woken, .. } = self.phase()
                 && (woken || until <= self.world.now)
             {
-                self.does(Action::StopsWaiting(0));
+                self.stops_waiting();
                 continue;
             }
             if self.main.is_some() || pending_request(self.config, &self.world, 0).is_none() {
@@ -530,14 +515,19 @@ impl<'a> Pair<'a> {
         self.compare().await
     }
 
+    /// What the store tells at the end of a wait decides as much as it can.
+    fn stops_waiting(&mut self) {
+        let told = Action::IsTold(0);
+        self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
+    }
+
     /// The steps of the body that need no store.
     fn follow_body(&mut self) {
         if self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
             self.does(Action::Yields(0));
         }
-        let mut actions = Vec::new();
-        self.config.actions(&self.world, &mut actions);
+        let actions = self.actions();
         if actions.contains(&Action::TimesOut(0)) {
             self.does(Action::TimesOut(0));
         }
@@ -556,16 +546,14 @@ impl<'a> Pair<'a> {
                 && !matches!(self.phase(), Phase::Confirming { .. })
             {
                 prop_assert_eq!(leases.len(), 1);
-                let mut actions = Vec::new();
-                self.config.actions(&self.world, &mut actions);
-                prop_assert!(actions.contains(&Action::Beats(0)), "no beat in {:?}", self.phase());
+                prop_assert!(self.actions().contains(&Action::Beats(0)), "no beat in {:?}", self.phase());
                 self.does(Action::Beats(0));
                 self.beat = Some(asked);
                 continue;
             }
             if let Phase::Waiting { until, woken, .. } = self.phase() {
                 prop_assert!(woken || until <= self.world.now, "waits for no longer: {:?}", asked.what);
-                self.does(Action::StopsWaiting(0));
+                self.stops_waiting();
             }
             let expected = pending_request(self.config, &self.world, 0);
             let is = expected.is_some_and(|expected| asked.what.is(expected.ask));
@@ -902,14 +890,14 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use idem_runtime::DynamoStore;
-    use idem_tests::WallClock;
+    use idem_tests::clock::OddClock;
     use idem_tests::dynamo::{Kind, TABLE, Wire, client};
 
     const LEASE: u8 = 5;
     const SKEW: u8 = 2;
     let endpoint = Kind::Dynoxide.shared();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let clocks: [_; 4] = std::array::from_fn(|_| WallClock::default());
+    let clocks: [_; 4] = std::array::from_fn(|_| OddClock::at(0));
     let stores = clocks.each_ref().map(|clock| {
         DynamoStore::options()
             .namespace("protocol:")
@@ -924,10 +912,11 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
         let mut config = Config::of(&plans);
         config.lease = LEASE;
         let history = histories.fetch_add(1, Ordering::SeqCst);
-        let of = |request: &ReserveRequest| ReserveRequest {
-            key: Key::new("model", format!("{history}:{}", request.key.text())).unwrap(),
-            lease: Duration::from_millis(LEASE.into()),
-            ..request.clone()
+        let of = |request: &ReserveRequest| {
+            request
+                .clone()
+                .key(Key::new("model", format!("{history}:{}", request.key.text())).unwrap())
+                .lease(Duration::from_millis(LEASE.into()))
         };
         let requests: Vec<_> = config.requests.iter().map(of).collect();
         let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
@@ -937,7 +926,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
             for step in steps {
                 let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };
                 for (who, clock) in (0..).zip(&clocks) {
-                    clock.millis.store(read(who).into(), Ordering::SeqCst);
+                    clock.set_wall(read(who).into());
                 }
                 let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
                 let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
@@ -949,7 +938,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                             leases[at] = lease.clone();
                         }
                         let found = match found {
-                            Reservation::InProgress { attempt, lapses_in } => Answer::Pending {
+                            Reservation::InProgress { attempt, lapses_in, .. } => Answer::Pending {
                                 attempt: attempt.try_into().unwrap(),
                                 lapses_in: lapses_in.as_millis().try_into().unwrap(),
                             },

@@ -189,7 +189,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
                     Ok::<_, Error>(n)
                 };
                 let operation = Operation::new(&store, Key::new("test", format!("running{n}")), policy);
-                observe(run(operation, record_values::<Json>(), body)).await
+                observe(operation.run(body)).await
             })
         })
         .collect();
@@ -199,7 +199,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
     while since.elapsed() < 7 * Duration::from_secs(1) {
         let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
         let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
-        assert!(answers.iter().all(|answer| matches!(answer, Ok(Reservation::Finished(_)))), "no replay is lost");
+        assert!(answers.iter().all(|answer| matches!(answer, Ok(Reservation::Finished { .. }))), "no replay is lost");
     }
     done.notify_waiters();
     for handler in handlers {
@@ -277,7 +277,7 @@ fn a_connection_of_ones_own_is_not_used_by_a_forked_process() {
     }
     let server = RedisServer::start(Kind::Redis);
     let runtime = lone_runtime();
-    let store = runtime.block_on(async { RedisStore::options().with_connection(server.raw().await).await.unwrap() });
+    let store = runtime.block_on(async { RedisStore::options().connect_over(server.raw().await).await.unwrap() });
     match fork::fork().unwrap() {
         fork::Fork::Child => {
             let refused = catch_unwind(AssertUnwindSafe(|| {

@@ -160,7 +160,7 @@ async fn a_result_that_the_server_can_not_take_runs_once() {
             };
             let policy = POLICY.max_result_bytes(8 * MIB);
             let operation = Operation::new(&store, Key::new("test", name), policy);
-            let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+            let (result, outcome) = observe(operation.run(body)).await;
             match result {
                 Ok(result) => assert!(first && result.len() == 2 * MIB, "{name}"),
                 Err(error) => {

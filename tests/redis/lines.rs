@@ -2,6 +2,9 @@
 
 use std::task::{Context, Waker};
 
+use idem_runtime::StoreExt;
+use idem_tests::Reopen as _;
+
 use super::*;
 
 const MIB: usize = 1024 * 1024;
@@ -29,7 +32,7 @@ async fn replays(store: &RedisStore) {
     let requests: Vec<_> = (0..RESULTS).map(|n| request(store, &format!("large{n}"))).collect();
     for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
         let answer = answer.unwrap();
-        let Reservation::Finished(Record { state: State::Completed(payload), .. }) = answer else {
+        let Reservation::Finished { record: Record { state: State::Completed(payload), .. }, .. } = answer else {
             panic!("{answer:?}")
         };
         assert_eq!(payload.stored_bytes(), MIB);
@@ -54,7 +57,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     assert_eq!(direct.finish(&lease, &huge).await.unwrap(), Verdict::Applied);
     proxy.set(Line::Slow(SLOW));
     let answer = store.reserve(&request(&store, "huge")).await.unwrap();
-    assert!(matches!(answer, Reservation::Finished(_)), "{answer:?}");
+    assert!(matches!(answer, Reservation::Finished { .. }), "{answer:?}");
     assert_eq!(proxy.sent().len(), before, "no connection was given up");
 }
 
@@ -70,7 +73,7 @@ async fn a_connection_that_dribbles_is_given_up() {
     let error = store.reserve(&request(&store, "large0")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
     proxy.set(Line::Pass);
-    assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished(_))));
+    assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished { .. })));
 }
 
 /// Of many requests at once, only a few answers are under way at a time.
@@ -220,7 +223,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
                         };
                         let policy = POLICY.on_crash(on_crash);
                         let operation = Operation::new(&store, Key::new("test", &name), policy);
-                        let called = run(operation, record_values::<Json>(), body);
+                        let called = operation.run(body);
                         let _ = tokio::time::timeout(patience, called).await;
                     })
                 })

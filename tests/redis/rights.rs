@@ -1,5 +1,6 @@
 //! A missing right of the login is an error that says so: never "no record", never "somebody else's".
 
+use idem_tests::Reopen as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
 
 use super::*;
@@ -29,7 +30,7 @@ fn reservation(answer: Result<Reservation, StoreError>) -> Said {
         Reservation::Granted { takeover: false, .. } => "reserved",
         Reservation::Granted { takeover: true, .. } => "taken over",
         Reservation::InProgress { .. } => "pending",
-        Reservation::Finished(_) => "finished",
+        Reservation::Finished { .. } => "finished",
         Reservation::Interrupted { .. } => "interrupted",
         _ => "something else",
     })
@@ -56,7 +57,7 @@ impl Scene {
         let named = async |name: &str| reserved(others, &format!("{prefix} {name}")).await;
         let finished = named("finished").await;
         assert_eq!(others.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
-        let short = ReserveRequest { lease: Duration::from_millis(1), ..request(others, &format!("{prefix} lapsed")) };
+        let short = request(others, &format!("{prefix} lapsed")).lease(Duration::from_millis(1));
         let lapsed = wins(others, &short).await;
         until("it has lapsed", async || {
             others.inspect(&short.key).await.unwrap().unwrap().lapses_in == Some(Duration::ZERO)
@@ -75,7 +76,7 @@ impl Scene {
     }
 
     fn request(&self, of: &Lease) -> ReserveRequest {
-        ReserveRequest { key: of.key.clone(), ..request(&self.store, "any") }
+        request(&self.store, "any").key(of.key.clone())
     }
 
     /// Runs every operation, and returns its name, the expected answer and the answer.
@@ -89,7 +90,13 @@ impl Scene {
             ("a renewal", "done", renew_all(store, std::slice::from_ref(held)).await.map(|_| "done")),
             ("a finish", "done", write(store.finish(finishing, &done()).await)),
             ("a release", "done", write(store.release(releasing, Release::Returned).await)),
-            ("a wait", "over", store.wait(&held.key, 1, Duration::from_millis(1)).await.map(|()| "over")),
+            (
+                "a wait",
+                "pending",
+                store.wait(&held.key, 1, Duration::from_millis(1)).await.map(|told| {
+                    if told.is_none_or(|told| told.record.is_pending()) { "pending" } else { "something else" }
+                }),
+            ),
             (
                 "an inspection",
                 "finished",
@@ -172,7 +179,7 @@ async fn a_missing_right_costs_a_handful_of_commands() {
     for right in RIGHTS {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
-        let request = ReserveRequest { key: held.key.clone(), ..request(&store, "any") };
+        let request = request(&store, "any").key(held.key.clone());
         // With or without an answer.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
@@ -233,12 +240,10 @@ async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Ve
 
 #[tokio::test]
 async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
-    let released = Record {
-        owner: OwnerToken::from_bytes([1; 16]),
-        attempt: 1,
-        attempts_used: 0,
-        fingerprint: None,
-        state: State::Released,
+    let released = {
+        let mut record = Record::new(OwnerToken::from_bytes([1; 16]), 1, State::Released);
+        record.attempts_used = 0;
+        record
     };
     let (url, asked) = fickle(format::encode(&released)).await;
     let store = RedisStore::connect(&url).await.unwrap();
@@ -267,7 +272,7 @@ async fn no_result_is_lost_to_a_missing_right() {
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
         };
         let operation = Operation::new(&store, Key::new("test", right), POLICY);
-        let called = observe(run(operation, record_values::<Json>(), body));
+        let called = observe(operation.run(body));
         let allowed_again = async {
             until("the result was refused", refused).await;
             allow(&server, &[&format!("+{right}")]).await;
@@ -313,7 +318,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let before: Vec<u8> = raw.get(&name).await.unwrap();
         for (who, store) in [("owner", &owner), ("other", &other)] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
-                let another = ReserveRequest { on_crash, key: lease.key.clone(), ..self::request(store, "any") };
+                let another = self::request(store, "any").on_crash(on_crash).key(lease.key.clone());
                 corrupt(store.reserve(&another).await, &format!("{who} reserves"));
             }
             corrupt(store.reserve(&request).await, &format!("{who} repeats"));
@@ -348,7 +353,11 @@ async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
         persist(&server, &lease).await;
         leases.push(lease);
     }
-    let other = Lease { owner: store.heartbeats().new_owner(), ..leases[0].clone() };
+    let other = {
+        let mut lease = leases[0].clone();
+        lease.owner = store.heartbeats().new_owner();
+        lease
+    };
     assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Refused);
     assert_eq!(store.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
     let finish = done();
@@ -385,7 +394,7 @@ async fn nobody_takes_over_from_a_handler_whose_record_lost_its_expiry() {
         }
     };
     tokio::select! {
-        ended = run(operation, record_values::<Json>(), body) => panic!("it has not: {ended:?}"),
+        ended = operation.run(body) => panic!("it has not: {ended:?}"),
         () = duplicates => {}
     }
     assert_eq!(runs.into_inner(), 0);

@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::fmt::{self, Display};
 
-use idem_runtime::{Error, KeyPart, KeyProblem, Store, idempotent};
+use idem_runtime::key::KeyProblem;
+use idem_runtime::{Error, KeyPart, Store, idempotent};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

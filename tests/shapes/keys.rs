@@ -6,7 +6,8 @@ use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use idem_runtime::{Error, KeyBuilder, KeyPart, current, idempotent};
+use idem_runtime::key::KeyBuilder;
+use idem_runtime::{Error, KeyPart, current, idempotent};
 
 use crate::{App, spawned};
 

@@ -1,6 +1,7 @@
 //! Functions written by a `macro_rules!`, and other paths to the runtime.
 
-use idem_runtime::{Error, KeyProblem, idempotent};
+use idem_runtime::key::KeyProblem;
+use idem_runtime::{Error, idempotent};
 
 use crate::{App, spawned, twice};
 

@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
+use idem_runtime::key::PayloadDigest;
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, Json, Mode, ModeSwitch, OnError, OnUndecodable, Policy, Refusal,
     Undecodable, idempotent, observe,
@@ -17,7 +18,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const POLICY: Policy = Policy::new(HOUR);
 static SHARED: LazyLock<Policy> = LazyLock::new(|| POLICY.lease(Duration::from_secs(10)));
 static MODE: ModeSwitch = ModeSwitch::new(Mode::Enforce);
-const SWITCHED: Policy = POLICY.mode_switch(&MODE);
+static SWITCHED: Policy = POLICY.mode_switch(&MODE);
 const ATTEMPTS: u32 = 2;
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -143,6 +144,18 @@ async fn decided_by_closure(app: &App, lasting: bool) -> Result<u32, Failure> {
 async fn fingerprinted(app: &App, id: u32, text: String) -> Result<String, Failure> {
     app.run();
     Ok(text)
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, fingerprint = upload, scope = shared("uploads"))]
+async fn uploaded(app: &App, id: u32, upload: Vec<u8>) -> Result<Vec<u8>, Failure> {
+    app.run();
+    Ok(upload)
+}
+
+#[idempotent(key = "{id}", ttl = "1h", store = app.store, fingerprint = PayloadDigest::new(&digest), scope = shared("uploads"))]
+async fn digested(app: &App, id: u32, digest: Vec<u8>) -> Result<Vec<u8>, Failure> {
+    app.run();
+    Ok(digest)
 }
 
 #[idempotent(key = id, ttl = "1h", store = app.store, missing_key = run)]
@@ -348,6 +361,28 @@ fn errors_are_released_or_recorded() {
         assert_eq!(decided_by_closure(app, true).await, Err(Failure::Lasting(7)));
         assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(8)));
         assert_eq!(decided_by_closure(app, false).await, Err(Failure::Passing(9)));
+    });
+}
+
+#[test]
+fn a_digest_stands_for_a_payload_and_not_for_its_own_bytes() {
+    spawned(async {
+        let (app, bytes) = (&App::default(), |byte: u8| vec![byte; 32]);
+        let call = |id, byte| digested(app, id, bytes(byte));
+        assert_eq!(twice(call(1, 7), call(1, 7)).await, bytes(7));
+        let runs = app.runs();
+        let said = |result: Result<_, Failure>| match result {
+            Err(Failure::Idempotency(said)) => said,
+            result => panic!("{result:?}"),
+        };
+        assert!(said(call(1, 8).await).contains("fingerprint"));
+        assert!(said(uploaded(app, 1, bytes(7)).await).contains("fingerprint"));
+        assert_eq!(app.runs(), runs);
+        uploaded(app, 2, bytes(7)).await.unwrap();
+        assert!(said(call(2, 7).await).contains("fingerprint"));
+        let short = said(digested(app, 3, vec![7; 15]).await);
+        assert!(short.contains("the fingerprint can't be computed; the body did not run"), "{short}");
+        assert_eq!(app.runs(), runs + 1);
     });
 }
 

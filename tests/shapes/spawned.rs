@@ -49,7 +49,7 @@ macro_rules! errors {
             async fn owning(app: Arc<App>, id: u32) -> Aliased {
                 yield_now().await;
                 if id == 0 {
-                    Err(Error::MissingKey { scope: String::new() })?;
+                    Err(Error::NoAttempt)?;
                 }
                 Ok(app.run() + id)
             }

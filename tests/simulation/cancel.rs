@@ -10,10 +10,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures::FutureExt;
+use idem_runtime::clock::Clock;
+use idem_runtime::record::State;
+use idem_runtime::store::{Reservation, ReserveRequest};
 use idem_runtime::testing::Simulation;
 use idem_runtime::{
-    Clock, Error, InProgress, Json, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Reservation,
-    ReserveRequest, State, Store, StoreErrorKind, observe, record_results, record_values, run,
+    Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Store, StoreErrorKind,
+    observe,
 };
 use idem_tests::{Call, Fault, FaultyStore, yields};
 use serde::{Deserialize, Serialize};
@@ -167,13 +170,14 @@ impl Stage {
         yields(1).await;
         if self.scenario == S::Nested {
             let inner = Operation::new(&store, Key::new("cancel", "inner"), self.policy);
-            run(inner, record_values::<Json>(), async {
-                yields(1).await;
-                facts.inner_effects.set(facts.inner_effects.get() + 1);
-                yields(1).await;
-                Ok::<_, Failure>(1)
-            })
-            .await?;
+            inner
+                .run(async {
+                    yields(1).await;
+                    facts.inner_effects.set(facts.inner_effects.get() + 1);
+                    yields(1).await;
+                    Ok::<_, Failure>(1)
+                })
+                .await?;
         }
         facts.effects.set(facts.effects.get() + 1);
         yields(1).await;
@@ -195,8 +199,8 @@ impl Stage {
         let operation = Operation::new(store, Ok(key()), self.policy);
         let body = Rc::clone(&self).body(store.handle());
         match self.scenario {
-            S::ErrorRecorded => observe(run(operation, record_results::<Json>(), body)).await,
-            _ => observe(run(operation, record_values::<Json>(), body)).await,
+            S::ErrorRecorded => observe(operation.record_errors().run(body)).await,
+            _ => observe(operation.run(body)).await,
         }
     }
 
@@ -207,7 +211,7 @@ impl Stage {
             self.simulation.clock().sleep(time).await;
             result
         };
-        observe(run(operation, record_values::<Json>(), body)).await.1
+        observe(operation.run(body)).await.1
     }
 
     /// Sets up the record before the call under test, and the calls beside it.
@@ -228,15 +232,7 @@ impl Stage {
             }
             S::Takeover => {
                 // A process that died in its body: the record stays pending, and its lease is not renewed.
-                let dead = ReserveRequest {
-                    key: key(),
-                    owner: self.other.heartbeats().new_owner(),
-                    lease: LEASE,
-                    ttl: LEASE * 100,
-                    fingerprint: None,
-                    on_crash: OnCrash::Retry,
-                    max_attempts: None,
-                };
+                let dead = ReserveRequest::new(key(), self.other.heartbeats().new_owner(), LEASE, LEASE * 100);
                 assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Granted { .. })));
                 clock.advance(LEASE);
             }

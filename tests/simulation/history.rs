@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::{Range, RangeBounds};
 
+use idem_runtime::Key;
+use idem_runtime::clock::Clock;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State};
+use idem_runtime::store::{Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Verdict};
 use idem_runtime::testing::SimulatedClock;
-use idem_runtime::{
-    Clock, Fingerprint, Finish, Inspection, Key, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest,
-    State, Verdict,
-};
 
-use crate::reference::{Answer, Ask, Entry, Phase};
+use crate::reference::{Answer, Ask, Entry, NOBODY, Phase};
 
 /// One operation on one key. A renewal of several leases is one operation for each.
 #[derive(Clone, Debug)]
@@ -22,6 +23,16 @@ pub(crate) enum Asked {
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
     Reopen {
+        attempt: u32,
+    },
+    BreakLease {
+        attempt: u32,
+    },
+    Resolve {
+        attempt: u32,
+        finish: Finish,
+    },
+    Forget {
         attempt: u32,
     },
     Inspect,
@@ -57,6 +68,8 @@ pub(crate) struct Op {
     pub(crate) invoked_at: u64,
     /// When the store executed it, if it did: as an event, and by the store's clock.
     pub(crate) landed: Option<(u64, u64)>,
+    /// Whether the store says that an operator's decision was applied, heard or not.
+    pub(crate) applied: bool,
     pub(crate) end: End,
 }
 
@@ -164,6 +177,7 @@ impl History {
             responded: None,
             invoked_at,
             landed: None,
+            applied: false,
             end: End::Unanswered,
         });
         self.ops.len() - 1
@@ -192,24 +206,47 @@ impl History {
         at
     }
 
-    /// Whether an operator's decision for `key` landed at one of `events`.
+    /// Whether a decision after which `key` may run again landed at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
-        self.ops.iter().any(|op| op.key == key && matches!(op.asked, Asked::Reopen { .. }) && landed(op))
+        let reopens =
+            |op: &Op| matches!(op.asked, Asked::Reopen { .. } | Asked::BreakLease { .. } | Asked::Forget { .. });
+        self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
+    }
+
+    /// Whether an operator had `key` forgotten, so that its numbers began anew.
+    pub(crate) fn was_forgotten(&self, key: usize) -> bool {
+        self.ops.iter().any(|op| op.key == key && op.landed.is_some() && matches!(op.asked, Asked::Forget { .. }))
+    }
+
+    /// The results that operators have given to attempts of `key`: when each landed, for which attempt, and what it is.
+    pub(crate) fn resolved(&self, key: usize) -> Vec<(u64, u32, Finish)> {
+        let resolved = self.ops.iter().filter(|op| op.key == key && op.applied);
+        let given = resolved.filter_map(|op| match (&op.asked, op.landed) {
+            (Asked::Resolve { attempt, finish }, Some((event, _))) => Some((event, *attempt, finish.clone())),
+            _ => None,
+        });
+        given.collect()
+    }
+
+    /// Whether an operator broke the lease of attempt `number` of `key`.
+    pub(crate) fn was_broken(&self, key: usize, number: u32) -> bool {
+        let breaks = |op: &Op| matches!(op.asked, Asked::BreakLease { attempt } if attempt == number);
+        self.ops.iter().any(|op| op.key == key && op.landed.is_some() && breaks(op))
     }
 
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {
         Said::Reservation(match reservation {
-            Reservation::Granted { lease, takeover } => Answer::Reserved {
+            Reservation::Granted { lease, takeover, .. } => Answer::Reserved {
                 attempt: lease.attempt,
                 starts: lease.attempts_used,
                 fingerprint: self.mark(lease.fingerprint),
                 takeover: *takeover,
             },
-            Reservation::InProgress { attempt, lapses_in } => {
+            Reservation::InProgress { attempt, lapses_in, .. } => {
                 Answer::Pending { attempt: *attempt, lapses_in: nanos(*lapses_in) }
             }
-            Reservation::Finished(record) => Answer::Finished(self.entry(record, 0, 0)),
+            Reservation::Finished { record, .. } => Answer::Finished(self.entry(record, 0, 0)),
             Reservation::FingerprintMismatch { attempt } => Answer::Mismatch { attempt: *attempt },
             Reservation::Interrupted { attempt } => Answer::Interrupted { attempt: *attempt },
             Reservation::AttemptsExhausted { attempts } => Answer::Exhausted { attempts: *attempts },
@@ -235,9 +272,10 @@ impl History {
             State::Interrupted => Phase::Interrupted,
             State::Completed(payload) => Phase::Finished(Finish::Completed(payload.clone())),
             State::Failed(payload) => Phase::Finished(Finish::Failed(payload.clone())),
+            other => unreachable!("{other:?}"),
         };
         Entry {
-            owner: number(&mut self.owners, &record.owner),
+            owner: self.owners.iter().position(|owner| *owner == record.owner).unwrap_or(NOBODY),
             attempt: record.attempt,
             starts: record.attempts_used,
             fingerprint: self.mark(record.fingerprint),
@@ -273,7 +311,7 @@ impl History {
                 writeln!(text, "  {:>8} ms        -- {note}", millis(*at)).unwrap();
             }
             let Some(op) = self.ops.get(n).filter(|op| key.is_none_or(|key| op.key == key)) else { continue };
-            let Op { process, key, asked, invoked, responded, invoked_at, landed, end } = op;
+            let Op { process, key, asked, invoked, responded, invoked_at, landed, end, .. } = op;
             let heard = responded.map_or_else(String::new, |event| format!("..{event}"));
             let end = match end {
                 End::Unanswered => match landed {

@@ -4,7 +4,9 @@ use std::fmt::{self, Write as _};
 
 use std::time::Duration;
 
-use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy, State};
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::store::Finish;
+use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy};
 
 use crate::store::{Met, Net};
 use crate::world::Failure;
@@ -39,6 +41,9 @@ pub(crate) enum Check {
     Leak,
     /// A waiting duplicate is woken when the attempt that it waits for ends.
     Woken,
+    /// What an operator decides holds: nothing is decided while an attempt is running but that its lease ends, and after a
+    /// resolution no body runs until a person lets it.
+    Decided,
     /// Every call gets an answer.
     Stuck,
 }
@@ -168,7 +173,7 @@ impl Ledger {
             }
             let record = net.truth(attempt.key()).map(|found| found.record);
             let latest = record.map_or(0, |record| record.attempt);
-            if latest < number && self.calls[call].terms.remembers() {
+            if latest < number && self.calls[call].terms.remembers() && !net.history().was_forgotten(key) {
                 self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
             }
         }
@@ -202,7 +207,8 @@ impl Ledger {
             ),
             None => (false, "nothing".to_owned()),
         };
-        if !held {
+        // An operator who has broken it has said that its process is gone.
+        if !held && !net.history().was_broken(self.calls[call].key, number) {
             let text = format!("attempt {number} believes to hold its lease for {believed:?}; the store holds {state}");
             self.find(Check::Belief, self.calls[call].key, text);
         }
@@ -215,7 +221,8 @@ impl Ledger {
             let Run { call, attempt, started, confirms, .. } = self.runs[run];
             let key = self.calls[call].key;
             // If records are forgotten, a number stands for several attempts.
-            let known = self.calls[call].terms.remembers() && !confirms;
+            let remembers = self.calls[call].terms.remembers() && !net.history().was_forgotten(key);
+            let known = remembers && !confirms;
             // A poll that has begun can't be ended.
             if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, &(started..polled))
             {
@@ -264,15 +271,19 @@ impl Ledger {
         for key in 0..keys {
             let mut find = |check, text| findings.push(Finding { check, key, text });
             let runs = self.runs_of(key);
-            if runs.iter().any(|run| !self.calls[run.call].terms.remembers()) {
+            if runs.iter().any(|run| !self.calls[run.call].terms.remembers()) || net.history().was_forgotten(key) {
                 continue;
             }
-            Self::fencing(&runs, &mut find);
+            Self::decisions(net, key, &runs, &mut find);
+            Self::fencing(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
         }
         for (key, text) in net.overslept() {
             findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });
+        }
+        for (key, text) in net.trespasses() {
+            findings.push(Finding { check: Check::Decided, key: net.history().key(&key), text });
         }
         for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| call.end.is_none()) {
             findings.push(Finding { check: Check::Stuck, key: call.key, text: format!("call {n} never ended") });
@@ -280,13 +291,29 @@ impl Ledger {
         self.findings.extend(findings);
     }
 
-    fn fencing(runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+    fn fencing(net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
         for (n, run) in runs.iter().enumerate().filter(|(_, run)| run.attempt > 0) {
             for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
                 let (first, then) = (run.attempt, later.attempt);
-                if first >= then {
+                // An attempt whose lease an operator broke learns it from its first renewal.
+                if first >= then && !net.history().was_broken(key, then) {
                     find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
                 }
+            }
+        }
+    }
+
+    fn decisions(net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+        let resolved = net.history().resolved(key);
+        for (event, attempt, finish) in resolved {
+            let again = runs.iter().find(|run| {
+                run.attempt > attempt && run.started > event && !net.history().was_reopened(key, event..run.started)
+            });
+            if let Some(run) = again {
+                find(
+                    Check::Decided,
+                    format!("attempt {attempt} was resolved as {finish:?}, and is followed by {run:?}"),
+                );
             }
         }
     }
@@ -310,6 +337,10 @@ impl Ledger {
             }
             for later in runs.iter().filter(|later| later.attempt > run.attempt) {
                 if net.history().was_reopened(key, run.started..later.started) {
+                    continue;
+                }
+                // One that had not begun when an operator broke its lease begins after its successor.
+                if run.started > later.started && net.history().was_broken(key, run.attempt) {
                     continue;
                 }
                 let pair =
@@ -341,6 +372,8 @@ impl Ledger {
     fn answers(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let by_number = |number: u32| runs.iter().find(|run| run.attempt == number);
         let met_here = met.iter().any(|it| it.keys.contains(&key)) || !self.kills.is_empty() || net.jumped(0, u64::MAX);
+        let resolved = net.history().resolved(key);
+        let given = |number: u32| resolved.iter().filter(move |(_, attempt, _)| *attempt == number);
         let mut first: Option<(&Result<String, Failure>, &Call)> = None;
         for call in self.calls.iter().filter(|call| call.key == key) {
             let Some((_, CallEnd::Returned(result, outcome))) = &call.end else { continue };
@@ -351,9 +384,17 @@ impl Ledger {
                 Err(Failure::Idempotency(_)) => None,
             };
             if outcome.replayed() {
-                let run = by_number(outcome.attempt().unwrap_or_default());
-                if run.and_then(|run| run.ended.as_ref()).map(|(_, end)| end) != told.as_ref() {
-                    find(Check::Replay, format!("{call:?} replays something else than {run:?}"));
+                let number = outcome.attempt().unwrap_or_default();
+                let run = by_number(number);
+                let is_the_bodys = run.and_then(|run| run.ended.as_ref()).map(|(_, end)| end) == told.as_ref();
+                let is_given = given(number).any(|(.., finish)| told.is_some() && said_by(finish) == told);
+                // Without another decision, a result that was given is the only one.
+                let only_given = given(number).next().is_some() && !net.history().was_reopened(key, 0..);
+                if !is_given && (only_given || !is_the_bodys) {
+                    find(
+                        Check::Replay,
+                        format!("{call:?} replays something else than {run:?}, resolved as {resolved:?}"),
+                    );
                 }
             }
             if outcome.result_stored() && !net.history().was_reopened(key, 0..) {
@@ -366,6 +407,7 @@ impl Ledger {
                 }
             }
             if let Some(told) = &told
+                && !resolved.iter().any(|(.., finish)| said_by(finish).as_ref() == Some(told))
                 && !runs.iter().any(|run| {
                     run.ended.as_ref().is_some_and(|(_, end)| end == told)
                         && (run.effect.is_some() || !matches!(told, BodyEnd::Value(_)))
@@ -374,11 +416,13 @@ impl Ledger {
                 find(Check::MissingEffect, format!("nobody's body returned what {call:?} did"));
             }
             let disturbed = met_here || met.iter().any(|it| it.process == call.process);
+            let decided = !resolved.is_empty() || net.history().was_reopened(key, 0..);
             let unjustified = match result {
                 Err(Failure::Idempotency(refused)) => match &**refused {
                     // Another attempt was at work and did not return, or could not record that it had.
                     Error::Interrupted { .. } => {
                         !disturbed
+                            && !decided
                             && !runs
                                 .iter()
                                 .any(|run| matches!(run.ended, None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked))))
@@ -389,7 +433,9 @@ impl Ledger {
                             || (!disturbed && !net.history().was_reopened(key, 0..) && runs.len() < *attempts as usize)
                     }
                     Error::ResultUnavailable { .. } => {
+                        // An operator may not have known the result, or have given an error to whom reads none.
                         !disturbed
+                            && resolved.is_empty()
                             && !runs.iter().any(|run| {
                                 match &run.ended {
                                     Some((_, BodyEnd::Value(value))) => value.len() + 2 > call.terms.max_result_bytes,
@@ -399,7 +445,9 @@ impl Ledger {
                                 }
                             })
                     }
-                    Error::LeaseLost { .. } | Error::Unrecorded { .. } | Error::Store { .. } => !disturbed,
+                    // An operator may have ended the lease.
+                    Error::LeaseLost { .. } | Error::Unrecorded { .. } => !disturbed && !decided,
+                    Error::Store { .. } => !disturbed,
                     _ => false,
                 },
                 _ => false,
@@ -420,6 +468,20 @@ impl Ledger {
             }
         }
         text
+    }
+}
+
+/// What a replay says of a result that an operator gave.
+fn said_by(finish: &Finish) -> Option<BodyEnd> {
+    match finish {
+        Finish::Completed(StoredResult::Encoded { bytes, .. }) => {
+            serde_json::from_slice(bytes).ok().map(BodyEnd::Value)
+        }
+        Finish::Failed(StoredResult::Encoded { bytes, .. }) => match serde_json::from_slice(bytes).ok()? {
+            Failure::Lasting(text) => Some(BodyEnd::Error { text, lasting: true }),
+            _ => None,
+        },
+        _ => None,
     }
 }
 

@@ -18,7 +18,9 @@
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use idem_runtime::{Finish, OnCrash, StoredResult};
+use idem_runtime::OnCrash;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::Finish;
 
 use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
@@ -169,6 +171,9 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
         Asked::Finish(ask, attempt, finish) => Said::Write(reference.finish(ask, *attempt, finish)),
         Asked::Release(ask, release) => Said::Write(reference.release(ask, *release)),
         Asked::Reopen { attempt } => Said::Write(reference.reopen(key, *attempt)),
+        Asked::BreakLease { attempt } => Said::Write(reference.break_lease(key, *attempt)),
+        Asked::Resolve { attempt, finish } => Said::Write(reference.resolve(key, *attempt, finish)),
+        Asked::Forget { attempt } => Said::Write(reference.forget(key, *attempt)),
         Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
                 // The time at which a lapsed lease has lapsed is told to no caller.
@@ -213,8 +218,11 @@ fn hash(entry: &Entry, hasher: &mut impl Hasher) {
 mod by_hand {
     use std::time::Duration;
 
+    use idem_runtime::codec::CodecName;
+    use idem_runtime::record::StoredResult;
+    use idem_runtime::store::{Finish, Verdict};
     use idem_runtime::testing::{SimulatedClock, Simulation};
-    use idem_runtime::{CodecName, Finish, Key, OnCrash, StoredResult, Verdict};
+    use idem_runtime::{Key, OnCrash};
 
     use super::{Judgement, check};
     use crate::history::{Asked, End, History, Said, nanos};

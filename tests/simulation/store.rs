@@ -10,11 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use idem_runtime::testing::SimulatedClock;
-use idem_runtime::{
-    Answers, Clock, Finish, Heartbeats, Inspection, Key, Lease, Record, Release, Reservation, ReserveRequest, Store,
-    StoreError, StoreErrorKind, StoreFuture, StoredResult, Verdict, current, renew_all,
+use idem_runtime::clock::Clock;
+use idem_runtime::record::{Record, StoredResult};
+use idem_runtime::store::{
+    Action, Answers, Decided, Decision, Filter, Finish, Heartbeats, Inspection, Lease, Page, Release, Reservation,
+    ReserveRequest, StoreFuture, Verdict, renew_all,
 };
+use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{Key, Store, StoreError, StoreErrorKind, current};
+use idem_tests::clock::OddClock;
 
 use crate::dice::Dice;
 use crate::history::{Asked, End, History, Said, nanos};
@@ -46,6 +50,8 @@ pub(crate) enum Prank {
     StaleReads,
     /// A write that is said not to have been done is done.
     FailsAfterAll,
+    /// The same for the result that an operator gives.
+    ResolvesNothing,
     /// Lapsed leases are believed to be held: the engine's clock is slow.
     SlowClock,
     /// Two processes draw the same owner tokens.
@@ -80,6 +86,8 @@ pub(crate) struct Net {
     jumps: Mutex<Vec<(u64, u64)>>,
     /// Waits that went on after the attempt that they waited for had ended.
     overslept: Mutex<Vec<(Key, String)>>,
+    /// Decisions that were applied while an attempt was running.
+    trespasses: Mutex<Vec<(Key, String)>>,
 }
 
 impl Net {
@@ -103,6 +111,7 @@ impl Net {
             ended: Mutex::default(),
             jumps: Mutex::default(),
             overslept: Mutex::default(),
+            trespasses: Mutex::default(),
         }
     }
 
@@ -122,6 +131,10 @@ impl Net {
 
     pub(crate) fn overslept(&self) -> Vec<(Key, String)> {
         self.overslept.lock().unwrap().clone()
+    }
+
+    pub(crate) fn trespasses(&self) -> Vec<(Key, String)> {
+        self.trespasses.lock().unwrap().clone()
     }
 
     /// The attempt that is pending for `key`.
@@ -196,7 +209,7 @@ enum Request {
     Renew(Vec<Lease>),
     Finish(Lease, Finish),
     Release(Lease, Release),
-    Reopen(Key, u32),
+    Decide(Decision),
     Inspect(Key),
 }
 
@@ -204,6 +217,7 @@ enum Request {
 enum Reply {
     Reservation(Reservation),
     Writes(Vec<Verdict>),
+    Decided(Decided),
     Inspection(Option<Inspection>),
 }
 
@@ -215,7 +229,7 @@ impl Request {
             Self::Renew(leases) => renew_all(store, leases).await.map(Reply::Writes),
             Self::Finish(lease, finish) => store.finish(lease, finish).await.map(write),
             Self::Release(lease, release) => store.release(lease, *release).await.map(write),
-            Self::Reopen(key, attempt) => store.reopen(key, *attempt).await.map(write),
+            Self::Decide(decision) => store.decide(decision).await.map(Reply::Decided),
             Self::Inspect(key) => store.inspect(key).await.map(Reply::Inspection),
         }
     }
@@ -224,7 +238,7 @@ impl Request {
         match self {
             Self::Reserve(request) => Some(&request.key),
             Self::Finish(lease, _) | Self::Release(lease, _) => Some(&lease.key),
-            Self::Reopen(key, _) => Some(key),
+            Self::Decide(decision) => Some(&decision.key),
             Self::Renew(_) | Self::Inspect(_) => None,
         }
     }
@@ -240,7 +254,19 @@ impl Request {
                 vec![(&lease.key, Asked::Finish(history.ask(lease), lease.attempt, finish.clone()))]
             }
             Self::Release(lease, release) => vec![(&lease.key, Asked::Release(history.ask(lease), *release))],
-            Self::Reopen(key, attempt) => vec![(key, Asked::Reopen { attempt: *attempt })],
+            Self::Decide(Decision { key, attempt, action: Action::Reopen, .. }) => {
+                vec![(key, Asked::Reopen { attempt: *attempt })]
+            }
+            Self::Decide(Decision { key, attempt, action: Action::BreakLease, .. }) => {
+                vec![(key, Asked::BreakLease { attempt: *attempt })]
+            }
+            Self::Decide(Decision { key, attempt, action: Action::Resolve(finish), .. }) => {
+                vec![(key, Asked::Resolve { attempt: *attempt, finish: finish.clone() })]
+            }
+            Self::Decide(Decision { key, attempt, action: Action::Forget, .. }) => {
+                vec![(key, Asked::Forget { attempt: *attempt })]
+            }
+            Self::Decide(other) => unreachable!("no other decision is known: {other:?}"),
             Self::Inspect(key) => vec![(key, Asked::Inspect)],
         };
         entered.into_iter().map(|(key, asked)| history.invoke(process, key, asked)).collect()
@@ -283,64 +309,12 @@ impl fmt::Debug for Line {
     }
 }
 
-/// A clock that runs at half speed.
-#[derive(Debug)]
-struct SlowClock(SimulatedClock);
-
-impl Clock for SlowClock {
-    fn now(&self) -> idem_runtime::Instant {
-        idem_runtime::Instant::new(self.0.now().since_origin() / 2)
-    }
-
-    fn wall(&self) -> Duration {
-        self.0.wall()
-    }
-
-    fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
-        self.0.sleep(duration * 2)
-    }
-
-    fn entropy(&self) -> u128 {
-        self.0.entropy()
-    }
-
-    fn spawn(&self, task: idem_runtime::Task) {
-        self.0.spawn(task);
-    }
-}
-
-/// A clock that gives every process the same random numbers.
-#[derive(Debug)]
-struct SameChance(SimulatedClock);
-
-impl Clock for SameChance {
-    fn now(&self) -> idem_runtime::Instant {
-        self.0.now()
-    }
-
-    fn wall(&self) -> Duration {
-        self.0.wall()
-    }
-
-    fn sleep(&self, duration: Duration) -> idem_runtime::Sleep {
-        self.0.sleep(duration)
-    }
-
-    fn entropy(&self) -> u128 {
-        7
-    }
-
-    fn spawn(&self, task: idem_runtime::Task) {
-        self.0.spawn(task);
-    }
-}
-
 impl Line {
     /// The line of process `number` to `inner`, its own handle.
     pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
-            Prank::SlowClock => Arc::new(SlowClock(net.clock.clone())),
-            Prank::OwnersRepeat => Arc::new(SameChance(net.clock.clone())),
+            Prank::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
+            Prank::OwnersRepeat => Arc::new(OddClock::new(net.clock.clone()).without_chance()),
             _ => Arc::new(net.clock.clone()),
         };
         let heartbeats = Heartbeats::new(clock);
@@ -453,6 +427,9 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
                 history.respond(*op, End::Answered { said: Said::Write(*write), at });
             }
         }
+        Reply::Decided(decided) => {
+            history.respond(ops[0], End::Answered { said: Said::Write((*decided).into()), at });
+        }
         Reply::Reservation(_) | Reply::Inspection(_) => {
             let said = said.expect("said when it was done");
             history.respond(ops[0], End::Answered { said, at });
@@ -486,6 +463,9 @@ async fn land(
         (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
         }
+        (Prank::ResolvesNothing, Request::Decide(Decision { action: Action::Resolve(_), .. })) => {
+            Some(Reply::Decided(Decided::Applied))
+        }
         (Prank::RenewsNothing, Request::Renew(leases)) => Some(Reply::Writes(vec![Verdict::Applied; leases.len()])),
         (Prank::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
             net.stale.lock().unwrap().get(&request.key).cloned().map(Reply::Reservation)
@@ -493,10 +473,27 @@ async fn land(
         _ => None,
     };
     let running = request.key().and_then(|key| Some((key, net.pending(key)?)));
+    let is_live = |key: &Key| {
+        let lapses_in = net.truth(key).and_then(|found| found.lapses_in);
+        lapses_in.is_some_and(|left| !left.is_zero())
+    };
+    let spares = match request {
+        Request::Decide(decision) if decision.action != Action::BreakLease && is_live(&decision.key) => Some(decision),
+        _ => None,
+    };
     let answer = match pretended {
         Some(reply) => Ok(reply),
         None => request.ask(store).await,
     };
+    if let Ok(Reply::Decided(Decided::Applied)) = &answer {
+        for op in ops {
+            net.history().ops[*op].applied = true;
+        }
+        if let Some(decision) = spares.filter(|_| net.prank != Prank::ResolvesNothing) {
+            let text = format!("{decision:?} was applied while an attempt was running");
+            net.trespasses.lock().unwrap().push((decision.key.clone(), text));
+        }
+    }
     if let Some((key, attempt)) = running
         && net.pending(key) != Some(attempt)
     {
@@ -586,7 +583,7 @@ impl Store for Line {
         StoreFuture::new(async move { self.exchange(Request::Release(lease.clone(), release)).await.map(one) })
     }
 
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
+    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let net = &self.0.net;
             net.delay(Duration::ZERO).await;
@@ -594,7 +591,7 @@ impl Store for Line {
                 net.delay(net.weather.lease * 2).await;
                 // Returns early, or fails.
                 return match net.dice.chance(500) {
-                    true => Ok(()),
+                    true => Ok(None),
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
                 };
             }
@@ -625,8 +622,25 @@ impl Store for Line {
         })
     }
 
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(async move { self.exchange(Request::Reopen(key.clone(), attempt)).await.map(one) })
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+        StoreFuture::new(async move {
+            match self.exchange(Request::Decide(decision.clone())).await? {
+                Reply::Decided(decided) => Ok(decided),
+                other => unreachable!("{other:?}"),
+            }
+        })
+    }
+
+    fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
+        self.0.inner.purge(batch)
+    }
+
+    fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        self.0.inner.list(filter)
+    }
+
+    fn ping(&self) -> StoreFuture<'_, ()> {
+        self.0.inner.ping()
     }
 }
 

@@ -15,10 +15,14 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{Either, select};
+use idem_runtime::clock::Clock;
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::store::{Action, Decided, Decision, Finish};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
-    Attempt, Clock, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal,
-    State, Store, current, idempotent, observe,
+    Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal, Store,
+    current, idempotent, observe,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
@@ -88,6 +92,9 @@ impl Report {
     }
 }
 
+/// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as before.
+const DECIDERS: u64 = 0x6f70_6572;
+
 /// The payload of a message without a fingerprint.
 const UNMARKED: u8 = 2;
 
@@ -150,6 +157,8 @@ struct Shared {
     simulation: Simulation,
     net: Arc<Net>,
     dice: Dice,
+    /// The dice of operators who do more than to reopen keys and to break leases.
+    decider: Option<Dice>,
     ledger: RefCell<Ledger>,
     operations: Vec<Operation>,
     messages: RefCell<Vec<Message>>,
@@ -516,12 +525,16 @@ impl World {
         }
     }
 
-    /// An operator who looks at a key, and lets it run again.
+    /// An operator who looks at a key, and lets it run again, or ends its lease.
     async fn decide_now_and_then(self, storm: Duration) {
         let line = Line::new(99, (self.open)(), Arc::clone(&self.net));
+        let (often, pause) = match self.decider {
+            Some(_) => (500, storm / 8),
+            None => (self.mishaps.operators, storm / 2),
+        };
         while self.net.is_stormy() {
-            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 2)).await;
-            if !self.dice.chance(self.mishaps.operators) {
+            self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(pause)).await;
+            if !self.dice.chance(often) {
                 continue;
             }
             let n = usize::try_from(self.dice.between(0, self.operations.len() as u64 - 1)).expect("few");
@@ -530,9 +543,47 @@ impl World {
             if matches!(found.record.state, State::Completed(_) | State::Failed(_)) && self.dice.chance(700) {
                 continue;
             }
-            let _ = line.reopen(key, found.record.attempt).await;
+            let attempt = found.record.attempt;
+            let decision = match found.record.is_pending() && self.dice.chance(400) {
+                true => Decision::break_lease(key, attempt),
+                false => Decision::reopen(key, attempt),
+            };
+            let decision = match &self.decider {
+                Some(dice) => self.decision(dice, key, attempt).unwrap_or(decision),
+                None => decision,
+            };
+            if let Some(dice) = self.decider.as_ref().filter(|dice| dice.chance(300)) {
+                // A person takes their time, and may find what has moved on.
+                self.net.clock.sleep(dice.up_to(storm / 8)).await;
+            }
+            let decided = line.decide(&decision).await;
             self.count("decisions of operators");
+            self.count(match (decided, &decision.action) {
+                (Ok(Decided::Applied), Action::Resolve(_)) => "results that an operator gave",
+                (Ok(Decided::Applied), Action::Forget) => "records that an operator had forgotten",
+                (Ok(Decided::LiveLease { .. }), _) => "decisions that a live lease refused",
+                _ => "other decisions of operators",
+            });
         }
+    }
+
+    /// What an operator decides who knows more than to let a key run again; `None` for one who does that.
+    fn decision(&self, dice: &Dice, key: &Key, attempt: u32) -> Option<Decision> {
+        let number = self.bodies.get();
+        let text = format!("{}/{attempt}/resolved after {number}", key.text());
+        let encoded = |bytes: Result<Vec<u8>, _>| {
+            let bytes = bytes.expect("texts are written").into();
+            StoredResult::Encoded { codec: CodecName::new(b"json").expect("a name"), bytes }
+        };
+        let finish = match dice.between(0, 9) {
+            0..3 => return None,
+            3 => return Some(Decision::forget(key, attempt)),
+            4..7 => Finish::Completed(encoded(serde_json::to_vec(&text))),
+            7 => Finish::Completed(StoredResult::Unencodable),
+            8 => Finish::Failed(encoded(serde_json::to_vec(&Failure::Lasting(text)))),
+            _ => Finish::Failed(StoredResult::Unencodable),
+        };
+        Some(Decision::resolve(key, attempt, finish))
     }
 
     /// Time jumps, as for processes that are stopped and continued.
@@ -665,6 +716,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         simulation,
         net,
         dice,
+        // Of their own, so that the worlds without such operators stay as they were.
+        decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         ledger: RefCell::default(),
         operations,
         messages: RefCell::new(messages),

@@ -4,15 +4,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use idem_runtime::{
-    CodecName, Error, Finish, Json, Key, Lease, OnCrash, Operation, Outcome, Policy, Reservation, ReserveRequest,
-    Store, StoreError, StoredResult, observe, record_values, run,
-};
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest};
+use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, observe};
 
 /// Longer than any test takes.
 pub const LEASE: Duration = Duration::from_secs(60);
 /// The retention of records.
 pub const TTL: Duration = Duration::from_secs(3600);
+/// A trace of somebody's.
+pub const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 /// A policy with this lease and retention.
 pub const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 
@@ -23,15 +25,7 @@ pub fn key(name: &str) -> Key {
 
 /// A reservation of `name` for a new attempt.
 pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
-    ReserveRequest {
-        key: key(name),
-        owner: store.heartbeats().new_owner(),
-        lease: LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    }
+    ReserveRequest::new(key(name), store.heartbeats().new_owner(), LEASE, TTL)
 }
 
 /// The lease in an answer that the key is reserved.
@@ -75,5 +69,5 @@ pub async fn call_with(
     runs: &AtomicU32,
 ) -> (Result<u32, Error>, Outcome) {
     let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
-    observe(run(Operation::new(store, Ok(key(name)), policy), record_values::<Json>(), body)).await
+    observe(Operation::new(store, Ok(key(name)), policy).run(body)).await
 }

@@ -6,7 +6,8 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use idem_runtime::conformance::Subject;
-use idem_runtime::{Key, RedisOptions, RedisStore};
+use idem_runtime::redis::RedisOptions;
+use idem_runtime::{Key, RedisStore};
 use redis::{Connection, FromRedisValue, Value};
 
 use crate::server::{Env, Kind, RedisServer, forever, free_port, keep};
@@ -61,18 +62,29 @@ impl Cluster {
 
     /// A cluster of this many nodes; at most one replica for each primary.
     pub fn start_with(primaries: usize, replicas: usize, node_timeout: u32) -> Self {
-        let ports: Vec<u16> = (0..primaries + replicas).map(|_| free_port()).collect();
-        Self::start_at(
-            &ports,
-            primaries,
-            node_timeout,
-            |_| vec!["--appendonly".to_owned(), "no".to_owned()],
-            &Vec::new(),
-        )
+        Self::start_of(&vec![Kind::Redis; primaries + replicas], primaries, node_timeout)
+    }
+
+    /// A cluster of nodes of these kinds, primaries first.
+    pub fn start_of(kinds: &[Kind], primaries: usize, node_timeout: u32) -> Self {
+        let ports: Vec<u16> = kinds.iter().map(|_| free_port()).collect();
+        let args = |_| vec!["--appendonly".to_owned(), "no".to_owned()];
+        Self::start_each(kinds, &ports, primaries, node_timeout, args, &Vec::new())
     }
 
     /// A cluster on these ports, primaries first, each node with these arguments and this environment.
     pub fn start_at(
+        ports: &[u16],
+        primaries: usize,
+        node_timeout: u32,
+        args: impl Fn(usize) -> Vec<String>,
+        env: &Env,
+    ) -> Self {
+        Self::start_each(&vec![Kind::Redis; ports.len()], ports, primaries, node_timeout, args, env)
+    }
+
+    fn start_each(
+        kinds: &[Kind],
         ports: &[u16],
         primaries: usize,
         node_timeout: u32,
@@ -84,7 +96,7 @@ impl Cluster {
             let (bus, args) = (free_port().to_string(), args(n));
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
             RedisServer::start_at(
-                Kind::Redis,
+                kinds[n],
                 *port,
                 &[
                     &args[..],

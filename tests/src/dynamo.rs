@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::io;
+use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -20,7 +20,8 @@ use aws_smithy_runtime_api::client::http::{
     HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use idem_runtime::conformance::Subject;
-use idem_runtime::{DynamoOptions, DynamoStore, Key};
+use idem_runtime::dynamodb::DynamoOptions;
+use idem_runtime::{DynamoStore, Key, StoreErrorKind};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
@@ -102,6 +103,19 @@ pub fn options() -> DynamoOptions {
     DynamoStore::options().max_clock_skew(SKEW).response_timeout(Duration::from_secs(60))
 }
 
+/// Whether HTTP is spoken on this port. A program may listen before it answers.
+fn answers(port: u16) -> bool {
+    let ask = || -> io::Result<bool> {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", port))?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
+        let mut start = [0; 5];
+        stream.read_exact(&mut start)?;
+        Ok(&start == b"HTTP/")
+    };
+    ask().unwrap_or(false)
+}
+
 /// An emulator process; killed when dropped.
 #[derive(Debug)]
 pub struct Emulator {
@@ -157,9 +171,17 @@ impl Emulator {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Creates the table, unless it exists.
+    /// Creates the table, unless it exists. An emulator that has just started may reset its first connections.
     pub async fn ensure_table(&self) {
-        open(&self.endpoint(), TABLE).ensure_table().await.expect("creates the table");
+        let store = open(&self.endpoint(), TABLE);
+        let mut tries = 20;
+        loop {
+            match store.ensure_table().await {
+                Err(error) if error.kind() == StoreErrorKind::Unavailable && tries > 0 => tries -= 1,
+                done => return done.expect("creates the table"),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// Starts the process, again if it was killed, and waits until it answers.
@@ -186,12 +208,12 @@ impl Emulator {
             // An answer in place of an emulator that has ended comes from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
-            if std::net::TcpStream::connect(("127.0.0.1", self.port)).is_ok() {
+            if answers(self.port) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        panic!("{} does not listen on port {}", program.display(), self.port);
+        panic!("{} does not answer on port {}", program.display(), self.port);
     }
 
     /// `kill -9`.

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use idem_runtime::conformance::Subject;
-use idem_runtime::{Key, PostgresOptions, PostgresStore};
+use idem_runtime::postgres::PostgresOptions;
+use idem_runtime::{Key, PostgresStore};
 use tokio_postgres::NoTls;
 
 use crate::proxy::{Line, Proxy};
@@ -90,6 +91,23 @@ impl PostgresServer {
         assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
         let mut server = Self { port, folder, args: Vec::new(), env: env.clone(), child: None };
         server.set(settings);
+        server.run();
+        server
+    }
+
+    /// A standby of this server, which follows it through the line at this port, and which nobody waits for.
+    pub fn standby_of(primary: &Self, line: u16) -> Self {
+        let port = free_port();
+        let folder = folder("postgres", port);
+        let copied = unprivileged(&program("pg_basebackup"), None)
+            .args(["-h", "127.0.0.1", "-p", &primary.port.to_string(), "-U", "postgres", "-R", "--no-sync"])
+            .args(["-c", "fast", "-D"])
+            .arg(folder.join("data"))
+            .output()
+            .unwrap_or_else(|error| panic!("pg_basebackup can't be started: {error}; run ./scripts/test"));
+        assert!(copied.status.success(), "pg_basebackup: {}", String::from_utf8_lossy(&copied.stderr));
+        let mut server = Self { port, folder, args: Vec::new(), env: primary.env.clone(), child: None };
+        server.set(&[&format!("primary_conninfo=host=127.0.0.1 port={line} user=postgres")]);
         server.run();
         server
     }
@@ -346,6 +364,11 @@ pub async fn subject() -> Subject {
     subject_at(shared().0, PostgresStore::options()).await
 }
 
+/// The same with a table of hash partitions; the second handle is not told of them.
+pub async fn subject_partitioned() -> Subject {
+    subject_at(shared().0, PostgresStore::options().partitions(4)).await
+}
+
 /// The same through the pooler.
 pub async fn subject_behind_pgbouncer() -> Subject {
     subject_at(shared().1, PostgresStore::options().behind_pgbouncer()).await
@@ -355,7 +378,7 @@ async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
     let (direct, schema) = shared_schema();
     let options = options.schema(&schema).ensure_schema();
     let store = options.clone().connect(&url(port)).await.expect("connects");
-    let peer = options.clone().connect(&url(port)).await.expect("connects");
+    let peer = options.clone().partitions(0).connect(&url(port)).await.expect("connects");
     let cut_off = Proxy::to(port).await;
     let unreachable = options.connect(&url(cut_off.port())).await.expect("connects");
     cut_off.set(Line::Refuse);
@@ -369,9 +392,9 @@ async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
 /// Writes a row that no release up to this one has written.
 pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     let text = format!(
-        "INSERT INTO {}.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
-         expires_at, listed_at) VALUES ($1, '\\x00112233445566778899aabbccddeeff', 99, 'P', 1, 1, false, 1000, 1000, now(), \
-         now() + interval '1 hour', now() + interval '1 hour')",
+        "INSERT INTO {}.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
+         expires_at, listed_at, first_seen_at, began_at) VALUES ($1, '\\x00112233445566778899aabbccddeeff', 99, 'pending', 1, 1, false, 1000, 1000, now(), \
+         now() + interval '1 hour', now() + interval '1 hour', now(), now())",
         quoted(schema)
     );
     raw(url).await.execute(&text, &[&key]).await.expect("writes");

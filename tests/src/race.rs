@@ -10,7 +10,8 @@ use std::process::{Child, Command};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use idem_runtime::{Key, State, Store, StoredResult};
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::{Key, Store};
 
 use crate::server::{Env, until};
 use crate::stores;

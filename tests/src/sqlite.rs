@@ -61,8 +61,9 @@ pub async fn subject() -> Subject {
     let spoil = move |key: Key| {
         let path = path.clone();
         async move {
-            let sql = "INSERT INTO idem_records (key, format, state, owner, attempt, starts, on_crash_fail, expires_at, \
-                       listed_at) VALUES (?1, 1, 'X', x'00', 1, 1, 0, 4102444800000, 4102444800000)";
+            let sql = "INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, \
+                       listed_at, first_seen_at, began_at) \
+                       VALUES (?1, 1, 'X', x'00', 1, 1, 0, 4102444800000, 4102444800000, 0, 0)";
             raw(&path).execute(sql, [key.as_str()]).expect("inserts");
         }
     };

@@ -4,17 +4,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use idem_runtime::{
-    Answers, Cached, CachedOptions, Error, Fingerprint, Finish, Heartbeats, InProgress, Inspection, Key, Lease,
-    MemoryStore, OnCrash, OnStoreError, Record, Release, Reservation, ReserveRequest, State, Store, StoreErrorKind,
-    StoreFuture, StoredResult, Verdict,
+use idem_runtime::cached::CachedOptions;
+use idem_runtime::key::Fingerprint;
+use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{
+    Finish, Heartbeats, Inspection, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward,
 };
+use idem_runtime::{Cached, Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Store, StoreErrorKind};
+use idem_tests::Reopen as _;
 use idem_tests::{Call, Fault};
 
 use super::{LEASE, POLICY, TICK, TTL, World, completed, key, payload, polled, stored};
 
 const EVERY: [Call; 7] =
-    [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Reopen];
+    [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Decide];
 /// Longer than every retention here.
 const AGELESS: Duration = Duration::from_secs(1 << 30);
 
@@ -79,7 +82,7 @@ async fn only_finished_records_are_kept() {
     let asks = async |name: &str, request: ReserveRequest, is: fn(&Reservation) -> bool| {
         for _ in 0..3 {
             let before = world.store.count(Call::Reserve);
-            let request = ReserveRequest { owner: world.memory.heartbeats().new_owner(), ..request.clone() };
+            let request = request.clone().owner(world.memory.heartbeats().new_owner());
             let answer = store.reserve(&request).await.unwrap();
             assert!(is(&answer), "{name}: {answer:?}");
             assert_eq!(world.store.count(Call::Reserve), before + 1, "{name}");
@@ -89,14 +92,14 @@ async fn only_finished_records_are_kept() {
     world.reserved(&store, "pending").await;
     asks("pending", world.request("pending"), |it| matches!(it, Reservation::InProgress { .. })).await;
 
-    let fail = ReserveRequest { on_crash: OnCrash::Fail, ..world.request("interrupted") };
+    let fail = world.request("interrupted").on_crash(OnCrash::Fail);
     let Reservation::Granted { lease, .. } = store.reserve(&fail).await.unwrap() else { panic!() };
     assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Verdict::Applied);
     asks("interrupted", fail, |it| matches!(it, Reservation::Interrupted { .. })).await;
 
     let lease = world.reserved(&store, "released").await;
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
-    let limited = ReserveRequest { max_attempts: std::num::NonZeroU32::new(1), ..world.request("released") };
+    let limited = world.request("released").max_attempts(std::num::NonZeroU32::new(1));
     asks("exhausted", limited, |it| matches!(it, Reservation::AttemptsExhausted { .. })).await;
     assert_eq!(world.reserved(&store, "released").await.attempt, 2);
     assert!(store.is_empty());
@@ -126,18 +129,21 @@ async fn a_refused_or_failed_finish_is_not_kept() {
 async fn the_fingerprint_is_checked_on_a_hit() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
-    let marked =
-        |payload| ReserveRequest { fingerprint: Some(Fingerprint::of(&payload).unwrap()), ..world.request("k") };
+    let marked = |payload| world.request("k").fingerprint(Fingerprint::of(&payload).unwrap());
     let Reservation::Granted { lease, .. } = store.reserve(&marked(1)).await.unwrap() else { panic!() };
     assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let before = calls(&world);
     let record = Record::after(&lease, completed(b"1").state());
     for _ in 0..3 {
         assert_eq!(store.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
-        assert_eq!(store.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
+        assert_eq!(store.reserve(&marked(1)).await.unwrap().aged(None), Reservation::finished(record.clone()));
         assert_eq!(world.replay(&store, "k").await, record, "nothing to compare");
-        let own = ReserveRequest { owner: lease.owner, ..marked(1) };
-        assert_eq!(store.reserve(&own).await.unwrap(), Reservation::Finished(record.clone()), "met by its own owner");
+        let own = marked(1).owner(lease.owner);
+        assert_eq!(
+            store.reserve(&own).await.unwrap().aged(None),
+            Reservation::finished(record.clone()),
+            "met by its own owner"
+        );
     }
     assert_eq!(calls(&world), before);
 
@@ -145,7 +151,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
     let elsewhere = Cached::new(world.store.clone());
     for _ in 0..3 {
         assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
-        assert_eq!(elsewhere.reserve(&marked(1)).await.unwrap(), Reservation::Finished(record.clone()));
+        assert_eq!(elsewhere.reserve(&marked(1)).await.unwrap().aged(None), Reservation::finished(record.clone()));
     }
 }
 
@@ -316,7 +322,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 world.store.next(Call::Inspect, Fault::Slow(1));
                 request = world.request("k");
                 let call = polled(store.reserve(&request), 2).await;
-                Box::pin(async { matches!(call.await.unwrap(), Reservation::Finished(_)) })
+                Box::pin(async { matches!(call.await.unwrap(), Reservation::Finished { .. }) })
             };
             let reopen_elsewhere =
                 async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
@@ -324,12 +330,12 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenDropped => {
-                    world.store.next(Call::Reopen, Fault::Slow(1));
+                    world.store.next(Call::Decide, Fault::Slow(1));
                     let key = key("k");
                     drop(polled(store.reopen(&key, 1), 2).await);
                 }
                 ReopenAnswerLost => {
-                    world.store.next(Call::Reopen, Fault::After);
+                    world.store.next(Call::Decide, Fault::After);
                     store.reopen(&key("k"), 1).await.unwrap_err();
                 }
                 Rerun => {
@@ -353,7 +359,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             }
             assert!(call.await, "{entering}: what was asked before is answered as it was");
             let after = store.reserve(&world.request("k")).await.unwrap();
-            assert!(!matches!(after, Reservation::Finished(_)), "{entering}, {meanwhile:?}: a stale entry");
+            assert!(!matches!(after, Reservation::Finished { .. }), "{entering}, {meanwhile:?}: a stale entry");
         }
     }
 }
@@ -366,7 +372,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
         let store = ageless(&world);
         world.finished(&world.memory, "k", b"1").await;
         world.replay(&store, "k").await;
-        world.store.next(Call::Reopen, Fault::Slow(1));
+        world.store.next(Call::Decide, Fault::Slow(1));
         let k = key("k");
         let reopen = polled(store.reopen(&k, 1), 1).await;
         if ends == "before" {
@@ -378,7 +384,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
             assert_eq!(reopen.await.unwrap(), Verdict::Applied);
-            assert!(matches!(read.await.unwrap(), Reservation::Finished(_)));
+            assert!(matches!(read.await.unwrap(), Reservation::Finished { .. }));
         }
         assert_eq!(world.reserved(&store, "k").await.attempt, 2, "{ends}: a stale entry");
     }
@@ -468,15 +474,19 @@ struct Peculiar {
 impl Peculiar {
     fn seen(&self, record: Record) -> Record {
         match self.unreadable && record.is_finished() {
-            true => Record { state: State::Completed(StoredResult::Unreadable { reason: "not now".into() }), ..record },
+            true => {
+                let mut record = record;
+                record.state = State::Completed(StoredResult::Unreadable { reason: "not now".into() });
+                record
+            }
             false => record,
         }
     }
 }
 
 impl Store for Peculiar {
-    fn name(&self) -> &'static str {
-        self.memory.name()
+    forward! {
+        |store| store.memory => name, namespace, response_timeout, renew, finish, release, wait, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {
@@ -487,14 +497,6 @@ impl Store for Peculiar {
         self.handle()
     }
 
-    fn namespace(&self) -> &'static str {
-        ""
-    }
-
-    fn response_timeout(&self) -> Duration {
-        Duration::ZERO
-    }
-
     fn heartbeats(&self) -> &Heartbeats {
         self.none.as_deref().unwrap_or(self.memory.heartbeats())
     }
@@ -502,37 +504,20 @@ impl Store for Peculiar {
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(async move {
             Ok(match self.memory.reserve(request).await? {
-                Reservation::Finished(record) => Reservation::Finished(self.seen(record)),
+                Reservation::Finished { record, age, .. } => Reservation::finished(self.seen(record)).aged(age),
                 other => other,
             })
         })
     }
 
-    fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        self.memory.renew(leases, answer)
-    }
-
-    fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        self.memory.finish(lease, finish)
-    }
-
-    fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        self.memory.release(lease, release)
-    }
-
-    fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, ()> {
-        self.memory.wait(key, attempt, at_most)
-    }
-
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let inspection = self.memory.inspect(key).await?;
-            Ok(inspection.map(|it| Inspection { record: self.seen(it.record), ..it }))
+            Ok(inspection.map(|mut found| {
+                found.record = self.seen(found.record.clone());
+                found
+            }))
         })
-    }
-
-    fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        self.memory.reopen(key, attempt)
     }
 }
 
@@ -682,14 +667,14 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     for n in 0..8000_usize {
         let at = (n * 7 + n / 11 + thread * 17) % floors.len();
         let owner = store.heartbeats().new_owner();
-        let request = ReserveRequest { owner, lease: LEASE * 100, ..world.request(&at.to_string()) };
+        let request = world.request(&at.to_string()).owner(owner).lease(LEASE * 100);
         let floor = floors[at].load(Ordering::SeqCst);
         match store.reserve(&request).await.unwrap() {
             Reservation::Granted { lease, .. } => {
                 let bytes = [lease.attempt.to_string().into_bytes(), vec![b' '; n % 3000]].concat();
                 assert_eq!(store.finish(&lease, &completed(&bytes)).await.unwrap(), Verdict::Applied);
             }
-            Reservation::Finished(record) => {
+            Reservation::Finished { record, .. } => {
                 let StoredResult::Encoded { bytes, .. } = payload(&record) else { panic!("{record:?}") };
                 assert_eq!(bytes.split(|it| *it == b' ').next(), Some(record.attempt.to_string().as_bytes()));
                 assert!(record.attempt >= floor, "attempt {} was given up, {floor} is the next", record.attempt);
@@ -738,11 +723,11 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
     let record = world.finished(&world.memory, "k", b"1").await;
     for fingerprint in [None, Some(Fingerprint::of(&1).unwrap())] {
         let store = ageless(&world);
-        let requests: Vec<_> = (0..MANY).map(|_| ReserveRequest { fingerprint, ..world.request("k") }).collect();
+        let requests: Vec<_> = (0..MANY).map(|_| world.request("k").fingerprint(fingerprint)).collect();
         let before = calls(&world);
         world.store.next(Call::Reserve, Fault::Slow(3));
         for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
-            assert_eq!(answer.unwrap(), Reservation::Finished(record.clone()));
+            assert_eq!(answer.unwrap().aged(None), Reservation::finished(record.clone()));
         }
         assert_eq!(calls(&world) - before, 1);
     }
@@ -752,14 +737,14 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
 async fn whoever_joins_is_told_of_another_payload() {
     let world = World::new();
     let [right, wrong] = [1, 2].map(|payload| Some(Fingerprint::of(&payload).unwrap()));
-    let first = ReserveRequest { fingerprint: right, ..world.request("k") };
+    let first = world.request("k").fingerprint(right);
     let Reservation::Granted { lease, .. } = world.memory.reserve(&first).await.unwrap() else {
         panic!("not reserved")
     };
     assert_eq!(world.memory.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let store = ageless(&world);
     world.store.next(Call::Reserve, Fault::Slow(3));
-    let requests = [right, wrong, right, None].map(|fingerprint| ReserveRequest { fingerprint, ..world.request("k") });
+    let requests = [right, wrong, right, None].map(|fingerprint| world.request("k").fingerprint(fingerprint));
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let mismatches: Vec<_> =
         answers.into_iter().map(|answer| matches!(answer.unwrap(), Reservation::FingerprintMismatch { .. })).collect();
@@ -795,7 +780,7 @@ async fn what_is_no_finished_record_is_not_shared() {
     let requests = [world.request("other"), world.request("other")];
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     assert_eq!(answers[0].as_ref().unwrap_err().kind(), StoreErrorKind::Unavailable);
-    assert!(matches!(answers[1], Ok(Reservation::Finished(_))), "{answers:?}");
+    assert!(matches!(answers[1], Ok(Reservation::Finished { .. })), "{answers:?}");
 }
 
 #[tokio::test]
@@ -835,12 +820,16 @@ async fn nobody_is_kept_by_another_ones_call() {
     let mut joined = store.reserve(second);
     assert!(futures::poll!(&mut joined).is_pending());
     world.clock.advance(Duration::from_millis(100));
-    assert_eq!(joined.await.unwrap(), Reservation::Finished(record.clone()), "it asks for itself after a while");
+    assert_eq!(
+        joined.await.unwrap().aged(None),
+        Reservation::finished(record.clone()),
+        "it asks for itself after a while"
+    );
 
     let mut joined = store.reserve(third);
     assert!(futures::poll!(&mut joined).is_pending());
     drop(hanging);
-    assert_eq!(joined.await.unwrap(), Reservation::Finished(record), "the other one is gone");
+    assert_eq!(joined.await.unwrap().aged(None), Reservation::finished(record), "the other one is gone");
 }
 
 /// A request made after a `reopen` must not get an answer from before it.
@@ -856,5 +845,5 @@ async fn nobody_joins_what_a_reopen_has_outdated() {
     asking = polled(asking, 2).await;
     assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
     assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Granted { .. }));
-    assert_eq!(asking.await.unwrap(), Reservation::Finished(record));
+    assert_eq!(asking.await.unwrap().aged(None), Reservation::finished(record));
 }

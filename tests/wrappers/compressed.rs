@@ -1,8 +1,9 @@
 //! `Compressed`: which results are compressed, which come back, and which don't.
 
-use idem_runtime::{
-    CodecName, Compressed, Error, Finish, Record, ResultProblem, Store as _, StoreErrorKind, StoredResult, Verdict,
-};
+use idem_runtime::codec::{CodecName, ResultProblem};
+use idem_runtime::record::{Record, StoredResult};
+use idem_runtime::store::{Finish, Verdict};
+use idem_runtime::{Compressed, Error, Store as _, StoreErrorKind};
 use idem_tests::{Call, Fault};
 
 use super::{POLICY, World, bytes_of, codec_of, completed, hex, kept, key, noise, payload, reason_of, stored, unhex};
@@ -122,11 +123,11 @@ async fn nothing_is_decompressed_beyond_the_bound() {
 
     let narrow = Compressed::options().max_bytes(1 << 20).wrap(world.store.clone());
     let beyond = world.replay(&narrow, "within the bound").await;
-    assert!(reason_of(payload(&beyond)).contains("no more than 1048576 are decompressed here"), "{beyond:?}");
+    assert!(reason_of(payload(&beyond)).contains("more than the 1048576 that may be decompressed"), "{beyond:?}");
 
     for (name, size) in [("claims everything", u64::MAX), ("claims too much", (64 << 20) + 1)] {
         let reason = read(&world, name, &sealed(1, "json", size, frame)).await;
-        assert!(reason_of(&reason).contains("no more than 67108864 are decompressed here"), "{name}: {reason:?}");
+        assert!(reason_of(&reason).contains("more than the 67108864 that may be decompressed"), "{name}: {reason:?}");
     }
     // A frame that claims little and holds much, the reverse, and more than one frame.
     let small = compressed(&[b'x'; 1000]).await.split_off(3 + 4 + 8);
@@ -182,7 +183,7 @@ async fn a_damaged_result_never_runs_again() {
     let whole = compressed(&text).await;
     for (damaged, why) in [
         (whole[..whole.len() - 1].to_vec(), "damaged"),
-        (sealed(1, "json", u64::MAX, &whole[15..]), "are decompressed here"),
+        (sealed(1, "json", u64::MAX, &whole[15..]), "that may be decompressed"),
         (vec![], "envelope is damaged"),
     ] {
         let world = World::new();
@@ -222,7 +223,7 @@ async fn a_result_too_large_for_the_store_is_passed_on() {
     assert_eq!(first.unwrap(), result);
     assert!(outcome.recorded() && !outcome.result_stored());
     let (second, _) = world.call(&store, POLICY, &result).await;
-    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 100_002 }, .. }) = second else {
+    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 100_002, .. }, .. }) = second else {
         panic!("the size is that of the result itself: {second:?}")
     };
     assert_eq!(world.runs(), 1);

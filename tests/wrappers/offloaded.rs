@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use futures::stream::BoxStream;
-use idem_runtime::{
-    CodecName, Error, Finish, Lease, MemoryStore, Offloaded, OnStoreError, OwnerToken, Record, Reservation,
-    ResultProblem, Store, StoreErrorKind, StoredResult, Verdict,
-};
+use idem_runtime::codec::{CodecName, ResultProblem};
+use idem_runtime::record::{Record, StoredResult};
+use idem_runtime::store::{Finish, Lease, OwnerToken, Reservation, Verdict};
+use idem_runtime::{Error, MemoryStore, Offloaded, OnStoreError, Store, StoreErrorKind};
+use idem_tests::Reopen as _;
 use idem_tests::{Call, Fault, settle};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
@@ -214,8 +215,7 @@ async fn the_envelope_is_pinned() {
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
     // Fixes every part of the object's name.
-    let request =
-        idem_runtime::ReserveRequest { owner: OwnerToken::from_bytes(*b"0123456789abcdef"), ..world.request("pinned") };
+    let request = world.request("pinned").owner(OwnerToken::from_bytes(*b"0123456789abcdef"));
     let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
     let finish = completed(&[b'x'; 101]);
     assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
@@ -477,7 +477,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     first.unwrap();
     assert!(outcome.recorded() && !outcome.result_stored());
     let (second, _) = world.call(&store, POLICY, "again").await;
-    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 502 }, .. }) = second else {
+    let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 502, .. }, .. }) = second else {
         panic!("{second:?}")
     };
     assert_eq!(world.runs(), 1);

@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use fork::Fork;
-use idem_runtime::{
-    Attempt, Disposition, Error, InProgress, Json, Operation, Policy, Store, current, observe, record_values, run,
-};
+use idem_runtime::{Attempt, Disposition, Error, InProgress, Operation, Policy, Store, current, observe};
 use idem_tests::race::{self, Event, Keys, Orders, Place, Table, Work};
 use idem_tests::stores;
 use tokio::runtime::{Builder, Runtime};
@@ -230,7 +228,7 @@ impl Racer {
             let result = race::result(attempt.number(), std::process::id(), call);
             Ok::<_, Error>(race::padded(&result, self.orders.bytes))
         };
-        let (result, outcome) = observe(run(operation, record_values::<Json>(), body)).await;
+        let (result, outcome) = observe(operation.run(body)).await;
         let told = match result {
             Ok(result) => {
                 assert!(result.len() >= self.orders.bytes, "key {n}: {} bytes are left of it", result.len());

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use idem_runtime::{Error, Json, Operation, Policy, record_values, run};
+use idem_runtime::{Error, Operation, Policy};
 use idem_tests::{race, stores};
 
 const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(race::LEASE);
@@ -16,7 +16,7 @@ async fn main() {
     let store = stores::open(spec, race::LEASE).await;
     for n in 0..keys.parse::<usize>().unwrap() {
         let operation = Operation::new(&*store, Ok(race::key(n)), POLICY);
-        run(operation, record_values::<Json>(), async { Ok::<_, Error>(n) }).await.unwrap();
+        operation.run(async { Ok::<_, Error>(n) }).await.unwrap();
         println!("{n}");
     }
 }

@@ -1,0 +1,188 @@
+//! An HTTP API that charges customers and is safe to retry: one layer on its routes, and records in a SQLite file.
+//!
+//! ```sh
+//! cargo run --example axum_payments --features axum
+//! ```
+//!
+//! It prints lines for another terminal: a first request, a duplicate, another payload, a duplicate of a running request, a
+//! client that hangs up. Kill the server and start it again between any two of them: nobody is charged twice.
+//!
+//! `GET /count` tells how many charges there were, `GET /contract` what clients have to know. Arguments: the address to listen
+//! on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and whose rules it follows
+//! (default: `ietf`; or `stripe`, `acp`, `ucp`).
+//!
+//! It has what the checker of such servers asks for, so that `idem conformance http http://127.0.0.1:8080` tells whether it
+//! keeps the rules: `/refunds`, and payments that say how they end (`status`, `bytes`).
+#![allow(clippy::disallowed_methods)] // A payment takes its time.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::extract::{Request, State};
+use axum::http::{HeaderName, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{AppendHeaders, IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use idem_runtime::http::{Caller, IdempotencyLayer, Profile};
+use idem_runtime::{MissingKey, Policy, SqliteStore, current};
+use serde::{Deserialize, Serialize};
+
+/// A crash blocks a key for 5 s, and a response is remembered for a day.
+const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duration::from_secs(5));
+
+const LINES: &str = r#"
+pay() { curl -s -i localhost:8080/payments -H "Authorization: Bearer $1" -H "Idempotency-Key: $2" \
+  -H 'Content-Type: application/json' -d "$3"; echo; }
+
+pay alice-1 order-1 '{"amount_cents":500}'                     # 201: charged
+pay alice-1 order-1 '{"amount_cents":500}'                     # the same response, Idempotent-Replayed: true
+pay alice-2 order-1 '{"amount_cents":500}'                     # a new token of the same customer: the same response
+pay bob-1   order-1 '{"amount_cents":500}'                     # another customer with the same key: 201
+pay alice-1 order-1 '{"amount_cents":900}'                     # 422: another payload under the same key
+pay alice-1 order-2 '{"amount_cents":500,"takes_ms":3000}' &   # takes a while...
+sleep 1; pay alice-1 order-2 '{"amount_cents":500,"takes_ms":3000}'; wait  # 409, Retry-After: 1
+timeout 1 bash -c "$(declare -f pay); pay alice-1 order-3 '{\"amount_cents\":500,\"takes_ms\":3000}'"  # hangs up
+sleep 3; pay alice-1 order-3 '{"amount_cents":500,"takes_ms":3000}'  # charged all the same, and replayed
+pay nobody  order-4 '{"amount_cents":500}'                     # 403: nothing is stored
+curl -s localhost:8080/count                                   # {"charges":4}
+"#;
+
+/// What the outside world knows: how often somebody was charged.
+#[derive(Clone, Default)]
+struct Bank {
+    charges: Arc<AtomicU64>,
+}
+
+/// Who is logged in.
+#[derive(Clone)]
+struct Customer(&'static str);
+
+#[derive(Deserialize)]
+struct Payment {
+    amount_cents: u64,
+    #[serde(default)]
+    takes_ms: u64,
+    /// What the bank answers, for tests.
+    #[serde(default)]
+    status: Option<u16>,
+    /// How long the receipt is, for tests.
+    #[serde(default)]
+    bytes: usize,
+}
+
+#[derive(Serialize)]
+struct Receipt {
+    payment: String,
+    amount_cents: u64,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    text: String,
+}
+
+#[derive(Serialize)]
+struct Refund {
+    refund: String,
+}
+
+#[derive(Serialize)]
+struct Count {
+    charges: u64,
+}
+
+async fn pay(State(bank): State<Bank>, Json(payment): Json<Payment>) -> Response {
+    if payment.amount_cents == 0 {
+        // Depends on the request alone, so it is recorded.
+        return (StatusCode::BAD_REQUEST, "nothing to pay\n").into_response();
+    }
+    // A real provider gets this key: should this process die here, the next attempt sends the same one.
+    let number = bank.charges.fetch_add(1, Ordering::SeqCst);
+    let payment_id = current().map_or_else(|_| format!("unkeyed-{number}"), |attempt| attempt.child_key("charge"));
+    tokio::time::sleep(Duration::from_millis(payment.takes_ms)).await;
+    let headers = headers_of("payments", &payment_id);
+    let status = payment.status.and_then(|status| StatusCode::from_u16(status).ok()).unwrap_or(StatusCode::CREATED);
+    let text = "x".repeat(payment.bytes.min(64 << 20));
+    let receipt = Receipt { payment: payment_id, amount_cents: payment.amount_cents, text };
+    (status, headers, Json(receipt)).into_response()
+}
+
+async fn refund(State(bank): State<Bank>) -> Response {
+    let number = bank.charges.fetch_add(1, Ordering::SeqCst);
+    let refund = current().map_or_else(|_| format!("unkeyed-{number}"), |attempt| attempt.child_key("refund"));
+    (StatusCode::CREATED, headers_of("refunds", &refund), Json(Refund { refund })).into_response()
+}
+
+/// A replay has all of them but the cookie, which belongs to the session of the first client. That caches must not keep the
+/// response does not keep the layer from replaying it.
+fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
+    let location = format!("/{route}/{id}");
+    AppendHeaders([
+        (header::LINK, format!("<{location}>; rel=\"self\"")),
+        (header::LINK, "</contract>; rel=\"describedby\"".to_owned()),
+        (header::LOCATION, location),
+        (header::CACHE_CONTROL, "no-store".to_owned()),
+        (header::SET_COOKIE, format!("last={id}; HttpOnly")),
+    ])
+}
+
+async fn count(State(bank): State<Bank>) -> Json<Count> {
+    Json(Count { charges: bank.charges.load(Ordering::SeqCst) })
+}
+
+/// Finds out whose token it is. Stands outside of the layer, which wants to know the customer and not the token.
+async fn authenticate(mut request: Request, next: Next) -> Response {
+    let token = request.headers().get(header::AUTHORIZATION).and_then(|it| it.to_str().ok()?.strip_prefix("Bearer "));
+    let customer = match token {
+        Some("alice-1" | "alice-2") => Some(Customer("alice")),
+        Some("bob-1") => Some(Customer("bob")),
+        _ => None,
+    };
+    if let Some(customer) = customer {
+        request.extensions_mut().insert(customer);
+    }
+    next.run(request).await
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let address = arguments.next().unwrap_or_else(|| "127.0.0.1:8080".to_owned());
+    let file = arguments.next().map(PathBuf::from);
+    let file = file.unwrap_or_else(|| std::env::temp_dir().join("idem-axum-payments.db"));
+    let (profile, policy) = match arguments.next().as_deref() {
+        None | Some("ietf") => (Profile::ietf(), PAYMENTS),
+        // There, a request may do without a key.
+        Some("stripe") => (Profile::stripe(), PAYMENTS.missing_key(MissingKey::Run)),
+        Some("acp") => (Profile::acp(), PAYMENTS),
+        Some("ucp") => (Profile::ucp(), PAYMENTS.ttl(Duration::from_secs(48 * 3600))),
+        Some(other) => return Err(format!("`{other}` is not ietf, stripe, acp or ucp").into()),
+    };
+
+    let store = SqliteStore::open(&file).await?;
+    let caller = Caller::by(|request| request.extensions.get::<Customer>().map(|customer| customer.0));
+    let layer = IdempotencyLayer::new(&store, policy, caller).profile(profile);
+    let contract = layer.describe().text;
+
+    let app = Router::new()
+        .route("/payments", post(pay))
+        .route("/refunds", post(refund))
+        .layer(layer.clone())
+        .layer(middleware::from_fn(authenticate))
+        .route("/count", get(count))
+        .route("/contract", get(async move || contract))
+        .with_state(Bank::default());
+
+    let listener = tokio::net::TcpListener::bind(&address).await?;
+    println!("Listening on {}, records in {}. In another terminal:", listener.local_addr()?, file.display());
+    println!("{}", LINES.replace("localhost:8080", &listener.local_addr()?.to_string()));
+    axum::serve(listener, app)
+        .with_graceful_shutdown(async {
+            tokio::signal::ctrl_c().await.ok();
+        })
+        .await?;
+    // Payments whose clients have gone.
+    layer.drain().await;
+    Ok(())
+}

@@ -1,0 +1,145 @@
+//! For `refund_tool`: a bank that keeps books, and a client of MCP that starts its server and kills it.
+#![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use rmcp::model::{CallToolRequestParams, CallToolResult, ContentBlock, RequestMetaObject, RequestParamsMeta as _};
+use rmcp::service::{RunningService, ServiceError};
+use rmcp::{RoleClient, ServiceExt as _};
+use serde_json::{Value, json};
+use tokio::process::{Child, Command};
+use tokio::time::sleep;
+
+/// Where the client puts its key. A prefix of your own: those without one are the protocol's.
+pub const KEY: &str = "shop.example/idempotency-key";
+/// The environment variable that tells a server who has started it.
+pub const CALLER: &str = "SHOP_CALLER";
+
+/// Why the example can't go on.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Somebody else's system: it pays once for each key.
+#[derive(Clone)]
+pub struct Bank(PathBuf);
+
+impl Bank {
+    /// Its books are in this folder.
+    #[must_use]
+    pub fn at(folder: &Path) -> Self {
+        Self(folder.to_owned())
+    }
+
+    /// Pays, and does so once for each payment.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub async fn pay(&self, what: &str, payment: &str) -> io::Result<()> {
+        let mut asked = OpenOptions::new().create(true).append(true).open(self.0.join("asked"))?;
+        asked.write_all(format!("{what}\n").as_bytes())?;
+        // A file is a payment; one that exists is recognised.
+        if let Err(error) = File::create_new(self.0.join(format!("paid {what} {}", payment.replace('/', " "))))
+            && error.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(error);
+        }
+        while self.is_slow() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+
+    fn is_slow(&self) -> bool {
+        self.0.join("slow").exists()
+    }
+
+    /// From now on it answers late, until this is undone.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub fn slow(&self, is_slow: bool) -> io::Result<()> {
+        if is_slow { File::create(self.0.join("slow")).map(drop) } else { fs::remove_file(self.0.join("slow")) }
+    }
+
+    /// How often it was asked to pay this, and how often it did.
+    #[must_use]
+    pub fn books(&self, what: &str) -> (usize, usize) {
+        let asked = fs::read_to_string(self.0.join("asked")).unwrap_or_default();
+        let names = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|file| file.file_name());
+        let paid = names.filter(|name| name.to_string_lossy().starts_with(&format!("paid {what} "))).count();
+        (asked.lines().filter(|line| *line == what).count(), paid)
+    }
+}
+
+/// A server, and a connection to it.
+pub struct Connection(Child, RunningService<RoleClient, ()>);
+
+impl Connection {
+    /// Starts a server for `caller`.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub async fn to(folder: &Path, caller: &str) -> Result<Self, Failure> {
+        let mut server = Command::new(std::env::current_exe()?);
+        server.arg(folder).env(CALLER, caller).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+        let mut server = server.spawn()?;
+        let pipes = server.stdout.take().zip(server.stdin.take()).ok_or("no pipes")?;
+        let client = ().serve(pipes).await?;
+        Ok(Self(server, client))
+    }
+
+    /// Calls a tool, with the client's key in `_meta`.
+    ///
+    /// # Errors
+    /// If the connection is lost, or the server refuses.
+    pub fn call(
+        &self,
+        tool: &'static str,
+        arguments: &Value,
+        key: Option<&str>,
+    ) -> impl Future<Output = Reply> + use<> {
+        let mut call =
+            CallToolRequestParams::new(tool).with_arguments(arguments.as_object().cloned().unwrap_or_default());
+        if let Some(key) = key {
+            call.set_meta(RequestMetaObject::from(json!({ KEY: key }).as_object().cloned().unwrap_or_default()));
+        }
+        let client = self.1.peer().clone();
+        async move { client.call_tool(call).await }
+    }
+
+    /// Makes a call, and kills the server (SIGKILL) once the bank has been asked for `what`. Tells whether the call
+    /// failed.
+    ///
+    /// # Errors
+    /// If the server can't be killed.
+    pub async fn call_and_kill(
+        mut self,
+        bank: &Bank,
+        call: impl Future<Output = Reply>,
+        what: &str,
+    ) -> Result<bool, Failure> {
+        bank.slow(true)?;
+        let kill = async {
+            while bank.books(what).0 == 0 {
+                sleep(Duration::from_millis(10)).await;
+            }
+            self.0.kill().await
+        };
+        let (reply, killed) = tokio::join!(call, kill);
+        killed?;
+        bank.slow(false)?;
+        Ok(reply.is_err())
+    }
+}
+
+/// The answer to a call.
+pub type Reply = Result<CallToolResult, ServiceError>;
+
+/// What the model reads.
+#[must_use]
+pub fn text(reply: &CallToolResult) -> &str {
+    reply.content.first().and_then(ContentBlock::as_text).map_or("", |text| &text.text)
+}

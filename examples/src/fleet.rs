@@ -1,0 +1,520 @@
+//! Shared by the consumers of brokers: the messages, a bank that keeps books, worker processes that are killed, and the audit.
+//!
+//! Nothing here is about idempotency or about a broker; that is in the examples themselves.
+#![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
+use std::{env, fmt};
+
+use idem_runtime::{Outcome, SqliteStore};
+use serde::{Deserialize, Serialize};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::{Instant, sleep};
+
+/// Why an example can't go on.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// After how long each broker here takes an unacknowledged message for lost. The slow handler takes three times as long.
+pub const BROKER_TIMEOUT: Duration = Duration::from_secs(2);
+const SLOW: Duration = Duration::from_secs(6);
+/// No example takes this long.
+const LIMIT: Duration = Duration::from_secs(60);
+const WORKERS: usize = 3;
+const PLAIN: u64 = 60;
+/// The messages that are to be set aside.
+const BAD: [&str; 2] = ["malformed", "1003/1"];
+/// The environment variable that makes the program a worker.
+const WORKER: &str = "IDEM_EXAMPLE_RUN";
+
+/// What happens while an order is charged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+enum Mishap {
+    None,
+    /// It takes longer than the broker waits.
+    Slow,
+    /// The bank does not answer the first two calls.
+    FailsTwice,
+    /// It never succeeds.
+    Poison,
+    /// The worker is killed after the first charge, before it is recorded.
+    WorkerDies,
+}
+
+/// An order to be charged, as it is published.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Event {
+    /// What the operation is named by.
+    pub order: u64,
+    /// The amount.
+    pub cents: u64,
+    /// Which of several messages about the same order this is: what a producer that tries again does not say.
+    copy: u32,
+    mishap: Mishap,
+}
+
+/// What the bank says.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Receipt {
+    /// The key of the payment at the bank.
+    pub payment: String,
+    /// The amount.
+    pub cents: u64,
+}
+
+impl Event {
+    /// Reads a message.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn read(payload: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(payload)
+    }
+
+    /// A message about an order that has no mishap: one of those that are published.
+    #[must_use]
+    pub fn plain(order: u64) -> Self {
+        Self { order, cents: 100 + order, copy: 1, mishap: Mishap::None }
+    }
+
+    fn tag(&self) -> String {
+        format!("{}/{}", self.order, self.copy)
+    }
+}
+
+/// One run of an example, in each of its processes.
+#[derive(Clone)]
+pub struct Run {
+    /// The server.
+    pub url: String,
+    /// A name that no other run has, for queues and the like.
+    pub name: String,
+    folder: PathBuf,
+}
+
+impl Run {
+    /// A store that the worker processes share.
+    ///
+    /// # Errors
+    /// If the file can't be opened.
+    pub async fn store(&self) -> Result<SqliteStore, Failure> {
+        Ok(SqliteStore::open(self.folder.join("idem.db")).await?)
+    }
+
+    /// Ready once the process is told to end (SIGTERM).
+    ///
+    /// # Errors
+    /// If the signal can't be listened to.
+    pub fn shutdown(&self) -> io::Result<impl Future<Output = ()> + Send + Unpin + use<>> {
+        let mut terminate = signal(SignalKind::terminate())?;
+        Ok(Box::pin(async move {
+            terminate.recv().await;
+        }))
+    }
+
+    /// Asks the bank to charge a customer. It knows a payment by its key, and charges it once.
+    ///
+    /// # Errors
+    /// If the bank does not answer.
+    pub async fn charge(&self, event: &Event, payment: String) -> io::Result<Receipt> {
+        self.note(&format!("body {} {}", event.order, event.tag()))?;
+        match event.mishap {
+            Mishap::Slow => sleep(SLOW).await,
+            Mishap::None | Mishap::WorkerDies => sleep(Duration::from_millis(20)).await,
+            Mishap::Poison => return Err(io::Error::other("the bank refuses this customer, today and tomorrow")),
+            Mishap::FailsTwice if self.is_first("failed once")? || self.is_first("failed twice")? => {
+                return Err(io::Error::other("the bank does not answer"));
+            }
+            Mishap::FailsTwice => {}
+        }
+        // A file is a charge: it is there at once, whenever this process is killed.
+        if !self.is_first(&format!("payment {} {payment}", event.order))? {
+            self.note("recognised")?;
+        }
+        if event.mishap == Mishap::WorkerDies && self.is_first("died")? {
+            self.note(&format!("dying {}", std::process::id()))?;
+            std::future::pending::<()>().await;
+        }
+        Ok(Receipt { payment, cents: event.cents })
+    }
+
+    /// A message has arrived; `event` is `None` if it can't be read.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub fn delivered(&self, event: Option<&Event>) -> io::Result<()> {
+        self.note(&format!("delivered {}", event.map_or("malformed".to_owned(), Event::tag)))
+    }
+
+    /// A message is about to be acknowledged after `outcome`. Noted before: a worker that is killed in between leaves it to be
+    /// delivered and acknowledged again.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub fn acknowledged(&self, event: &Event, outcome: &Outcome) -> io::Result<()> {
+        if outcome.replayed() {
+            self.note("replayed")?;
+        }
+        self.note(&format!("acknowledged {}", event.tag()))
+    }
+
+    /// A message is about to be set aside; `event` is `None` if it can't be read.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub fn set_aside(&self, event: Option<&Event>) -> io::Result<()> {
+        self.note(&format!("aside {}", event.map_or("malformed".to_owned(), Event::tag)))
+    }
+
+    /// Whether the worker is to lose its connection now, having received so many messages: one of them does, once.
+    ///
+    /// # Errors
+    /// If the books can't be written.
+    pub fn loses_connection(&self, received: usize) -> io::Result<bool> {
+        Ok(received == 10 && self.is_first("connection lost")?)
+    }
+
+    /// One line for the audit, at once: a process that is killed loses nothing of it.
+    fn note(&self, line: &str) -> io::Result<()> {
+        let mut books = OpenOptions::new().create(true).append(true).open(self.folder.join("books"))?;
+        books.write_all(format!("{line}\n").as_bytes())
+    }
+
+    fn notes(&self) -> String {
+        fs::read_to_string(self.folder.join("books")).unwrap_or_default()
+    }
+
+    /// Whether nobody has asked this before, in any process.
+    fn is_first(&self, what: &str) -> io::Result<bool> {
+        match File::create_new(self.folder.join(what)) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn spawn(&self) -> io::Result<Child> {
+        let run = format!("{}\n{}\n{}", self.url, self.name, self.folder.display());
+        Command::new(env::current_exe()?).env(WORKER, run).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()
+    }
+}
+
+/// Runs an example: `publish` makes the queues if they are not there and publishes messages; `work` is a worker process, until
+/// SIGTERM; `clean_up` removes the queues.
+///
+/// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
+pub fn main(
+    program: &str,
+    default_url: &str,
+    publish: &impl AsyncFn(&Run, &[Vec<u8>]) -> Result<(), Failure>,
+    work: &impl AsyncFn(Run) -> Result<(), Failure>,
+    clean_up: &impl AsyncFn(&Run) -> Result<(), Failure>,
+) -> ExitCode {
+    let fail = |problem: &dyn fmt::Display| {
+        eprintln!("{program}: {problem}");
+        ExitCode::from(2)
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&error),
+    };
+    if let Some(run) = env::var(WORKER).ok().as_deref().and_then(from_variable) {
+        end_with_parent();
+        return match runtime.block_on(work(run)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("worker {}: {}", std::process::id(), crate::explain(&*error));
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let url = match arguments(program, default_url) {
+        Ok(Some(url)) => url,
+        Ok(None) => return ExitCode::SUCCESS,
+        Err(problem) => return fail(&problem),
+    };
+    let name = run_name();
+    let run = Run { url, folder: env::temp_dir().join(&name), name };
+    let audited = runtime.block_on(async {
+        fs::create_dir_all(&run.folder)?;
+        let mut fleet = Fleet { run: &run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 };
+        let worked = fleet.work(publish).await;
+        for worker in &mut fleet.workers {
+            worker.kill()?;
+            worker.wait()?;
+        }
+        let (died, stopped) = (fleet.died, fleet.stopped);
+        let cleaned_up = clean_up(&run).await;
+        let audit = Audit::of(&run, died, stopped);
+        worked?;
+        cleaned_up?;
+        Ok::<_, Failure>(audit)
+    });
+    let _ = fs::remove_dir_all(&run.folder);
+    match audited {
+        Ok(audit) => {
+            crate::show(&audit.to_string());
+            if audit.is_correct() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => fail(&crate::explain(&*error)),
+    }
+}
+
+/// The name of the run that this process begins.
+pub fn run_name() -> String {
+    format!("idem-example-{}", std::process::id())
+}
+
+/// Whether nobody has named a server: this is no worker, and its command line is empty.
+pub fn needs_server() -> bool {
+    env::var_os(WORKER).is_none() && env::args_os().len() == 1
+}
+
+/// Ends this process once the one that has started it is gone, however that ended.
+fn end_with_parent() {
+    std::thread::spawn(|| {
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        std::process::exit(1);
+    });
+}
+
+fn from_variable(variable: &str) -> Option<Run> {
+    let mut lines = variable.lines().map(str::to_owned);
+    Some(Run { url: lines.next()?, name: lines.next()?, folder: lines.next()?.into() })
+}
+
+/// The URL of the server; `None` after `--help`.
+fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String> {
+    let mut arguments = env::args().skip(1);
+    let usage = format!(
+        "Usage: {program} [--url URL]\n\n\
+         Publishes orders, some of them twice, charges each exactly once with {WORKERS} worker processes that are killed and \
+         stopped,\nand audits the books of the bank.\n\n\
+         \x20 --url URL   the server (default: {default_url})\n\n\
+         Exit status: 0 every order was charged exactly once, 1 one was not, 2 the example could not run.\n"
+    );
+    match (arguments.next().as_deref(), arguments.next(), arguments.next()) {
+        (None, ..) => Ok(Some(default_url.to_owned())),
+        (Some("--url"), Some(url), None) => Ok(Some(url)),
+        (Some("--help" | "-h"), None, None) => {
+            crate::show(&usage);
+            Ok(None)
+        }
+        _ => Err(format!("these arguments say nothing\n\n{}", usage.trim_end())),
+    }
+}
+
+/// The first messages: everything but what takes long.
+fn first_messages() -> (Vec<Event>, Vec<Vec<u8>>) {
+    let event = |order: u64, copy, mishap| Event { order, cents: 100 + order, copy, mishap };
+    let mut events =
+        vec![event(1_001, 1, Mishap::WorkerDies), event(1_002, 1, Mishap::FailsTwice), event(1_003, 1, Mishap::Poison)];
+    for order in 1..=PLAIN {
+        // Every third one is published twice, and every twelfth three times.
+        let copies = if order % 12 == 0 { 3 } else { 1 + u32::from(order % 3 == 0) };
+        events.extend((1..=copies).map(|copy| event(order, copy, Mishap::None)));
+    }
+    let mut payloads: Vec<_> = events.iter().map(payload).collect();
+    payloads.insert(7, br#"{"order": "fourty"#.to_vec());
+    (events, payloads)
+}
+
+fn slow_messages() -> Vec<Event> {
+    (1..=2).map(|copy| Event { order: 2_001, cents: 2_101, copy, mishap: Mishap::Slow }).collect()
+}
+
+fn payload(event: &Event) -> Vec<u8> {
+    serde_json::to_vec(event).expect("an event serializes")
+}
+
+/// The worker processes.
+struct Fleet<'a> {
+    run: &'a Run,
+    workers: Vec<Child>,
+    /// The processes that have been killed.
+    killed: BTreeSet<u32>,
+    died: u32,
+    stopped: u32,
+}
+
+impl Fleet<'_> {
+    async fn work(&mut self, publish: &impl AsyncFn(&Run, &[Vec<u8>]) -> Result<(), Failure>) -> Result<(), Failure> {
+        let (events, payloads) = first_messages();
+        publish(self.run, &payloads).await?;
+        for _ in 0..WORKERS {
+            self.workers.push(self.run.spawn()?);
+        }
+        // One is stopped in the middle, and replaced.
+        self.until(events.len() / 3).await?;
+        let worker = self.workers.remove(0);
+        self.stop(worker)?;
+        self.workers.push(self.run.spawn()?);
+        self.until(payloads.len()).await?;
+        // Nobody is killed from here on: what takes long is delivered once, although the broker would have given it up.
+        let slow: Vec<_> = slow_messages().iter().map(payload).collect();
+        publish(self.run, &slow).await?;
+        self.until(payloads.len() + slow.len()).await?;
+        for worker in std::mem::take(&mut self.workers) {
+            self.stop(worker)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until this many messages are settled, and kills whoever asks for it.
+    async fn until(&mut self, settled: usize) -> Result<(), Failure> {
+        let began = Instant::now();
+        loop {
+            let notes = self.run.notes();
+            for dying in notes.lines().filter_map(|line| line.strip_prefix("dying ")?.parse().ok()) {
+                if self.killed.insert(dying)
+                    && let Some(place) = self.workers.iter().position(|worker| worker.id() == dying)
+                {
+                    let mut worker = self.workers.swap_remove(place);
+                    let killed = worker.kill(); // SIGKILL
+                    worker.wait()?;
+                    killed?;
+                    self.died += 1;
+                    self.workers.push(self.run.spawn()?);
+                }
+            }
+            for worker in &mut self.workers {
+                if let Some(status) = worker.try_wait()? {
+                    return Err(format!("a worker has ended by itself: {status}").into());
+                }
+            }
+            let done: BTreeSet<_> = notes.lines().filter_map(settled_tag).collect();
+            if done.len() >= settled {
+                return Ok(());
+            }
+            if began.elapsed() > LIMIT {
+                let delivered = notes.lines().filter_map(|line| line.strip_prefix("delivered "));
+                let open: BTreeSet<_> = delivered.filter(|tag| !done.contains(tag)).collect();
+                let done = done.len();
+                return Err(
+                    format!("{done} of {settled} messages are settled after {LIMIT:?}, but not {open:?}").into()
+                );
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Asks a worker to end, and waits for it.
+    fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
+        // Open until it has ended: a worker ends at once when this closes.
+        let _stdin = worker.stdin.take();
+        let told = Command::new("kill").args(["-TERM", &worker.id().to_string()]).status();
+        let status = worker.wait()?;
+        told?;
+        self.stopped += 1;
+        if status.success() { Ok(()) } else { Err(format!("a worker did not end well: {status}").into()) }
+    }
+}
+
+fn settled_tag(line: &str) -> Option<&str> {
+    line.strip_prefix("acknowledged ").or_else(|| line.strip_prefix("aside "))
+}
+
+/// What the books say.
+struct Audit {
+    deliveries: usize,
+    bodies: usize,
+    replays: usize,
+    aside: usize,
+    charged: HashMap<u64, usize>,
+    recognised: usize,
+    died: u32,
+    stopped: u32,
+    wrong: Vec<String>,
+}
+
+impl Audit {
+    fn of(run: &Run, died: u32, stopped: u32) -> Self {
+        let notes = run.notes();
+        let lines = |prefix: &'static str| notes.lines().filter_map(move |line| line.strip_prefix(prefix));
+        let mut charged = HashMap::new();
+        for file in fs::read_dir(&run.folder).into_iter().flatten().flatten() {
+            let name = file.file_name();
+            let order = name.to_str().and_then(|name| name.strip_prefix("payment ")?.split(' ').next()?.parse().ok());
+            if let Some(order) = order {
+                *charged.entry(order).or_default() += 1;
+            }
+        }
+        let (events, _) = first_messages();
+        let slow = slow_messages();
+        let mut wrong = Vec::new();
+        let mut check = |is_right: bool, what: &str| {
+            if !is_right {
+                wrong.push(what.to_owned());
+            }
+        };
+        let published: BTreeMap<u64, Mishap> =
+            events.iter().chain(&slow).map(|event| (event.order, event.mishap)).collect();
+        for (order, mishap) in &published {
+            let times = charged.get(order).copied().unwrap_or(0);
+            let right = usize::from(*mishap != Mishap::Poison);
+            check(times == right, &format!("order {order} was charged {times} times"));
+        }
+        let runs = |order: u64| {
+            lines("body ").filter(|line| line.split(' ').next() == Some(order.to_string().as_str())).count()
+        };
+        check(runs(1_002) == 3, "the handler that fails twice did not run three times");
+        check(runs(2_001) == 1, "the handler that takes long did not run once");
+        let plain = (1..=PLAIN).filter(|order| runs(*order) > 1).count();
+        // The worker that is killed holds other messages, too; each of those may have to run again.
+        check(plain <= 8, "more handlers ran again than one worker holds");
+        let slow_run = lines("body 2001 ").next().unwrap_or_default();
+        let slow_deliveries = lines("delivered ").filter(|tag| *tag == slow_run).count();
+        check(slow_deliveries == 1, "the message that takes long was delivered again while its handler ran");
+        let aside: BTreeSet<_> = lines("aside ").collect();
+        check(aside.is_subset(&BAD.into()), "a good message was set aside");
+        check(aside.is_superset(&BAD.into()), "a bad message was not set aside");
+        check(died == 1, "no worker was killed");
+        Self {
+            deliveries: lines("delivered ").count(),
+            bodies: lines("body ").count(),
+            replays: notes.lines().filter(|line| *line == "replayed").count(),
+            aside: aside.len(),
+            recognised: lines("recognised").count(),
+            charged,
+            died,
+            stopped,
+            wrong,
+        }
+    }
+
+    fn is_correct(&self) -> bool {
+        self.wrong.is_empty()
+    }
+}
+
+impl fmt::Display for Audit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let twice = self.charged.values().filter(|times| **times > 1).count();
+        let rows = [
+            ("deliveries", self.deliveries, "duplicates and redeliveries included"),
+            ("handler bodies run", self.bodies, "with those that failed, and the one that was killed"),
+            ("replays", self.replays, "answered from the record"),
+            ("charges", self.charged.values().sum(), "one for each order"),
+            ("charges asked for again", self.recognised, "recognised by their key, which is the same on every attempt"),
+            ("double charges", twice, ""),
+            ("messages set aside", self.aside, "one that never succeeds, one that can't be read"),
+            ("workers killed", self.died as usize, "SIGKILL, in the middle of a handler"),
+            ("workers stopped", self.stopped as usize, "SIGTERM"),
+        ];
+        for (what, count, note) in rows {
+            writeln!(f, "  {:<28}{:>8}{}{note}", what, count, if note.is_empty() { "" } else { "   " })?;
+        }
+        writeln!(f)?;
+        for wrong in &self.wrong {
+            writeln!(f, "WRONG: {wrong}.")?;
+        }
+        match self.is_correct() {
+            true => writeln!(f, "Every order was charged exactly once."),
+            false => Ok(()),
+        }
+    }
+}

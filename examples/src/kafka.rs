@@ -1,0 +1,69 @@
+//! The topics of the example `kafka`, on a cluster or on the mock of one in this process.
+
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::mocking::MockCluster;
+use rdkafka::producer::DefaultProducerContext;
+
+use crate::fleet::{self, Failure};
+
+const PARTITIONS: i32 = 4;
+
+/// The mock of a broker.
+pub type Mock = MockCluster<'static, DefaultProducerContext>;
+
+fn topics(name: &str) -> [String; 3] {
+    ["orders", "retry", "dead"].map(|topic| format!("{name}-{topic}"))
+}
+
+/// A client of librdkafka with the server at `url`.
+pub fn config(url: &str) -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", url);
+    config
+}
+
+/// The mock of a broker for this process and its workers, with the topics; `None` if the command line names a server.
+///
+/// # Errors
+/// If the mock can't be made.
+pub fn mock() -> Result<Option<Mock>, Failure> {
+    if !fleet::needs_server() {
+        return Ok(None);
+    }
+    let mock = MockCluster::new(1)?;
+    for topic in topics(&fleet::run_name()) {
+        mock.create_topic(&topic, PARTITIONS, 1)?;
+    }
+    Ok(Some(mock))
+}
+
+/// Makes the topics of the run `name` unless they are there.
+///
+/// # Errors
+/// If the server does not answer.
+pub async fn make_topics(url: &str, name: &str) -> Result<(), Failure> {
+    // The mock has them already, and knows no such request.
+    if !fleet::needs_server() {
+        let topics = topics(name);
+        let topics = topics.each_ref().map(|topic| NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(-1)));
+        let admin: AdminClient<DefaultClientContext> = config(url).create()?;
+        // Each has a result of its own; all of them are there already when this is called again.
+        admin.create_topics(&topics, &AdminOptions::new()).await?;
+    }
+    Ok(())
+}
+
+/// Removes the topics of the run `name`.
+///
+/// # Errors
+/// If the server does not answer.
+pub async fn remove_topics(url: &str, name: &str) -> Result<(), Failure> {
+    if !fleet::needs_server() {
+        let topics = topics(name);
+        let admin: AdminClient<DefaultClientContext> = config(url).create()?;
+        admin.delete_topics(&topics.each_ref().map(String::as_str), &AdminOptions::new()).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! The queues of the example `sqs`, and what a redrive does to a message.
+
+use std::collections::HashMap;
+
+use aws_sdk_sqs::Client;
+use aws_sdk_sqs::config::{BehaviorVersion, Config, Credentials, Region, StalledStreamProtectionConfig};
+use aws_sdk_sqs::types::{Message, QueueAttributeName, SendMessageBatchRequestEntry};
+
+use crate::PlainHttp;
+use crate::fleet::Failure;
+
+/// A client of an emulator. With AWS: `aws_config::load_defaults`, and nothing of this.
+pub fn client(url: &str) -> Client {
+    let config = Config::builder()
+        .behavior_version(BehaviorVersion::v2026_01_12())
+        .region(Region::new("eu-central-1"))
+        .endpoint_url(url)
+        .credentials_provider(Credentials::new("test", "test", None, None, "example"))
+        .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
+        .http_client(PlainHttp);
+    Client::from_conf(config.build())
+}
+
+/// Makes a queue unless it is there, and returns its URL.
+///
+/// # Errors
+/// What the server says.
+pub async fn queue(
+    sqs: &Client,
+    name: &str,
+    settings: impl IntoIterator<Item = (QueueAttributeName, String)>,
+) -> Result<String, Failure> {
+    let settings: HashMap<_, _> = settings.into_iter().collect();
+    let created = sqs.create_queue().queue_name(name).set_attributes(Some(settings)).send().await?;
+    Ok(created.queue_url.ok_or("a queue without a URL")?)
+}
+
+/// The setting that sends a message of a queue to `dead_letters` after `max_receive_count` deliveries.
+///
+/// # Errors
+/// What the server says.
+pub async fn redrive_policy(
+    sqs: &Client,
+    dead_letters: &str,
+    max_receive_count: u32,
+) -> Result<(QueueAttributeName, String), Failure> {
+    let arn = QueueAttributeName::QueueArn;
+    let known = sqs.get_queue_attributes().queue_url(dead_letters).attribute_names(arn.clone()).send().await?;
+    let arn = known.attributes().and_then(|known| known.get(&arn)).ok_or("a queue without a name")?;
+    let policy = format!(r#"{{"deadLetterTargetArn":"{arn}","maxReceiveCount":"{max_receive_count}"}}"#);
+    Ok((QueueAttributeName::RedrivePolicy, policy))
+}
+
+/// Sends `messages` to `queue`.
+///
+/// # Errors
+/// What the server says, of a single message, too.
+pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<(), Failure> {
+    for messages in messages.chunks(10) {
+        let entry = |(id, message): (usize, &Vec<u8>)| {
+            let body = String::from_utf8_lossy(message);
+            SendMessageBatchRequestEntry::builder().id(id.to_string()).message_body(body).build()
+        };
+        let entries = messages.iter().enumerate().map(entry).collect::<Result<_, _>>()?;
+        let sent = sqs.send_message_batch().queue_url(queue).set_entries(Some(entries)).send().await?;
+        if let Some(failed) = sent.failed().first() {
+            return Err(format!("a message was not taken: {}", failed.code()).into());
+        }
+    }
+    Ok(())
+}
+
+/// A message that was in the dead-letter queue, and is in its own again: what `StartMessageMoveTask` does, which the emulator
+/// has not.
+///
+/// # Errors
+/// What the server says, or that the message has kept its id.
+pub async fn redriven(sqs: &Client, dead_letters: &str, queue: &str, body: &str) -> Result<Message, Failure> {
+    sqs.send_message().queue_url(dead_letters).message_body(body).send().await?;
+    let before = find(sqs, dead_letters, body).await?;
+    sqs.send_message().queue_url(queue).set_message_body(before.body).send().await?;
+    sqs.delete_message().queue_url(dead_letters).set_receipt_handle(before.receipt_handle).send().await?;
+    let message = find(sqs, queue, body).await?;
+    let (id_before, id) = (before.message_id.unwrap_or_default(), message.message_id().unwrap_or_default());
+    if id == id_before {
+        return Err(format!("message {id} still has its id").into());
+    }
+    eprintln!("message {id_before} was redriven as {id}");
+    Ok(message)
+}
+
+async fn find(sqs: &Client, queue: &str, body: &str) -> Result<Message, Failure> {
+    for _ in 0..10 {
+        let received = sqs.receive_message().queue_url(queue).max_number_of_messages(10).wait_time_seconds(1);
+        let received = received.send().await?.messages.unwrap_or_default();
+        if let Some(message) = received.into_iter().find(|message| message.body() == Some(body)) {
+            return Ok(message);
+        }
+    }
+    Err(format!("a message is not in {queue}").into())
+}

@@ -1,0 +1,178 @@
+//! Handlers with traffic and with trouble, and what a Prometheus sees of them: `store.metrics()` behind a route, without another
+//! crate.
+//!
+//! ```sh
+//! cargo run --example telemetry --features telemetry -- 127.0.0.1:9464 records.db     # then http://127.0.0.1:9464/metrics
+//! ```
+//!
+//! It runs until it is killed, and the trouble is made: keys that come twice, processes that die, results that are too large,
+//! a store that is away.
+
+#![allow(clippy::disallowed_methods, reason = "traffic takes real time")]
+
+use std::convert::Infallible;
+use std::future::{Ready, pending, ready};
+use std::net::TcpListener;
+use std::time::Duration;
+use std::{env, io};
+
+use idem_runtime::store::ReserveRequest;
+use idem_runtime::testing::{Call, Fault, FaultyStore};
+use idem_runtime::{
+    Error, InProgress, Key, KeyPart, Mode, OnCrash, Operation, Policy, SqliteStore, Store, StoreErrorKind,
+    StoreExt as _, metrics, observe,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::sleep;
+
+const LEASE: Duration = Duration::from_secs(2);
+const POLICY: Policy = Policy::new(Duration::from_secs(600)).lease(LEASE);
+
+#[tokio::main]
+async fn main() -> io::Result<()> {
+    let mut arguments = env::args().skip(1);
+    let address = arguments.next().unwrap_or_else(|| "127.0.0.1:9464".to_owned());
+    let file = arguments.next().unwrap_or_else(|| "telemetry.db".to_owned());
+    let records = SqliteStore::options().holder("payments").open(&file).await.map_err(io::Error::other)?;
+    // What is between a process and a store that fails on command.
+    let store = FaultyStore::new(&records);
+    let shown = store.clone();
+    tokio::spawn(traffic(store.clone(), "shop::payments", 20));
+    tokio::spawn(traffic(store.clone(), "shop::mails", 45));
+    tokio::spawn(trouble(store.clone(), records));
+    tokio::spawn(outages(store));
+    let listener = tokio::net::TcpListener::from_std(listen(&address)?)?;
+    println!("http://{address}/metrics, {} metrics", metrics::TABLE.len());
+    loop {
+        let (mut client, _) = listener.accept().await?;
+        let text = shown.metrics().prometheus_text();
+        tokio::spawn(async move {
+            let mut request = [0; 4096];
+            let _ = client.read(&mut request).await?;
+            let head =
+                "HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\nconnection: close\r\ncontent-length:";
+            client.write_all(format!("{head} {}\r\n\r\n{text}", text.len()).as_bytes()).await
+        });
+    }
+}
+
+fn listen(address: &str) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+fn operation(store: &impl Store, scope: &str, text: impl KeyPart, policy: Policy) -> Operation {
+    Operation::new(store, Key::new(scope, text), policy)
+}
+
+/// Orders, of which some come twice, at once or later, and some fail.
+async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infallible {
+    let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(1)));
+    for order in 0_u64.. {
+        let store = store.clone();
+        tokio::spawn(async move {
+            let body = || async move {
+                sleep(Duration::from_millis(5 + order * 7 % 90)).await;
+                match order % 11 {
+                    3 => Err(declined()),
+                    _ => Ok("x".repeat(usize::try_from(order % 40).unwrap_or_default() * 20)),
+                }
+            };
+            let call = || operation(&store, scope, format!("order:{order}"), wait).run(body());
+            let reject = operation(&store, scope, format!("order:{order}"), POLICY).run(body());
+            let _ = match order % 5 {
+                0 => tokio::join!(call(), call()).0,
+                1 => tokio::join!(call(), reject).0,
+                _ => call().await,
+            };
+            // The broker has not heard of it.
+            if order % 3 == 0 {
+                sleep(Duration::from_secs(1)).await;
+                let _ = call().await;
+            }
+        });
+        // A wave, so that there is something to see.
+        sleep(Duration::from_millis(millis + millis * (order / 200 % 4))).await;
+    }
+    unreachable!("numbers go on")
+}
+
+/// An error of a body: the handler's own, as it were.
+fn declined() -> Error {
+    Key::new("shop", "").expect_err("blank").into()
+}
+
+/// What a page or a ticket is for, now and then, each in a scope that says what it is.
+async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
+    for n in 0_u64.. {
+        let scope = "shop::trouble";
+        let text = |what: &str| format!("{what}:{n}");
+        // Processes that died: under `on_crash = fail`, and one that another took over from.
+        for (what, on_crash) in [("dies", OnCrash::Fail), ("crashes", OnCrash::Retry)] {
+            if on_crash == OnCrash::Fail && n % 6 > 0 {
+                continue;
+            }
+            let policy = POLICY.on_crash(on_crash).lease(LEASE / 10);
+            let Ok(key) = Key::new(scope, text(what)) else { continue };
+            let request = ReserveRequest::new(key, records.heartbeats().new_owner(), LEASE / 10, LEASE * 300);
+            let holder = records.heartbeats().holder();
+            let _ = records.reserve(&request.on_crash(on_crash).holder(holder)).await;
+            sleep(LEASE / 5).await;
+            let _ = operation(&store, scope, text(what), policy).run(ok(1)).await;
+        }
+        // A shutdown that waits for nobody.
+        if n % 6 == 3 {
+            let call = operation(&store, scope, text("stopped"), POLICY.on_crash(OnCrash::Fail));
+            let _ = tokio::time::timeout(LEASE / 10, call.run(pending::<Result<u32, Error>>())).await;
+        }
+        // Too large, another payload, attempts that are used up, a time-out, no key.
+        for _ in 0..2 {
+            let policy = POLICY.max_result_bytes(1000);
+            let _ = operation(&store, scope, text("large"), policy).run(ok("x".repeat(5000))).await;
+            let _ = operation(&store, scope, text("hangs"), POLICY.timeout(LEASE / 10))
+                .run(pending::<Result<u32, Error>>())
+                .await;
+            let _: Result<u32, Error> =
+                operation(&store, scope, text("poison"), POLICY.max_attempts(1)).run(async { Err(declined()) }).await;
+            let _ = operation(&store, scope, " ", POLICY).run(ok(1)).await;
+        }
+        for payload in [1, 2] {
+            let _ = operation(&store, scope, text("coarse"), POLICY).fingerprint(&payload).run(ok(1)).await;
+            let shadow = POLICY.mode(Mode::Shadow);
+            let _ = operation(&store, "shop::shadow", text("coarse"), shadow).fingerprint(&payload).run(ok(1)).await;
+            let key = format!("fine:{n}:{payload}");
+            let _ = operation(&store, "shop::shadow", key, shadow).fingerprint(&n).run(ok(1)).await;
+        }
+        // A long body with a broker that is told, and does not always hear.
+        let long = operation(&store, "shop::reports", text("report"), POLICY.lease(Duration::from_millis(300)));
+        let long = long.run(async {
+            sleep(Duration::from_secs(3)).await;
+            Ok::<_, Error>(1)
+        });
+        let told = observe(long).on_beat(Duration::from_millis(300), move |_| {
+            ready(if n % 2 == 0 { Ok(()) } else { Err("the broker is away") })
+        });
+        let _ = told.await;
+        sleep(Duration::from_secs(2)).await;
+    }
+    unreachable!("numbers go on")
+}
+
+fn ok<T>(value: T) -> Ready<Result<T, Error>> {
+    ready(Ok(value))
+}
+
+/// Now and then the store is away, or slow to renew.
+async fn outages(store: FaultyStore) -> Infallible {
+    loop {
+        sleep(Duration::from_secs(60)).await;
+        for call in [Call::Reserve, Call::Finish, Call::Renew] {
+            store.always(call, Fault::Before(StoreErrorKind::Unavailable));
+        }
+        sleep(Duration::from_secs(12)).await;
+        for call in [Call::Reserve, Call::Finish, Call::Renew] {
+            store.always(call, Fault::None);
+        }
+    }
+}

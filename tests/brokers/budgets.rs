@@ -1,0 +1,232 @@
+//! The deliveries that a broker allows, and a duplicate of a handler that takes longer than all of them.
+
+use idem_runtime::policy::Backoff;
+use idem_runtime::{Disposition, Mode, OnStoreError, StoreErrorKind, observe};
+use idem_tests::{Call, Fault};
+
+use super::super::*;
+
+/// What a kind of broker does with a message that is not acknowledged.
+#[derive(Clone, Copy, Debug)]
+struct Broker {
+    name: &'static str,
+    /// How often it delivers a message before it sets it aside.
+    limit: u32,
+    /// After how long it delivers a message again that nobody has extended.
+    timeout: Option<Duration>,
+    /// Whether it can deliver later, and not only at once.
+    delays: bool,
+}
+
+const BROKERS: [Broker; 5] = [
+    Broker { name: "SQS", limit: 3, timeout: Some(LEASE), delays: true },
+    Broker { name: "JetStream", limit: 5, timeout: Some(LEASE), delays: true },
+    Broker { name: "Kafka share group", limit: 5, timeout: Some(LEASE), delays: false },
+    // Dead-lettered when it was returned more than 20 times.
+    Broker { name: "RabbitMQ quorum queue", limit: 21, timeout: None, delays: false },
+    Broker { name: "Service Bus", limit: 10, timeout: Some(LEASE), delays: false },
+];
+
+/// What became of a message.
+#[derive(PartialEq, Eq, Debug)]
+struct Delivered {
+    deliveries: u32,
+    dead: bool,
+    replayed: bool,
+}
+
+/// One message and its consumer, until it is acknowledged or set aside. `knows`: the consumer says how often it was delivered.
+async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> Delivered {
+    let mut deliveries = 0;
+    loop {
+        if deliveries == broker.limit {
+            return Delivered { deliveries, dead: true, replayed: false };
+        }
+        deliveries += 1;
+        // Until when nobody else gets it.
+        let hidden_until = std::sync::Arc::new(std::sync::Mutex::new(broker.timeout.map(|it| world.now() + it)));
+        let mut call = observe(world.lasting("k", policy, Duration::from_secs(1)));
+        if knows {
+            call = call.delivery(deliveries).delivery_limit(broker.limit);
+        }
+        let (extended, clock) = (std::sync::Arc::clone(&hidden_until), world.clock.clone());
+        let call = call.on_beat(LEASE / 3, move |_| {
+            *extended.lock().unwrap() =
+                broker.timeout.map(|it| idem_runtime::clock::Clock::now(&clock).since_origin() + it);
+            async { Ok::<_, String>(()) }
+        });
+        let (_, outcome) = call.await;
+        let hidden_until = *hidden_until.lock().unwrap();
+        assert!(hidden_until.is_none_or(|until| world.now() <= until), "delivered again while it was being handled");
+        match outcome.disposition() {
+            Disposition::Ack => return Delivered { deliveries, dead: false, replayed: outcome.replayed() },
+            Disposition::DeadLetter => return Delivered { deliveries, dead: true, replayed: false },
+            Disposition::Retry { after } => {
+                assert!(!after.is_zero());
+                world.sleep(if broker.delays { after } else { Duration::from_millis(1) }).await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_duplicate_of_a_healthy_handler_of_ten_leases_is_not_set_aside() {
+    for broker in BROKERS {
+        let world = World::new();
+        let handler = world.lasting("k", POLICY, LEASE * 10);
+        let (first, duplicate) =
+            world.drive(async { tokio::join!(handler, consume(&world, broker, POLICY, true)) }).await;
+        assert_eq!((first.unwrap(), world.runs()), (1, 1), "{}", broker.name);
+        assert!(!duplicate.dead && duplicate.replayed, "{}: {duplicate:?}", broker.name);
+        assert!(world.now() < LEASE * 25, "{}: the duplicate is done soon after: {:?}", broker.name, world.now());
+    }
+}
+
+#[tokio::test]
+async fn a_consumer_that_does_not_count_its_deliveries_loses_that_duplicate() {
+    for broker in BROKERS {
+        let world = World::new();
+        let handler = world.lasting("k", POLICY, LEASE * 10);
+        let (_, duplicate) = world.drive(async { tokio::join!(handler, consume(&world, broker, POLICY, false)) }).await;
+        let burnt = Delivered { deliveries: broker.limit, dead: true, replayed: false };
+        assert_eq!(duplicate, burnt, "{}: this is what the budget is for", broker.name);
+    }
+}
+
+#[tokio::test]
+async fn the_duplicate_of_a_worker_that_died_takes_over() {
+    for broker in BROKERS {
+        let clock = ManualClock::new();
+        let memory = MemoryStore::options().clock(clock.clone()).build();
+        let dead = World { clock: clock.clone(), store: FaultyStore::new(&memory), runs: AtomicU32::new(0) };
+        let mut handler = Box::pin(dead.lasting("k", POLICY, LEASE * 10));
+        assert!(poll_once(handler.as_mut()).await.is_pending());
+        // It renews its lease for a while.
+        dead.drive(dead.sleep(LEASE * 3)).await;
+        dead.store.heartbeats().abandon();
+        drop(handler);
+        let world = World { clock, store: FaultyStore::new(&memory.peer()), runs: AtomicU32::new(0) };
+        let before = world.now();
+        let delivered = world.drive(consume(&world, broker, POLICY, true)).await;
+        assert_eq!((world.runs(), delivered.dead), (1, false), "{}: {delivered:?}", broker.name);
+        assert!(world.now() - before <= LEASE * 2, "{}: within one lease: {:?}", broker.name, world.now() - before);
+    }
+}
+
+#[tokio::test]
+async fn an_outage_of_the_store_sets_no_message_aside() {
+    for broker in BROKERS {
+        for knows in [true, false] {
+            let world = World::new();
+            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            let outage = async {
+                world.sleep(Duration::from_secs(1_800)).await;
+                world.store.always(Call::Reserve, Fault::None);
+            };
+            let (delivered, ()) =
+                world.drive(async { tokio::join!(consume(&world, broker, POLICY, knows), outage) }).await;
+            assert_eq!(delivered.dead, !knows, "{}: {delivered:?}", broker.name);
+            assert_eq!(world.runs(), u32::from(!delivered.dead), "{}", broker.name);
+        }
+    }
+    // A body that may run without protection does so at once.
+    let world = World::new();
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let call = world.lasting("k", POLICY.on_store_error(OnStoreError::Run), Duration::ZERO);
+    assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.executed());
+    assert!(world.now() < Duration::from_secs(1));
+    // What is no outage is told at once, and an outage without an end ends as well.
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    let call = world.lasting("l", POLICY, Duration::ZERO);
+    assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.misconfigured());
+    assert!(world.now() < Duration::from_secs(1));
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let call = world.lasting("m", POLICY, Duration::ZERO);
+    let (result, outcome) = world.drive(observe(call).delivery(5).delivery_limit(5)).await;
+    assert!(matches!(result, Err(Error::Store { .. })) && !outcome.executed());
+    assert!(world.now() >= Policy::DEFAULT_TIMEOUT + LEASE);
+}
+
+#[tokio::test]
+async fn a_duplicate_comes_back_after_more_and_more_leases() {
+    let world = World::new();
+    let handler = world.lasting("k", POLICY.timeout(LEASE * 1_000), LEASE * 100);
+    let ask = async {
+        let mut pauses = Vec::new();
+        for delivery in 1..=8 {
+            let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(delivery).await;
+            let Disposition::Retry { after } = outcome.disposition() else { panic!("{outcome:?}") };
+            pauses.push(after);
+        }
+        pauses
+    };
+    let mut handler = pin!(handler);
+    assert!(poll_once(handler.as_mut()).await.is_pending());
+    let pauses = ask.await;
+    assert_eq!(pauses[0], LEASE, "the first one may meet a worker that died");
+    let longest = Duration::from_secs(300);
+    for (at, pause) in pauses.iter().enumerate().skip(1) {
+        let most = (LEASE + LEASE * (1 << (at - 1))).min(longest);
+        assert!((LEASE.max(most / 2)..=most).contains(pause), "delivery {}: {pause:?}, at most {most:?}", at + 1);
+    }
+    // A policy with another bound, but never earlier than the lease lapses.
+    let short = POLICY.backoff(Backoff::new(Duration::from_secs(1), Duration::from_secs(8)));
+    let (_, outcome) = observe(world.lasting("k", short, Duration::ZERO)).delivery(7).await;
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE });
+}
+
+#[tokio::test]
+async fn a_duplicate_waits_in_place_only_near_the_limit() {
+    for (delivery, limit, waits) in
+        [(1, 5, false), (3, 5, false), (4, 5, true), (5, 5, true), (9, 5, true), (1, 1, true)]
+    {
+        let world = World::new();
+        let mut handler = pin!(world.lasting("k", POLICY, LEASE));
+        assert!(poll_once(handler.as_mut()).await.is_pending());
+        let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery(delivery).delivery_limit(limit));
+        assert_eq!(poll_once(duplicate.as_mut()).await.is_pending(), waits, "delivery {delivery} of {limit}");
+    }
+    // With a limit alone, each delivery may be the last; a shadow waits for nobody.
+    let world = World::new();
+    let mut handler = pin!(world.lasting("k", POLICY, LEASE));
+    assert!(poll_once(handler.as_mut()).await.is_pending());
+    let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery_limit(20));
+    assert!(poll_once(duplicate.as_mut()).await.is_pending());
+    let shadow = observe(world.lasting("k", POLICY.mode(Mode::Shadow), Duration::ZERO)).delivery(5).delivery_limit(5);
+    assert!(shadow.await.1.bypassed().is_some());
+}
+
+#[tokio::test]
+async fn every_failure_is_tried_again_later_and_later() {
+    const LONGEST: Duration = Duration::from_secs(300);
+    // What fails, and whether an attempt counts it.
+    let failing = |world: &World, mode: Mode| {
+        let body = async { Err::<u32, _>(Error::NoAttempt) };
+        world.operation("k", POLICY.mode(mode)).run(body)
+    };
+    for mode in [Mode::Enforce, Mode::Off] {
+        let world = World::new();
+        let mut last = Duration::ZERO;
+        let mut spread = std::collections::BTreeSet::new();
+        for delivery in 1..=12 {
+            let (_, outcome) = observe(failing(&world, mode)).delivery(delivery).await;
+            let Disposition::Retry { after } = outcome.disposition() else { panic!("{outcome:?}") };
+            let most = Duration::from_secs(1 << (delivery - 1)).min(LONGEST);
+            assert!((most / 2..=most).contains(&after), "{mode:?}, delivery {delivery}: {after:?}");
+            spread.insert(after);
+            last = after;
+        }
+        assert!(last >= LONGEST / 2 && spread.len() >= 9, "{mode:?}: {spread:?}");
+    }
+    // A delivery that failed after its call succeeded, and one that reached no call at all.
+    let world = World::new();
+    let (_, outcome) = observe(async {
+        world.lasting("ok", POLICY, Duration::ZERO).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    })
+    .delivery(9)
+    .await;
+    assert!(matches!(outcome.disposition(), Disposition::Retry { after } if after >= Duration::from_secs(100)));
+    let (_, outcome) = observe(async { Ok::<_, Error>(1) }).delivery(9).await;
+    assert!(matches!(outcome.disposition(), Disposition::Retry { after } if after >= Duration::from_secs(100)));
+}

@@ -1,0 +1,69 @@
+//! How long a record is remembered, against how long its message may come again.
+
+use idem_runtime::brokers::{Redelivery, RedeliveryProblem};
+
+use super::super::*;
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+#[test]
+fn a_record_outlives_its_message_or_the_program_does_not_start() {
+    let cases = [
+        (Redelivery::sqs(DAY * 4), 4),
+        // Put back at the end of the dead-letter queue, it stays for as long again.
+        (Redelivery::sqs(DAY * 14).dlq(DAY * 14), 42),
+        (Redelivery::kafka(DAY * 7, DAY * 7), 14),
+        (Redelivery::kafka(DAY * 7, DAY * 7).segment(DAY), 8),
+        (Redelivery::jetstream(DAY * 3), 3),
+        (Redelivery::rabbitmq(DAY), 1),
+        (Redelivery::rabbitmq(DAY).dlq(DAY * 5), 7),
+        (Redelivery::pubsub(DAY * 31), 31),
+        (Redelivery::at_most(DAY * 2), 2),
+    ];
+    for (redelivery, days) in cases {
+        let longest = DAY * days;
+        assert_eq!(redelivery.longest(), Some(longest), "{redelivery:?}");
+        assert_eq!(POLICY.ttl(longest).check_redelivery(&redelivery), Ok(()));
+        let short = longest - Duration::from_millis(1);
+        let problem = POLICY.ttl(short).check_redelivery(&redelivery).unwrap_err();
+        assert!(
+            matches!(problem, RedeliveryProblem::TtlTooShort { ttl, longest: it, .. } if (ttl, it) == (short, longest))
+        );
+    }
+}
+
+#[test]
+fn the_error_names_both_times_and_says_what_to_do() {
+    let text = |ttl, redelivery| POLICY.ttl(ttl).check_redelivery(&redelivery).unwrap_err().to_string();
+    assert_eq!(
+        text(DAY * 7, Redelivery::sqs(DAY * 14)),
+        "`ttl` is 7 d, and SQS may deliver a message again for up to 14 d: a duplicate that comes after `ttl` runs the body \
+         again; give a `ttl` of at least 14 d, or let the broker keep messages for less long"
+    );
+    let kafka = text(Duration::from_secs(129_600), Redelivery::kafka(DAY * 7, DAY * 30));
+    for part in ["`ttl` is 1 d 12 h", "up to 14 d", "7 d of retention, 7 d more for its segment", "away for 30 d"] {
+        assert!(kafka.contains(part), "{kafka}");
+    }
+    let redriven = text(DAY * 20, Redelivery::sqs(DAY * 14).dlq(DAY * 4));
+    for part in ["up to 32 d", "14 d of retention, 4 d in the dead-letter queue, and 14 d again"] {
+        assert!(redriven.contains(part), "{redriven}");
+    }
+}
+
+#[test]
+fn no_ttl_suffices_for_a_broker_that_keeps_messages_for_ever() {
+    let for_ever = [
+        Redelivery::unbounded(),
+        Redelivery::unbounded().dlq(DAY),
+        Redelivery::jetstream(Duration::ZERO),
+        Redelivery::kafka(Duration::MAX, DAY * 7),
+    ];
+    for redelivery in for_ever {
+        let problem = POLICY.ttl(Policy::MAX_DURATION).check_redelivery(&redelivery).unwrap_err();
+        assert!(matches!(problem, RedeliveryProblem::Unbounded { .. }));
+        let text = problem.to_string();
+        for part in ["`ttl` is 36600 d", "no `ttl` suffices", "a unique key", "in your own transaction"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}

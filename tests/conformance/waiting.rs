@@ -1,0 +1,147 @@
+//! What waiting duplicates cost on every store: counted by the handle in which they wait.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use idem_runtime::conformance::Subject;
+use idem_runtime::metrics::STORE_SECONDS;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest, Verdict};
+use idem_runtime::{Error, InProgress, Key, Operation, Outcome, Policy, Store, StoreExt as _, observe};
+use idem_tests::calls::stored;
+use idem_tests::server::until;
+
+/// Longer than any test takes.
+const LEASE: Duration = Duration::from_secs(600);
+const POLICY: Policy = Policy::new(LEASE).lease(LEASE).in_progress(InProgress::Wait(LEASE));
+
+/// How many operations of this handle were answered: reservations, waits, and all together.
+fn answered(store: &dyn Store) -> [u64; 3] {
+    let metrics = store.metrics();
+    let of = |name| metrics.count(&STORE_SECONDS, &[("op", name)]);
+    [of("reserve"), of("wait"), metrics.count(&STORE_SECONDS, &[])]
+}
+
+fn since(store: &dyn Store, before: [u64; 3]) -> [u64; 3] {
+    let now = answered(store);
+    [0, 1, 2].map(|at| now[at] - before[at])
+}
+
+/// Holds a key, whose waiting duplicates the test counts.
+struct Held {
+    store: Arc<dyn Store>,
+    peer: Arc<dyn Store>,
+    lease: Lease,
+}
+
+impl Held {
+    async fn by(subject: &Subject) -> Self {
+        let [store, peer] = subject.handles();
+        let owner = store.heartbeats().new_owner();
+        let run = owner.as_bytes().iter().fold(String::new(), |run, byte| format!("{run}{byte:02x}"));
+        let request = ReserveRequest::new(Key::new("waiting", run).unwrap(), owner, LEASE, LEASE);
+        match store.reserve(&request).await.unwrap() {
+            Reservation::Granted { lease, .. } => Self { store, peer, lease },
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn duplicate(&self) -> impl Future<Output = (Result<u32, Error>, Outcome)> + Send + 'static {
+        let operation = Operation::new(&self.peer, Ok(self.lease.key.clone()), POLICY);
+        async move { observe(operation.run(async { panic!("a duplicate runs") })).await }
+    }
+
+    async fn ends(&self) {
+        let result: StoredResult = stored("42");
+        assert_eq!(self.store.finish(&self.lease, &Finish::Completed(result)).await.unwrap(), Verdict::Applied);
+    }
+}
+
+fn is_replayed((result, outcome): (Result<u32, Error>, Outcome)) {
+    assert_eq!(result.unwrap(), 42);
+    assert!(outcome.replayed() && outcome.waited());
+}
+
+/// One that waits in another handle asks once, waits once, and has its result.
+pub(crate) async fn one_waits(subject: Subject) {
+    let held = Held::by(&subject).await;
+    let before = answered(&*held.peer);
+    let duplicate = tokio::spawn(held.duplicate());
+    until("it has asked", async || since(&*held.peer, before)[0] > 0).await;
+    held.ends().await;
+    is_replayed(duplicate.await.unwrap());
+    assert_eq!(since(&*held.peer, before), [1, 1, 2], "reservations, waits, operations");
+}
+
+/// Of `many` each asks once; once the attempt has ended, one call tells all of them.
+pub(crate) async fn many_wait(subject: Subject, many: u64) {
+    let held = Held::by(&subject).await;
+    let before = answered(&*held.peer);
+    let mut duplicates = Vec::new();
+    for n in 1..=many {
+        duplicates.push(tokio::spawn(held.duplicate()));
+        // Not all at once: a slow machine would ask some of them again after a time-out.
+        if n % 100 == 0 {
+            until("all have asked", async || since(&*held.peer, before)[0] >= n).await;
+        }
+    }
+    // Where a server is slow, one or the other asks again after a time-out.
+    let once = many..=many + many / 100;
+    let [reserves, waits, _] = since(&*held.peer, before);
+    assert!(once.contains(&reserves) && waits == 0, "each asks, {reserves}; the wait is under way, {waits}");
+    held.ends().await;
+    for duplicate in duplicates {
+        is_replayed(duplicate.await.unwrap());
+    }
+    let [reserves, waits, all] = since(&*held.peer, before);
+    assert!(once.contains(&reserves) && all == reserves + waits, "nobody asks again: {reserves}, {all} in all");
+    assert_eq!(waits, 2, "the wait that was under way, and one call for all who came after it had begun");
+}
+
+/// The tests of a store. One thread: when all have asked, all wait.
+macro_rules! waiting {
+    ($name:ident, $subject:expr, $many:expr) => {
+        mod $name {
+            #[allow(unused_imports)]
+            use super::super::*;
+
+            fn run(test: impl Future<Output = ()>) {
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
+            }
+
+            #[test]
+            fn a_duplicate_asks_once_and_is_told() {
+                run(async { super::one_waits($subject).await });
+            }
+
+            #[test]
+            fn thousands_of_duplicates_are_told_by_one_call() {
+                run(async { super::many_wait($subject, $many).await });
+            }
+        }
+    };
+}
+
+waiting!(memory, memory(), 10_000);
+waiting!(redis, Kind::Redis.subject().await, 10_000);
+waiting!(valkey, Kind::Valkey.subject().await, 10_000);
+#[cfg(feature = "sqlite")]
+waiting!(sqlite, idem_tests::sqlite::subject().await, 10_000);
+#[cfg(feature = "postgres")]
+waiting!(postgres, idem_tests::postgres::subject().await, 10_000);
+#[cfg(feature = "postgres")]
+waiting!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await, 10_000);
+waiting!(cluster, idem_tests::cluster::cluster_subject(RedisStore::options).await, 10_000);
+waiting!(sentinel, idem_tests::cluster::sentinel_subject(RedisStore::options).await, 10_000);
+waiting!(sentinel_replicated, idem_tests::cluster::sentinel_subject(replicated).await, 10_000);
+// The emulator takes a millisecond for each.
+#[cfg(feature = "dynamodb")]
+waiting!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await, 1_000);
+#[cfg(feature = "wrappers")]
+waiting!(cached, idem_tests::wrapped::cached(), 10_000);
+#[cfg(feature = "wrappers")]
+waiting!(compressed, idem_tests::wrapped::compressed(), 10_000);
+#[cfg(feature = "wrappers")]
+waiting!(offloaded, idem_tests::wrapped::offloaded(), 10_000);
+#[cfg(feature = "wrappers")]
+waiting!(all_wrappers, idem_tests::wrapped::stacked().await, 10_000);

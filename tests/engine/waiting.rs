@@ -1,0 +1,331 @@
+//! Duplicates that wait in one store handle: the store waits once for all, and tells them.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, Weak};
+
+use idem_runtime::store::{
+    Action, Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict,
+    forward,
+};
+use tokio::sync::oneshot;
+
+use super::super::*;
+
+const WAIT: Policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(20)));
+
+/// A store whose waits end as the test says, and whose handles are one `Arc`, as those of the library are.
+#[derive(Debug)]
+struct Told {
+    this: Weak<Self>,
+    inner: FaultyStore,
+    waits: Mutex<VecDeque<oneshot::Sender<Option<Inspection>>>>,
+}
+
+impl Store for Told {
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, upkeep, reserve, renew, finish, release, inspect, decide, purge, list, ping }
+
+    fn handle(&self) -> Arc<dyn Store> {
+        self.this.upgrade().unwrap()
+    }
+
+    fn wait<'a>(&'a self, _: &'a Key, _: u32, _: Duration) -> StoreFuture<'a, Option<Inspection>> {
+        let (tells, told) = oneshot::channel();
+        self.waits.lock().unwrap().push_back(tells);
+        StoreFuture::new(async move { Ok(told.await.expect("the test tells")) })
+    }
+}
+
+struct Hall {
+    clock: ManualClock,
+    store: Arc<Told>,
+    runs: AtomicU32,
+}
+
+type Call_<'a> = std::pin::Pin<Box<dyn Future<Output = (Result<u32, Error>, Outcome)> + 'a>>;
+
+impl Hall {
+    fn new() -> Self {
+        let clock = ManualClock::new();
+        let inner = FaultyStore::new(&MemoryStore::options().clock(clock.clone()).build());
+        let store = Arc::new_cyclic(|this| Told { this: Weak::clone(this), inner, waits: Mutex::default() });
+        Self { clock, store, runs: AtomicU32::new(0) }
+    }
+
+    /// Reserves the key for an attempt of another process.
+    async fn held(&self) -> Lease {
+        let request = ReserveRequest::new(World::key("k"), self.store.heartbeats().new_owner(), LEASE, TTL);
+        match self.store.inner.reserve(&request).await.unwrap() {
+            Reservation::Granted { lease, .. } => lease,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn finish(&self, lease: &Lease, result: &str) {
+        let finish = Finish::Completed(idem_tests::calls::stored(result.to_owned()));
+        assert_eq!(self.store.inner.finish(lease, &finish).await.unwrap(), Verdict::Applied);
+    }
+
+    async fn found(&self) -> Option<Inspection> {
+        self.store.inner.inspect(&World::key("k")).await.unwrap()
+    }
+
+    /// A duplicate, up to where it waits.
+    async fn waits(&self) -> Call_<'_> {
+        self.waits_with(None).await
+    }
+
+    async fn waits_with(&self, payload: Option<u32>) -> Call_<'_> {
+        let operation = Operation::new(&*self.store, Ok(World::key("k")), WAIT);
+        let operation = match payload {
+            Some(payload) => operation.fingerprint(&payload),
+            None => operation,
+        };
+        let mut call: Call_<'_> =
+            Box::pin(observe(operation.run(async { Ok(100 + self.runs.fetch_add(1, Ordering::SeqCst)) })));
+        assert!(poll_once(call.as_mut()).await.is_pending(), "it waits");
+        call
+    }
+
+    /// How many duplicates have asked, and how many waits are under way.
+    fn asked(&self) -> (usize, usize) {
+        (self.store.inner.count(Call::Reserve), self.store.waits.lock().unwrap().len())
+    }
+
+    /// Ends the wait that began first.
+    fn tell(&self, told: Option<Inspection>) {
+        let wait = self.store.waits.lock().unwrap().pop_front().expect("a wait is under way");
+        wait.send(told).expect("somebody waits");
+    }
+}
+
+async fn result_of(call: Call_<'_>) -> u32 {
+    let (result, outcome) = call.await;
+    assert!(outcome.waited());
+    result.unwrap()
+}
+
+/// A duplicate that waits alone costs two calls: it asks, and is told.
+#[tokio::test]
+async fn a_waiting_duplicate_asks_once_and_is_told() {
+    let hall = Hall::new();
+    let lease = hall.held().await;
+    let call = hall.waits().await;
+    hall.finish(&lease, "1").await;
+    hall.tell(hall.found().await);
+    assert_eq!(result_of(call).await, 1);
+    assert_eq!(hall.asked(), (2, 0), "the holder, and the duplicate once");
+    assert_eq!(hall.store.inner.count(Call::Inspect), 1, "that of the test");
+}
+
+/// Those who have come while the store waited are told what it is asked after that, once for all of them.
+#[tokio::test]
+async fn many_wait_as_one() {
+    let hall = Hall::new();
+    let lease = hall.held().await;
+    let mut calls = Vec::new();
+    for _ in 0..50 {
+        calls.push(hall.waits().await);
+    }
+    assert_eq!(hall.asked(), (51, 1), "each has asked, and the store waits once");
+    hall.finish(&lease, "1").await;
+    hall.tell(hall.found().await);
+    for call in &mut calls {
+        assert!(poll_once(call.as_mut()).await.is_pending());
+    }
+    assert_eq!(hall.asked(), (51, 1), "one call for all who have come meanwhile");
+    hall.tell(hall.found().await);
+    for call in calls {
+        assert_eq!(result_of(call).await, 1);
+    }
+    assert_eq!(hall.asked(), (51, 0));
+}
+
+/// A record that was read before a duplicate has asked is none of its business: it may be of an earlier life of the key.
+#[tokio::test]
+async fn nobody_is_told_what_was_read_before_it_asked() {
+    let hall = Hall::new();
+    let key = World::key("k");
+    let lease = hall.held().await;
+    let mut first = hall.waits().await;
+    hall.finish(&lease, "1").await;
+    let early = hall.found().await;
+    // The answer is under way; the record is removed meanwhile, and the key reserved anew, as attempt 1 again.
+    let forgotten = Decision::new(&key, 1, Action::Forget);
+    assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), Decided::Applied);
+    let again = hall.held().await;
+    assert_eq!(again.attempt, 1);
+    let mut second = hall.waits().await;
+    hall.tell(early);
+    assert!(poll_once(second.as_mut()).await.is_pending(), "it is not told the earlier result");
+    assert!(poll_once(first.as_mut()).await.is_pending());
+    // The next look finds the attempt running, and so the wait goes on.
+    hall.tell(hall.found().await);
+    assert!(poll_once(second.as_mut()).await.is_pending());
+    hall.clock.advance(Duration::from_millis(10));
+    assert!(poll_once(second.as_mut()).await.is_pending());
+    hall.finish(&again, "2").await;
+    hall.tell(hall.found().await);
+    assert_eq!((result_of(second).await, result_of(first).await), (2, 2));
+}
+
+/// Who comes while the answer for the others is under way asks for itself.
+#[tokio::test]
+async fn who_comes_too_late_for_an_answer_asks() {
+    let hall = Hall::new();
+    let lease = hall.held().await;
+    let mut calls = vec![hall.waits().await, hall.waits().await];
+    hall.finish(&lease, "1").await;
+    let found = hall.found().await;
+    hall.tell(found.clone());
+    assert!(poll_once(calls[0].as_mut()).await.is_pending(), "there is one more look, for the second");
+    // Reserved anew meanwhile, by another process, whose attempt runs.
+    assert_eq!(hall.store.inner.reopen(&World::key("k"), 1).await.unwrap(), Verdict::Applied);
+    let again = hall.held().await;
+    calls.push(hall.waits().await);
+    hall.tell(found);
+    assert!(poll_once(calls[2].as_mut()).await.is_pending(), "the third asks, and waits for the second attempt");
+    assert_eq!(hall.asked(), (6, 1));
+    hall.finish(&again, "2").await;
+    hall.tell(hall.found().await);
+    let third = calls.pop().expect("three");
+    assert_eq!(result_of(third).await, 2);
+    for call in calls {
+        assert_eq!(result_of(call).await, 1);
+    }
+}
+
+/// Each compares the fingerprint, as a reservation would.
+#[tokio::test]
+async fn each_compares_its_fingerprint() {
+    let hall = Hall::new();
+    let request = ReserveRequest::new(World::key("k"), hall.store.heartbeats().new_owner(), LEASE, TTL);
+    let lease = match hall.store.inner.reserve(&request).await.unwrap() {
+        Reservation::Granted { lease, .. } => lease,
+        other => panic!("{other:?}"),
+    };
+    // A payload that the record does not know yet.
+    let same = hall.waits_with(Some(1)).await;
+    let other = hall.waits_with(Some(2)).await;
+    hall.finish(&lease, "1").await;
+    let mut found = hall.found().await.unwrap();
+    found.record.fingerprint = Some(idem_runtime::key::Fingerprint::of(&1).unwrap());
+    hall.tell(Some(found.clone()));
+    let mut same = same;
+    assert!(poll_once(same.as_mut()).await.is_pending());
+    hall.tell(Some(found));
+    assert_eq!(result_of(same).await, 1);
+    let (refused, outcome) = other.await;
+    assert!(matches!(refused, Err(Error::FingerprintMismatch { .. })), "{refused:?}");
+    assert!(!outcome.replayed());
+}
+
+/// The one that came first is no more than the others: it may be dropped, or stand still.
+#[tokio::test]
+async fn nobody_depends_on_the_first_one() {
+    for dropped in [true, false] {
+        let hall = Hall::new();
+        let lease = hall.held().await;
+        let first = hall.waits().await;
+        let mut second = hall.waits().await;
+        let standing = match dropped {
+            true => {
+                drop(first);
+                None
+            }
+            false => Some(first),
+        };
+        hall.finish(&lease, "1").await;
+        hall.tell(hall.found().await);
+        assert!(poll_once(second.as_mut()).await.is_pending());
+        hall.tell(hall.found().await);
+        assert_eq!(result_of(second).await, 1, "dropped: {dropped}");
+        drop(standing);
+    }
+}
+
+/// A wait that everybody has left is dropped.
+#[tokio::test]
+async fn a_wait_ends_with_its_last_duplicate() {
+    let hall = Hall::new();
+    let _lease = hall.held().await;
+    let calls = [hall.waits().await, hall.waits().await];
+    drop(calls);
+    let wait = hall.store.waits.lock().unwrap().pop_front().unwrap();
+    assert!(wait.is_closed(), "nobody waits, and the store still does");
+    // And the next one begins anew.
+    drop(hall.waits().await);
+    assert_eq!(hall.asked(), (4, 1));
+}
+
+/// One of them takes a key that is released, and the others wait for it without asking.
+#[tokio::test]
+async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
+    let hall = Hall::new();
+    let lease = hall.held().await;
+    let mut calls = Vec::new();
+    for _ in 0..20 {
+        calls.push(hall.waits().await);
+    }
+    assert_eq!(hall.store.inner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    hall.tell(hall.found().await);
+    let mut took = Vec::new();
+    for (at, call) in calls.iter_mut().enumerate() {
+        if let Poll::Ready((result, outcome)) = poll_once(call.as_mut()).await {
+            assert!(outcome.executed() && outcome.waited());
+            took.push((at, result.unwrap()));
+        }
+    }
+    assert_eq!(took, [(0, 100)], "one has run");
+    assert_eq!(hall.asked(), (22, 1), "it alone has asked again, and the store waits for its attempt");
+    hall.tell(hall.found().await);
+    for call in calls.into_iter().skip(1) {
+        assert_eq!(result_of(call).await, 100);
+    }
+    assert_eq!((hall.asked(), hall.runs.load(Ordering::SeqCst)), ((22, 0), 1));
+}
+
+/// One that is dropped while it has the turn passes it on; one that stands still delays the others by a moment.
+#[tokio::test]
+async fn the_turn_is_nobodys_to_keep() {
+    for dropped in [true, false] {
+        let hall = Hall::new();
+        let lease = hall.held().await;
+        let mut first = hall.waits().await;
+        let mut second = hall.waits().await;
+        assert_eq!(hall.store.inner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+        hall.store.inner.next(Call::Reserve, Fault::Hang);
+        hall.tell(hall.found().await);
+        assert!(poll_once(first.as_mut()).await.is_pending(), "its question hangs");
+        assert!(poll_once(second.as_mut()).await.is_pending(), "it waits for the first one");
+        if dropped {
+            drop(first);
+            assert_eq!(result_of(second).await, 100);
+        } else {
+            hall.clock.advance(Duration::from_millis(100));
+            assert_eq!(result_of(second).await, 100);
+            drop(first);
+        }
+        hall.store.heartbeats().flush().await;
+    }
+}
+
+/// Where a store can't wait, one duplicate asks for all.
+#[tokio::test]
+async fn a_store_that_tells_nothing_is_asked_by_one() {
+    let hall = Hall::new();
+    let lease = hall.held().await;
+    let mut calls = Vec::new();
+    for _ in 0..5 {
+        calls.push(hall.waits().await);
+    }
+    hall.finish(&lease, "1").await;
+    hall.tell(None);
+    for call in &mut calls {
+        let _ = poll_once(call.as_mut()).await.map(|(result, _)| assert_eq!(result.unwrap(), 1));
+    }
+    assert_eq!(hall.asked(), (7, 1), "one has asked and has its result; the store is asked what the others may know");
+    hall.tell(hall.found().await);
+    for call in calls.into_iter().skip(1) {
+        assert_eq!(result_of(call).await, 1);
+    }
+}

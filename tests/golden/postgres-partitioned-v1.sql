@@ -1,0 +1,73 @@
+-- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` runs the same, for a schema of any name.
+--
+-- `listed_at` is when the purge looks at a row, no later than `expires_at`. It is the only indexed time: a record that
+-- finishes as planned keeps it, so that its completion changes no index. The fill factor leaves room for that in the page.
+CREATE SCHEMA IF NOT EXISTS "idem";
+
+CREATE TABLE IF NOT EXISTS "idem".records (
+    listed_at     timestamptz NOT NULL,
+    expires_at    timestamptz NOT NULL,
+    lapses_at     timestamptz NOT NULL,
+    first_seen_at timestamptz NOT NULL,
+    began_at      timestamptz NOT NULL,
+    attempt       bigint NOT NULL CHECK (attempt > 0),
+    attempts_used bigint NOT NULL CHECK (attempts_used >= 0),
+    lease_ms      bigint,
+    ttl_ms        bigint,
+    result_bytes  bigint,
+    format        smallint NOT NULL,
+    on_crash_fail boolean NOT NULL,
+    waited        boolean NOT NULL DEFAULT false,
+    state         text NOT NULL,
+    owner         bytea NOT NULL,
+    key           text COLLATE "C" PRIMARY KEY,
+    fingerprint   bytea,
+    holder        text,
+    traceparent   text,
+    decided_by    text,
+    decided_reason text,
+    codec         text,
+    result        bytea
+) PARTITION BY HASH (key);
+
+-- Results that do not fit into the page are compressed. lz4 takes a fraction of the time that pglz takes, where the server
+-- has it: 14 or newer, built with lz4. A compression that was chosen before is kept.
+DO 'BEGIN
+    IF EXISTS (SELECT FROM pg_settings WHERE name = ''default_toast_compression'' AND ''lz4'' = ANY (enumvals))
+        AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = ''"idem".records''::regclass
+            AND a.attname = ''result'' AND to_jsonb(a)->>''attcompression'' = '''')
+    THEN EXECUTE ''ALTER TABLE "idem".records ALTER COLUMN result SET COMPRESSION lz4'';
+    END IF;
+END';
+
+CREATE TABLE IF NOT EXISTS "idem".records_0 PARTITION OF "idem".records
+    FOR VALUES WITH (MODULUS 2, REMAINDER 0) WITH (fillfactor = 30);
+CREATE TABLE IF NOT EXISTS "idem".records_1 PARTITION OF "idem".records
+    FOR VALUES WITH (MODULUS 2, REMAINDER 1) WITH (fillfactor = 30);
+
+CREATE INDEX IF NOT EXISTS records_listed_at ON "idem".records (listed_at);
+
+COMMENT ON TABLE "idem".records IS 'idem 1';
+COMMENT ON COLUMN "idem".records.listed_at IS 'when a purge looks at the row; never later than expires_at';
+COMMENT ON COLUMN "idem".records.expires_at IS 'when the record is forgotten, unless it is written again';
+COMMENT ON COLUMN "idem".records.lapses_at IS 'pending: when the lease lapses unless it is renewed; otherwise: when it ended';
+COMMENT ON COLUMN "idem".records.first_seen_at IS 'when the key was first seen';
+COMMENT ON COLUMN "idem".records.began_at IS 'when the latest attempt began';
+COMMENT ON COLUMN "idem".records.attempt IS 'the number of the latest attempt: the fencing token';
+COMMENT ON COLUMN "idem".records.attempts_used IS 'how many attempts count against max_attempts';
+COMMENT ON COLUMN "idem".records.lease_ms IS 'pending: how long the lease is without a renewal';
+COMMENT ON COLUMN "idem".records.ttl_ms IS 'pending: how long the record is kept beyond its lease';
+COMMENT ON COLUMN "idem".records.result_bytes IS 'the size of a result that was too large to be stored';
+COMMENT ON COLUMN "idem".records.format IS 'the version of the row';
+COMMENT ON COLUMN "idem".records.on_crash_fail IS 'pending: whether a lapsed lease is left to an operator (on_crash = fail)';
+COMMENT ON COLUMN "idem".records.waited IS 'whether a duplicate waits for the end of the attempt';
+COMMENT ON COLUMN "idem".records.state IS 'pending, released, interrupted, completed or failed';
+COMMENT ON COLUMN "idem".records.owner IS 'the random identity of the latest attempt';
+COMMENT ON COLUMN "idem".records.key IS '1/<scope>/<key>';
+COMMENT ON COLUMN "idem".records.fingerprint IS 'the hash of the payload; its first byte is its version';
+COMMENT ON COLUMN "idem".records.holder IS 'who made the latest attempt: <host>/<process>/<name>';
+COMMENT ON COLUMN "idem".records.traceparent IS 'the trace of the latest attempt';
+COMMENT ON COLUMN "idem".records.decided_by IS 'the operator who decided about the record last';
+COMMENT ON COLUMN "idem".records.decided_reason IS 'why they decided so';
+COMMENT ON COLUMN "idem".records.codec IS 'what wrote the result';
+COMMENT ON COLUMN "idem".records.result IS 'the result';

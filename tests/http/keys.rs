@@ -1,0 +1,307 @@
+//! The key, the caller, and the payload.
+
+use http::header::HeaderName;
+use http::{HeaderValue, Method, Request};
+use idem_runtime::http::{Caller, IdempotencyKey, IdempotencyLayer};
+use idem_runtime::{MemoryStore, MissingKey, Policy};
+use idem_tests::{Call, FaultyStore};
+
+use crate::rig::*;
+
+/// The `Content-Digest` of `amount=1`, of `amount=2`, and of 3,000,000 times `x`.
+fn content_digest(body: &str) -> &'static str {
+    match body {
+        "amount=1" => "sha-256=:WoeHucCRTYQAPf2NDYCDit5PO9F81vl4KW35e18huSI=:",
+        "amount=2" => "sha-256=:8G7ICndBqtCLvdGbu00RTpU2k2iSI3UxBawkLjgCRkU=:",
+        _ => "sha-256=:5VuL32Id2qj0YsdHRduWgNO7dTapz4VPjWZos0ooeJA=:",
+    }
+}
+
+#[tokio::test]
+async fn a_duplicate_gets_the_response_of_the_first_run() {
+    for version in BOTH {
+        let (address, stage) = serve_counter(layer()).await;
+        let first = send_by(version, address, post("k", "amount=1")).await;
+        assert_eq!((first.status.as_u16(), first.text(), first.is_replay()), (200, "run 1", false));
+        let again = send_by(version, address, post("k", "amount=1")).await;
+        assert_eq!((again.status.as_u16(), again.text(), again.is_replay()), (200, "run 1", true));
+        let other = send_by(version, address, post("k2", "amount=1")).await;
+        assert_eq!((other.text(), other.is_replay()), ("run 2", false));
+        assert_eq!(stage.begun(), 2);
+    }
+}
+
+#[tokio::test]
+async fn a_quoted_and_a_bare_key_are_one() {
+    let (address, stage) = serve_counter(layer()).await;
+    for key in ["8e03978e-40d5", "\"8e03978e-40d5\"", "  \"8e03978e-40d5\" ", "\"8e03978e-40d5\";v=1"] {
+        assert_eq!(send(address, post(key, "")).await.text(), "run 1", "{key}");
+    }
+    assert_eq!(stage.begun(), 1);
+}
+
+#[tokio::test]
+async fn what_is_no_key_is_refused() {
+    let (address, stage) = serve_counter(layer()).await;
+    let without = request(Method::POST, "/pay").body("".into()).unwrap();
+    assert_eq!(send(address, without).await.problem(), (400, "missing-key".to_owned()));
+    let long = "x".repeat(256);
+    for key in ["", "\"\"", "\" \"", "a b", "a, b", "\"a", "\"a\"b", &long] {
+        assert_eq!(send(address, post(key, "")).await.problem(), (400, "invalid-key".to_owned()), "{key}");
+    }
+    let mut unprintable = post("k", "");
+    unprintable.headers_mut().insert("idempotency-key", HeaderValue::from_bytes(b"caf\xe9").unwrap());
+    assert_eq!(send(address, unprintable).await.problem(), (400, "invalid-key".to_owned()));
+    let mut twice = post("k", "");
+    twice.headers_mut().append("idempotency-key", HeaderValue::from_static("k"));
+    assert_eq!(send(address, twice).await.problem(), (400, "invalid-key".to_owned()));
+    assert_eq!(stage.begun(), 0);
+    assert_eq!(send(address, post(&"x".repeat(255), "")).await.text(), "run 1");
+}
+
+#[tokio::test]
+async fn the_policy_and_the_route_say_whether_a_key_is_needed() {
+    let without = |path: &str| request(Method::POST, path).body("".into()).unwrap();
+    let optional = POLICY.missing_key(MissingKey::Run);
+    let (address, _) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), optional, Caller::single())).await;
+    assert_eq!(send(address, without("/pay")).await.text(), "run 1");
+    assert_eq!(send(address, without("/pay")).await.text(), "run 2");
+    assert_eq!(send(address, post("", "")).await.problem(), (400, "invalid-key".to_owned()));
+
+    let by_route = layer().required(|head| head.uri.path() == "/pay").covers(|head| head.uri.path() != "/hook");
+    let (address, _) = serve_counter(by_route).await;
+    assert_eq!(send(address, without("/pay")).await.problem(), (400, "missing-key".to_owned()));
+    assert_eq!(send(address, without("/look")).await.text(), "run 1");
+    assert_eq!(send(address, post_to("/hook", "k", "")).await.text(), "run 2");
+    assert_eq!(send(address, post_to("/hook", "k", "")).await.text(), "run 3");
+}
+
+#[tokio::test]
+async fn methods_that_are_not_covered_pass() {
+    let (address, _) = serve_counter(layer()).await;
+    let with = |method| request(method, "/pay").header("idempotency-key", "k").body("".into()).unwrap();
+    for (run, method) in [Method::GET, Method::PUT, Method::DELETE, Method::GET].into_iter().enumerate() {
+        assert_eq!(send(address, with(method)).await.text(), format!("run {}", run + 1));
+    }
+    assert_eq!(send(address, with(Method::PATCH)).await.text(), "run 5");
+    assert!(send(address, with(Method::PATCH)).await.is_replay());
+    // The same key with another method is another operation.
+    assert_eq!(send(address, with(Method::POST)).await.text(), "run 6");
+    let (address, _) = serve_counter(layer().methods([Method::PUT])).await;
+    assert_eq!(send(address, with(Method::PUT)).await.text(), "run 1");
+    assert!(send(address, with(Method::PUT)).await.is_replay());
+    assert_eq!(send(address, with(Method::POST)).await.text(), "run 2");
+}
+
+#[tokio::test]
+async fn header_and_marker_can_have_other_names() {
+    let layer = layer()
+        .header(HeaderName::from_static("paypal-request-id"))
+        .replay_marker(HeaderName::from_static("x-idempotent-replayed"));
+    let (address, _) = serve_counter(layer).await;
+    let with = || request(Method::POST, "/pay").header("paypal-request-id", "k").body("".into()).unwrap();
+    assert!(send(address, with()).await.header("x-idempotent-replayed").is_none());
+    assert_eq!(send(address, with()).await.header("x-idempotent-replayed"), Some("true"));
+}
+
+#[tokio::test]
+async fn a_handler_reads_the_key_without_its_quotes() {
+    let address = serve_handler(layer(), async |key: IdempotencyKey| key.0).await;
+    assert_eq!(send(address, post("\"a \\\"b\\\"\"", "")).await.text(), "a \"b\"");
+    // Without a layer the extractor reads the field.
+    let handler = async |key: Option<IdempotencyKey>| key.map_or("none".to_owned(), |key| key.0);
+    let app = axum::Router::new().route("/pay", axum::routing::post(handler));
+    let address = serve(app).await;
+    assert_eq!(send(address, post("\"k\"", "")).await.text(), "k");
+    assert_eq!(send(address, request(Method::POST, "/pay").body("".into()).unwrap()).await.text(), "none");
+    assert_eq!(send(address, post("a b", "")).await.problem(), (400, "invalid-key".to_owned()));
+}
+
+/// The caller that a bearer token such as `alice.3` names: the name, and not the number of the token.
+fn by_token() -> Caller {
+    Caller::by(|head| {
+        let token = head.headers.get("authorization")?.to_str().ok()?.strip_prefix("Bearer ")?;
+        let (name, _) = token.split_once('.')?;
+        Some(name.to_owned())
+    })
+}
+
+fn as_caller(token: &str, key: &str) -> Request<axum::body::Body> {
+    let mut request = post(key, "amount=1");
+    request.headers_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+    request
+}
+
+#[tokio::test]
+async fn two_callers_with_one_key_are_two_operations() {
+    let (address, _) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), POLICY, by_token())).await;
+    assert_eq!(send(address, as_caller("alice.1", "k")).await.text(), "run 1");
+    assert_eq!(send(address, as_caller("bob.1", "k")).await.text(), "run 2");
+    // No caller can write a key that reads as another's.
+    assert_eq!(send(address, as_caller("alice.1", "bob:k")).await.text(), "run 3");
+    assert_eq!(send(address, as_caller("alice:bob.1", "k")).await.text(), "run 4");
+    let long = ["a", "b"].map(|end| format!("{}{end}.1", "x".repeat(100)));
+    assert_eq!(send(address, as_caller(&long[0], "k")).await.text(), "run 5");
+    assert_eq!(send(address, as_caller(&long[1], "k")).await.text(), "run 6");
+    assert_eq!(send(address, as_caller(&long[0], "k")).await.text(), "run 5");
+}
+
+#[tokio::test]
+async fn a_refreshed_token_is_the_same_caller() {
+    let (address, stage) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), POLICY, by_token())).await;
+    assert_eq!(send(address, as_caller("alice.1", "k")).await.text(), "run 1");
+    assert_eq!(send(address, as_caller("alice.2", "k")).await.text(), "run 1");
+    assert_eq!(stage.begun(), 1);
+}
+
+#[tokio::test]
+async fn without_credentials_nothing_is_stored_or_shared() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    let caller = by_token().challenge("Bearer realm=\"till\"");
+    let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, caller)).await;
+    for _ in 0..2 {
+        let reply = send(address, post("k", "")).await;
+        assert_eq!(reply.problem(), (401, "unauthenticated".to_owned()));
+        assert_eq!(reply.header("www-authenticate"), Some("Bearer realm=\"till\""));
+    }
+    for token in ["nobody", " .1", ".1"] {
+        let reply = send(address, as_caller(token, "k")).await;
+        assert_eq!(reply.problem(), (403, "forbidden".to_owned()));
+        assert_eq!(reply.header("www-authenticate"), None);
+    }
+    assert_eq!((stage.begun(), store.count(Call::Reserve)), (0, 0));
+}
+
+#[tokio::test]
+async fn a_key_is_bound_to_its_path_query_headers_and_body() {
+    let layer = layer().fingerprint_headers([HeaderName::from_static("x-account")]);
+    let (address, stage) = serve_counter(layer).await;
+    let of = |path: &str, accounts: &[&'static str], body: &'static str| {
+        let mut request = post_to(path, "k", body);
+        for account in accounts {
+            request.headers_mut().append("x-account", HeaderValue::from_static(account));
+        }
+        request
+    };
+    assert_eq!(send(address, of("/pay/1?x=1", &["a", "b"], "amount=1")).await.text(), "run 1");
+    for other in [
+        of("/pay/2?x=1", &["a", "b"], "amount=1"),
+        of("/pay/1?x=2", &["a", "b"], "amount=1"),
+        of("/pay/1", &["a", "b"], "amount=1"),
+        of("/pay/1?x=1", &["a, b"], "amount=1"),
+        of("/pay/1?x=1", &["b", "a"], "amount=1"),
+        of("/pay/1?x=1", &[], "amount=1"),
+        of("/pay/1?x=1", &["a", "b"], "amount=2"),
+        of("/pay/1?x=1", &["a", "b"], ""),
+    ] {
+        assert_eq!(send(address, other).await.problem(), (422, "fingerprint-mismatch".to_owned()));
+    }
+    let mut unchosen = of("/pay/1?x=1", &["a", "b"], "amount=1");
+    unchosen.headers_mut().insert("user-agent", HeaderValue::from_static("another"));
+    assert!(send(address, unchosen).await.is_replay());
+    assert_eq!(stage.begun(), 1);
+}
+
+#[tokio::test]
+async fn bodies_are_compared_byte_by_byte() {
+    let (address, _) = serve_counter(layer()).await;
+    for (number, [one, other]) in [
+        [r#"{"amount":1}"#, r#"{ "amount":1}"#],
+        [r#"{"amount":9007199254740993}"#, r#"{"amount":9007199254740992}"#],
+        [r#"{"amount":1,"amount":2}"#, r#"{"amount":2}"#],
+        ["[1]", "[1.0]"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let key = format!("k{number}");
+        assert_eq!(send(address, post(&key, one)).await.status, 200);
+        assert_eq!(send(address, post(&key, other)).await.status, 422, "{one}, {other}");
+    }
+}
+
+#[tokio::test]
+async fn equal_payloads_under_two_keys_are_two_operations() {
+    let (address, _) = serve_counter(layer()).await;
+    assert_eq!(send(address, post("k1", "amount=1")).await.text(), "run 1");
+    assert_eq!(send(address, post("k2", "amount=1")).await.text(), "run 2");
+}
+
+#[tokio::test]
+async fn another_request_is_told_so_while_the_first_runs() {
+    let stage = Stage::closed();
+    let address = serve_stage(layer(), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "amount=1")));
+    stage.entered().await;
+    let other = send(address, post("k", "amount=2")).await;
+    assert_eq!(other.problem(), (422, "fingerprint-mismatch".to_owned()));
+    assert_eq!(other.header("retry-after"), None);
+    assert_eq!(send(address, post("k", "amount=1")).await.problem(), (409, "in-progress".to_owned()));
+    stage.go();
+    assert_eq!(first.await.unwrap().text(), "run 1");
+    assert_eq!(send(address, post("k", "amount=2")).await.problem().0, 422);
+}
+
+fn digested(key: &str, digest_of: &str, body: &str) -> Request<axum::body::Body> {
+    let mut request = post(key, body.to_owned());
+    request.headers_mut().insert("content-digest", HeaderValue::from_static(content_digest(digest_of)));
+    request
+}
+
+#[tokio::test]
+async fn a_digest_is_checked_and_stands_for_the_body() {
+    let (address, stage) = serve_counter(layer()).await;
+    let lie = send(address, digested("k", "amount=2", "amount=1")).await;
+    assert_eq!((lie.problem(), stage.begun()), ((400, "digest-mismatch".to_owned()), 0));
+    let mut nonsense = post("k", "amount=1");
+    nonsense.headers_mut().insert("content-digest", HeaderValue::from_static("sha-256=nonsense"));
+    assert_eq!(send(address, nonsense).await.problem(), (400, "digest-mismatch".to_owned()));
+    assert_eq!(send(address, digested("k", "amount=1", "amount=1")).await.text(), "run 1");
+    // With and without the field it is the same payload.
+    assert!(send(address, post("k", "amount=1")).await.is_replay());
+    assert_eq!(send(address, digested("k", "amount=2", "amount=2")).await.problem().0, 422);
+}
+
+#[tokio::test]
+async fn a_large_body_with_a_digest_streams_through() {
+    use http_body_util::BodyExt;
+    let large = "x".repeat(3_000_000);
+    let (sizes, stage) = (Stage::open(), Stage::open());
+    let read = {
+        let (sizes, stage) = (sizes.clone(), stage.clone());
+        async move |body: axum::body::Body| {
+            stage.play().await;
+            match body.collect().await {
+                Ok(body) => {
+                    sizes.play().await;
+                    format!("{} bytes", body.to_bytes().len())
+                }
+                // A handler that does not care: the lie is told all the same.
+                Err(error) => format!("an error, and a success nevertheless: {error}"),
+            }
+        }
+    };
+    let address = serve_handler(layer().stream_digested(true), read).await;
+    assert_eq!(send(address, post("k", large.clone())).await.problem(), (413, "body-too-large".to_owned()));
+    let lie = send(address, digested("k", "large", &large.replacen('x', "y", 1))).await;
+    assert_eq!((lie.problem(), stage.begun(), sizes.begun()), ((400, "digest-mismatch".to_owned()), 1, 0));
+    let truth = send(address, digested("k", "large", &large)).await;
+    assert_eq!((truth.text(), truth.is_replay()), ("3000000 bytes", false));
+    let again = send(address, digested("k", "large", &large)).await;
+    assert_eq!((again.text(), again.is_replay()), ("3000000 bytes", true));
+    assert_eq!(send(address, digested("k", "amount=1", &large)).await.problem().0, 422);
+    // Without a length as well.
+    let mut chunked = digested("k2", "large", "");
+    *chunked.body_mut() = frames((0..3000).map(|_| Ok("x".repeat(1000).leak() as &str)).collect::<Vec<_>>());
+    assert_eq!(send(address, chunked).await.text(), "3000000 bytes");
+    assert_eq!(stage.begun(), 3);
+    let (address, _) = serve_counter(layer()).await;
+    assert_eq!(send(address, digested("k", "large", &large)).await.problem(), (413, "body-too-large".to_owned()));
+}
+
+#[test]
+#[should_panic(expected = "`ttl` is 0ns")]
+fn a_policy_that_can_not_be_honoured_is_refused_when_the_layer_is_built() {
+    let policy = Policy::new(std::time::Duration::ZERO);
+    drop(IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()));
+}

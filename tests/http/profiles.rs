@@ -1,0 +1,138 @@
+//! The rules of other protocols.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use http::{Method, Request, StatusCode};
+use idem_runtime::http::{Caller, Equality, IdempotencyLayer, Profile, Recording};
+use idem_runtime::{MemoryStore, MissingKey, OnStoreError, StoreErrorKind};
+use idem_tests::{Call, Fault, FaultyStore};
+
+use crate::rig::*;
+
+fn with(profile: Profile) -> IdempotencyLayer {
+    layer().profile(profile)
+}
+
+/// Serves a handler that answers with the status in its path and the number of its run.
+async fn serve_statuses(layer: IdempotencyLayer) -> std::net::SocketAddr {
+    let stage = Stage::open();
+    serve_handler(layer, async move |request: Request<Body>| {
+        let run = stage.play().await;
+        answer(request.uri().path()[1..].parse().unwrap(), &[], format!("run {run}"))
+    })
+    .await
+}
+
+fn json(reply: &Reply) -> serde_json::Value {
+    assert_eq!(reply.header("content-type"), Some("application/json"));
+    serde_json::from_slice(&reply.body).unwrap()
+}
+
+#[tokio::test]
+async fn stripe_replays_what_began() {
+    let address = serve_statuses(with(Profile::stripe())).await;
+    for (status, is_recorded) in [(200, true), (402, true), (500, true), (503, true), (401, false), (429, false)] {
+        let (path, key) = (format!("/{status}"), format!("k{status}"));
+        send(address, post_to(&path, &key, "")).await;
+        let again = send(address, post_to(&path, &key, "")).await;
+        assert_eq!((again.status.as_u16(), again.is_replay()), (status, is_recorded));
+    }
+    let other = send(address, post_to("/200", "k200", "other")).await;
+    assert_eq!(other.status, 400);
+    assert_eq!(json(&other)["error"]["type"], "idempotency_error");
+    assert_eq!(json(&other)["error"]["code"], "fingerprint_mismatch");
+}
+
+#[tokio::test]
+async fn acp_compares_what_bodies_say() {
+    let layer = with(Profile::acp());
+    let address = serve_statuses(layer.clone()).await;
+    let ask = async |key: &str, body: &'static str| send(address, post_to("/200", key, body)).await;
+    assert_eq!(ask("k", r#"{"a":1,"b":[1,2]}"#).await.text(), "run 1");
+    assert!(ask("k", r#"{ "b": [1.0, 2], "a": 1 }"#).await.is_replay());
+    let mut other_headers = post_to("/200?x=1", "k", r#"{"a":1,"b":[1,2]}"#);
+    other_headers.headers_mut().insert("x-a", "1".parse().unwrap());
+    assert!(send(address, other_headers).await.is_replay());
+    for other in [r#"{"a":1,"b":[2,1]}"#, r#"{"b":[1,2]}"#, r#"{"a":1,"b":[1,2],"c":null}"#] {
+        let reply = ask("k", other).await;
+        assert_eq!(reply.status, 422);
+        assert_eq!(
+            (&json(&reply)["type"], &json(&reply)["code"]),
+            (&"invalid_request".into(), &"idempotency_conflict".into())
+        );
+    }
+    assert_eq!(ask("k2", r#"{"a":1,"a":2}"#).await.status, 400);
+    // The same key on another path is another operation.
+    assert_eq!(send(address, post_to("/201", "k", "{}")).await.text(), "run 2");
+    // A server error is never kept.
+    assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 3");
+    assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 4");
+    // A key is needed, whatever the policy says.
+    let policy = POLICY.missing_key(MissingKey::Run);
+    let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()).profile(Profile::acp());
+    let address = serve_statuses(layer).await;
+    let reply = send(address, request(Method::POST, "/200").body("{}".into()).unwrap()).await;
+    assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (400, &"idempotency_key_required".into()));
+}
+
+#[tokio::test]
+async fn acp_tells_when_a_request_is_in_flight() {
+    let stage = Stage::closed();
+    let address = serve_stage(with(Profile::acp()), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "{}")));
+    stage.entered().await;
+    let reply = send(address, post("k", "{ }")).await;
+    assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (409, &"idempotency_in_flight".into()));
+    assert_eq!(reply.header("retry-after"), Some("1"));
+    stage.go();
+    assert_eq!(first.await.unwrap().text(), "run 1");
+}
+
+#[tokio::test]
+async fn ucp_compares_bytes_and_wants_long_keys() {
+    let key = "8e03978e-40d5-43e8-bc93-6894a57f9324";
+    let store = FaultyStore::new(&MemoryStore::new());
+    let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).profile(Profile::ucp());
+    let address = serve_statuses(layer).await;
+    let reply = send(address, post_to("/200", "short", "{}")).await;
+    assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (400, &"invalid_key".into()));
+    assert_eq!(send(address, post_to("/200", key, "{}")).await.text(), "run 1");
+    let reply = send(address, post_to("/200", key, "{ }")).await;
+    assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (409, &"fingerprint_mismatch".into()));
+    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let reply = send(address, post_to("/200", key, "{}")).await;
+    assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (503, &"store_unavailable".into()));
+}
+
+#[tokio::test]
+async fn each_field_of_a_profile_can_be_changed() {
+    let mut rules = Profile::ietf();
+    rules.mismatch = StatusCode::CONFLICT;
+    rules.equality = Equality::Json;
+    rules.recording = |_, _| Recording::Mark;
+    let address = serve_statuses(with(rules)).await;
+    assert_eq!(send(address, post_to("/200", "k", "[1]")).await.text(), "run 1");
+    assert_eq!(send(address, post_to("/200", "k", "[ 1 ]")).await.problem(), (410, "result-unavailable".to_owned()));
+    assert_eq!(send(address, post_to("/200", "k", "[2]")).await.problem(), (409, "fingerprint-mismatch".to_owned()));
+}
+
+#[test]
+fn a_policy_below_the_floor_of_a_profile_is_refused_when_the_layer_is_built() {
+    let short = POLICY.ttl(Duration::from_secs(3600));
+    let open = POLICY.on_store_error(OnStoreError::Run);
+    for (policy, profile, works) in [
+        (short, Profile::ietf(), true),
+        (short, Profile::stripe(), false),
+        (short, Profile::acp(), false),
+        (short, Profile::ucp(), false),
+        (open, Profile::acp(), true),
+        (open, Profile::ucp(), false),
+        (POLICY, Profile::ucp(), true),
+    ] {
+        let built = std::panic::catch_unwind(|| {
+            drop(IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()).profile(profile));
+        });
+        assert_eq!(built.is_ok(), works, "{} {policy:?}", profile.name);
+    }
+}

@@ -1,0 +1,311 @@
+//! What is answered instead of the handler.
+
+use std::time::Duration;
+
+use http::header::{self, HeaderName};
+use http::{HeaderValue, Method};
+use idem_runtime::http::{Caller, IdempotencyLayer, ProblemKind};
+use idem_runtime::{InProgress, MemoryStore, Mode, ModeSwitch, OnCrash, OnStoreError, Outcome, Policy, StoreErrorKind};
+use idem_tests::{Call, Fault, FaultyStore};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::rig::*;
+
+fn with(policy: Policy) -> IdempotencyLayer {
+    IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single())
+}
+
+#[tokio::test]
+async fn a_duplicate_of_a_running_request_is_told_when_to_come_again() {
+    for version in BOTH {
+        let stage = Stage::closed();
+        let address = serve_stage(layer(), &stage).await;
+        let first = tokio::spawn(send_by(version, address, post("k", "")));
+        stage.entered().await;
+        for _ in 0..3 {
+            let duplicate = send_by(version, address, post("k", "")).await;
+            assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
+            // Nothing is known yet of how long handlers take.
+            assert_eq!(duplicate.header("retry-after"), Some("1"));
+        }
+        stage.go();
+        assert_eq!(first.await.unwrap().text(), "run 1");
+        assert!(send_by(version, address, post("k", "")).await.is_replay());
+    }
+}
+
+#[tokio::test]
+async fn a_duplicate_can_wait_for_the_running_request() {
+    let stage = Stage::closed();
+    let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
+    let address = serve_stage(with(policy), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "")));
+    stage.entered().await;
+    let waiting: Vec<_> = (0..5).map(|_| tokio::spawn(send(address, post("k", "")))).collect();
+    stage.go();
+    assert_eq!(first.await.unwrap().text(), "run 1");
+    for duplicate in waiting {
+        let duplicate = duplicate.await.unwrap();
+        assert_eq!((duplicate.text(), duplicate.is_replay()), ("run 1", true));
+    }
+    assert_eq!(stage.begun(), 1);
+}
+
+#[tokio::test]
+async fn a_wait_that_is_over_is_a_409() {
+    let stage = Stage::closed();
+    let policy = POLICY.in_progress(InProgress::Wait(Duration::from_millis(1)));
+    let address = serve_stage(with(policy), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "")));
+    stage.entered().await;
+    assert_eq!(send(address, post("k", "")).await.problem(), (409, "in-progress".to_owned()));
+    stage.go();
+    assert_eq!(first.await.unwrap().text(), "run 1");
+}
+
+#[tokio::test]
+async fn an_interrupted_operation_is_a_409_without_a_time_to_retry() {
+    let policy = POLICY.on_crash(OnCrash::Fail);
+    let address = serve_handler(with(policy), async || -> String { panic!("on purpose") }).await;
+    let mut connection = Connection::open(address, Version::Two).await;
+    connection.send(post("k", "")).await.unwrap_err();
+    for _ in 0..2 {
+        let reply = send(address, post("k", "")).await;
+        assert_eq!(reply.problem(), (409, "interrupted".to_owned()));
+        assert_eq!(reply.header("retry-after"), None);
+    }
+}
+
+#[tokio::test]
+async fn an_exhausted_operation_is_a_409_without_a_time_to_retry() {
+    let stage = Stage::open();
+    let handler = {
+        let stage = stage.clone();
+        async move || {
+            stage.play().await;
+            answer(503, &[], "not now")
+        }
+    };
+    let address = serve_handler(with(POLICY.max_attempts(2)), handler).await;
+    for _ in 0..2 {
+        let reply = send(address, post("k", "")).await;
+        assert_eq!((reply.status.as_u16(), reply.text()), (503, "not now"));
+    }
+    let reply = send(address, post("k", "")).await;
+    assert_eq!(reply.problem(), (409, "attempts-exhausted".to_owned()));
+    assert_eq!((reply.header("retry-after"), stage.begun()), (None, 2));
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_long_is_refused_before_it_is_sent() {
+    let (address, stage) = serve_counter(layer().max_body_bytes(10)).await;
+    let head = "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ncontent-length: 11\r\nexpect: 100-continue\r\n\
+                connection: close\r\n\r\n";
+    let said = send_raw(address, head).await;
+    assert!(said.starts_with("HTTP/1.1 413 "), "{said}");
+    assert!(!said.contains("100 Continue"), "{said}");
+    // One that is short is asked for.
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(head.replace("11", "2").as_bytes()).await.unwrap();
+    let mut said = [0; 25];
+    stream.read_exact(&mut said).await.unwrap();
+    assert_eq!(&said, b"HTTP/1.1 100 Continue\r\n\r\n");
+    // One that does not say its length is read up to the limit.
+    let mut chunked = post("k2", "");
+    *chunked.body_mut() = frames([Ok("123456"), Ok("78901")]);
+    assert_eq!(send(address, chunked).await.problem(), (413, "body-too-large".to_owned()));
+    assert_eq!(stage.begun(), 0);
+    let mut chunked = post("k2", "");
+    *chunked.body_mut() = frames([Ok("12345"), Ok("67890")]);
+    assert_eq!(send(address, chunked).await.text(), "run 1");
+    assert!(send(address, post("k2", "1234567890")).await.is_replay());
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_end_holds_no_key() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).body_deadline(Duration::from_millis(1));
+    let (address, stage) = serve_counter(layer).await;
+    let slow = "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ncontent-length: 10\r\n\r\n123";
+    let said = send_raw(address, slow).await;
+    assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
+    assert!(said.contains("body-timeout"), "{said}");
+    let endless =
+        "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n";
+    let said = send_raw(address, endless).await;
+    assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
+    assert_eq!((stage.begun(), store.count(Call::Reserve)), (0, 0));
+}
+
+#[tokio::test]
+async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, Caller::single())).await;
+    let reply = send(address, post("k", "")).await;
+    assert_eq!(reply.problem(), (503, "store-unavailable".to_owned()));
+    let seconds: u64 = reply.header("retry-after").unwrap().parse().unwrap();
+    assert!((1..=5).contains(&seconds), "{seconds}");
+    assert_eq!(stage.begun(), 0);
+    // What is between the layer and its store is none of the client's business.
+    assert!(!reply.text().contains("failed on command"), "{}", reply.text());
+    store.always(Call::Reserve, Fault::None);
+    assert_eq!(send(address, post("k", "")).await.text(), "run 1");
+}
+
+#[tokio::test]
+async fn a_handler_that_ran_without_its_store_says_so() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    let policy = POLICY.on_store_error(OnStoreError::Run);
+    let (address, _) = serve_counter(IdempotencyLayer::new(&store, policy, Caller::single())).await;
+    for run in ["run 1", "run 2"] {
+        let reply = send(address, post("k", "")).await;
+        assert_eq!((reply.text(), reply.header("idempotency-recorded")), (run, Some("false")));
+    }
+}
+
+#[tokio::test]
+async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    // The lease lapses while its recording is tried.
+    store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    let policy = POLICY.lease(Duration::from_millis(200));
+    let layer = IdempotencyLayer::new(&store, policy, Caller::single());
+    let outcomes = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = outcomes.clone();
+    let note = axum::middleware::map_response(move |response: axum::response::Response| {
+        seen.lock().unwrap().push(response.extensions().get::<Outcome>().expect("an outcome").clone());
+        async { response }
+    });
+    let stage = Stage::open();
+    let runs = stage.clone();
+    let handler = async move || format!("run {}", runs.play().await);
+    let app = axum::Router::new().route("/pay", axum::routing::post(handler)).layer(layer).layer(note);
+    let address = serve(app).await;
+    let reply = send(address, post("k", "")).await;
+    assert_eq!((reply.status.as_u16(), reply.text()), (200, "run 1"));
+    assert_eq!(reply.header("idempotency-recorded"), Some("false"));
+    let outcome = outcomes.lock().unwrap().pop().unwrap();
+    assert!(outcome.executed() && !outcome.recorded() && outcome.uncertain(), "{outcome:?}");
+    store.always(Call::Finish, Fault::None);
+    let reply = send(address, post("k2", "")).await;
+    assert_eq!((reply.text(), reply.header("idempotency-recorded")), ("run 2", None));
+    assert!(outcomes.lock().unwrap().pop().unwrap().recorded());
+    assert!(send(address, post("k2", "")).await.is_replay());
+    assert!(outcomes.lock().unwrap().pop().unwrap().replayed());
+}
+
+#[tokio::test]
+async fn a_handler_that_runs_for_too_long_is_a_504() {
+    let stage = Stage::closed();
+    let address = serve_stage(with(POLICY.timeout(Duration::from_millis(50))), &stage).await;
+    assert_eq!(send(address, post("k", "")).await.problem(), (504, "timed-out".to_owned()));
+    assert_eq!((stage.begun(), stage.ended()), (1, 0));
+    // The key is free.
+    stage.go();
+    assert_eq!(send(address, post("k", "")).await.text(), "run 2");
+}
+
+#[tokio::test]
+async fn one_request_too_many_is_a_503() {
+    let stage = Stage::closed();
+    let layer = layer().max_in_flight(1);
+    let address = serve_stage(layer.clone(), &stage).await;
+    let first = tokio::spawn(send(address, post("k1", "")));
+    stage.entered().await;
+    assert_eq!(layer.in_flight(), 1);
+    let reply = send(address, post("k2", "")).await;
+    assert_eq!((reply.problem(), reply.header("retry-after")), ((503, "busy".to_owned()), Some("1")));
+    stage.go();
+    stage.go();
+    assert_eq!(first.await.unwrap().text(), "run 1");
+    until("the first is counted out", || layer.in_flight() == 0).await;
+    assert_eq!(send(address, post("k2", "")).await.text(), "run 2");
+}
+
+#[tokio::test]
+async fn problems_have_pages_and_can_be_replaced() {
+    let (address, _) = serve_counter(layer()).await;
+    let without = || request(Method::POST, "/pay").body("".into()).unwrap();
+    let reply = send(address, without()).await;
+    assert!(reply.text().contains("\"urn:idem:http:missing-key\""), "{}", reply.text());
+    assert_eq!(reply.header("link"), None);
+
+    let (address, _) = serve_counter(layer().problem_base("https://api.example.com/problems#")).await;
+    let reply = send(address, without()).await;
+    assert!(reply.text().contains("\"https://api.example.com/problems#missing-key\""), "{}", reply.text());
+    let link = "<https://api.example.com/problems#missing-key>; rel=\"describedby\"";
+    assert_eq!(reply.header("link"), Some(link));
+
+    let replaced = layer().on_problem(|problem, response| {
+        assert_eq!(problem.kind(), ProblemKind::MissingKey);
+        assert!(problem.error().is_none());
+        *response.body_mut() = format!("{problem}").into();
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain"));
+    });
+    let (address, _) = serve_counter(replaced).await;
+    let reply = send(address, without()).await;
+    assert_eq!(reply.text(), "400 missing-key: The request has no idempotency key");
+}
+
+#[tokio::test]
+async fn a_shadow_refuses_nothing() {
+    static MODE: ModeSwitch = ModeSwitch::new(Mode::Shadow);
+    let layer = with(POLICY.mode_switch(&MODE)).max_body_bytes(10);
+    let (address, stage) = serve_counter(layer).await;
+    let bad =
+        || vec![request(Method::POST, "/pay").body("".into()).unwrap(), post("a b", ""), post("k", "x".repeat(11))];
+    for mode in [Mode::Shadow, Mode::Off] {
+        MODE.set(mode);
+        for request in bad().into_iter().chain([post("k", "1"), post("k", "1"), post("k", "2")]) {
+            let (runs, reply) = (stage.begun(), send(address, request).await);
+            assert_eq!((reply.text(), reply.is_replay()), (&*format!("run {}", runs + 1), false));
+        }
+    }
+    MODE.set(Mode::Enforce);
+    // The shadow recorded what it would have replayed.
+    let reply = send(address, post("k", "1")).await;
+    assert_eq!((reply.text(), reply.is_replay()), ("run 4", true));
+    for request in bad() {
+        assert!(send(address, request).await.status.is_client_error());
+    }
+    // Nor does a digest that is none, or a layer that is full.
+    MODE.set(Mode::Shadow);
+    let (address, _) = serve_counter(with(POLICY.mode_switch(&MODE)).max_in_flight(0)).await;
+    let mut lie = post("k", "1");
+    let digest = HeaderValue::from_static("sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:");
+    lie.headers_mut().insert("content-digest", digest);
+    assert_eq!(send(address, lie).await.text(), "run 1");
+}
+
+#[tokio::test]
+async fn the_description_fits_what_the_layer_does() {
+    let layer = with(POLICY.ttl(Duration::from_secs(3 * 86_400)).max_attempts(3))
+        .fingerprint_headers([HeaderName::from_static("x-account")])
+        .problem_base("https://api.example.com/problems/");
+    let said = layer.describe();
+    for part in [
+        "`idempotency-key` is required on POST, PATCH",
+        "1 to 255 printable",
+        "remembered for 3 days",
+        "`idempotent-replayed: true`",
+        "these headers: `x-account`",
+        "| 409 | `https://api.example.com/problems/in-progress` |",
+        "| 409 | `https://api.example.com/problems/attempts-exhausted` |",
+    ] {
+        assert!(said.text.contains(part), "{part}: {}", said.text);
+    }
+    // There are no callers, and nothing is ever interrupted.
+    assert!(!said.text.contains("unauthenticated") && !said.text.contains("problems/interrupted"), "{}", said.text);
+    let openapi: serde_json::Value = serde_json::from_str(&said.openapi).unwrap();
+    assert_eq!(openapi["x-idempotency-ttl"], 3 * 86_400);
+    assert_eq!(openapi["parameters"][0]["name"], "idempotency-key");
+    assert_eq!(openapi["parameters"][0]["required"], true);
+    assert_eq!(openapi["parameters"][0]["schema"]["maxLength"], 255);
+    assert!(openapi["responses"]["409"]["headers"]["Retry-After"].is_object());
+    let statuses: Vec<_> = openapi["responses"].as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(statuses, ["400", "408", "409", "410", "413", "422", "500", "503", "504"]);
+}

@@ -1,0 +1,197 @@
+//! What a person does about a record, through `store.operator()`.
+
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use idem_runtime::clock::ManualClock;
+use idem_runtime::operator::{OperatorError, Resolution};
+use idem_runtime::store::{Cursor, Filter, Standing};
+use idem_runtime::testing::{Call, Fault, FaultyStore};
+use idem_runtime::{Error, Key, MemoryStore, Store, StoreErrorKind, StoreExt, idempotent};
+
+const LEASE: Duration = Duration::from_secs(30);
+
+#[idempotent(key = "{order}", ttl = "7d", lease = "30s", store = store, scope = "pay", on_crash = fail)]
+async fn pay(store: &dyn Store, order: u64, hangs: bool) -> Result<String, Error> {
+    if hangs {
+        std::future::pending::<()>().await;
+    }
+    Ok("paid".to_owned())
+}
+
+/// A store in which the payment for order 42 was interrupted.
+async fn interrupted() -> (ManualClock, MemoryStore, Key) {
+    let clock = ManualClock::new();
+    let store = MemoryStore::options().clock(clock.clone()).namespace("shop:").build();
+    let mut runs = Box::pin(pay(&store, 42, true));
+    assert!(futures::poll!(&mut runs).is_pending());
+    drop(runs);
+    let error = pay(&store, 42, false).await.unwrap_err();
+    let key = error.key().expect("the error names its key").clone();
+    assert!(matches!(error, Error::Interrupted { .. }));
+    (clock, store, key)
+}
+
+#[tokio::test]
+async fn a_resolution_is_replayed_by_the_handler() {
+    let (_clock, store, key) = interrupted().await;
+    let operator = store.operator().by("alice").reason("INC-7");
+    let found = operator.inspect(&key).await.unwrap().unwrap();
+    let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
+    for _ in 0..2 {
+        operator.resolve(&key, found.attempt(), receipt.clone()).await.unwrap();
+        assert_eq!(pay(&store, 42, true).await.unwrap(), "receipt");
+    }
+    let other = Resolution::completed(&"other".to_owned()).unwrap();
+    let refused = operator.resolve(&key, found.attempt(), other).await.unwrap_err();
+    assert!(matches!(refused, OperatorError::Finished { .. }), "{refused}");
+    assert_eq!(pay(&store, 42, true).await.unwrap(), "receipt");
+}
+
+#[tokio::test]
+async fn a_resolution_without_a_result_never_runs_the_body_again() {
+    for resolution in [Resolution::completed_without_result(), Resolution::failed_without_result()] {
+        let (_clock, store, key) = interrupted().await;
+        store.operator().resolve(&key, 1, resolution).await.unwrap();
+        let error = pay(&store, 42, false).await.unwrap_err();
+        assert!(matches!(error, Error::ResultUnavailable { .. }), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_says_why_and_what_to_do() {
+    let (clock, store, key) = interrupted().await;
+    let operator = store.operator();
+    let said = operator.reopen(&key, 7).await.unwrap_err().to_string();
+    assert!(said.contains("the latest attempt is 1, not 7"), "{said}");
+    operator.reopen(&key, 1).await.unwrap();
+    operator.reopen(&key, 1).await.unwrap();
+    let mut runs = Box::pin(pay(&store, 42, true));
+    assert!(futures::poll!(&mut runs).is_pending());
+    let said = operator.resolve(&key, 2, Resolution::completed_without_result()).await.unwrap_err().to_string();
+    assert!(said.contains("attempt 2 is running") && said.contains("30s"), "{said}");
+    operator.break_lease(&key, 2).await.unwrap();
+    assert!(matches!(pay(&store, 42, false).await, Err(Error::Interrupted { attempt: 2, .. })));
+    clock.advance(LEASE);
+    drop(runs);
+    assert!(operator.forget(&key, 2).await.unwrap());
+    assert!(!operator.forget(&key, 2).await.unwrap());
+    let said = operator.reopen(&key, 2).await.unwrap_err().to_string();
+    assert!(said.contains("there is no record"), "{said}");
+    assert_eq!(pay(&store, 42, false).await.unwrap(), "paid");
+}
+
+#[tokio::test]
+async fn a_store_that_fails_says_whether_to_repeat() {
+    let (_clock, store, key) = interrupted().await;
+    let faulty = FaultyStore::new(&store);
+    for (fault, words) in [
+        (Fault::Before(StoreErrorKind::Unavailable), "nothing was changed"),
+        (Fault::After, "the decision may be recorded: repeat it"),
+    ] {
+        faulty.next(Call::Decide, fault);
+        let said = faulty.operator().reopen(&key, 1).await.unwrap_err().to_string();
+        assert!(said.contains(words), "{said}");
+    }
+    faulty.operator().reopen(&key, 1).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_key_is_understood_wherever_it_was_copied_from() {
+    let (_clock, store, key) = interrupted().await;
+    let operator = store.operator();
+    for shown in
+        ["pay/42", "1/pay/42", "shop:1/pay/42", "\"shop:1/pay/42\"", "`pay/42`", " '1/pay/42'\n", "shop:1/pay/42"]
+    {
+        assert_eq!(operator.key(shown).unwrap(), key, "{shown}");
+    }
+    for (shown, words) in
+        [("other:1/pay/42", "leave out the namespace"), ("42", "the scope must"), ("", "the scope must")]
+    {
+        let said = operator.key(shown).unwrap_err().to_string();
+        assert!(said.contains(words), "{shown}: {said}");
+    }
+}
+
+#[tokio::test]
+async fn a_record_tells_who_holds_it_since_when_and_what_an_operator_said() {
+    let clock = ManualClock::new();
+    let store = MemoryStore::options().clock(clock.clone()).holder("worker-7").build();
+    let operator = store.operator().by("alice").reason("INC-7");
+    let key = operator.key("pay/42").unwrap();
+    let mut runs = Box::pin(pay(&store, 42, true));
+    assert!(futures::poll!(&mut runs).is_pending());
+    clock.advance(Duration::from_secs(5));
+    let found = operator.inspect(&key).await.unwrap().unwrap();
+    let holder = found.holder().expect("the handler's store has one");
+    assert_eq!((holder.process(), holder.name()), (Some(std::process::id()), Some("worker-7")));
+    assert!(!holder.host().is_empty());
+    assert_eq!((found.standing(), found.decided_by(), found.traceparent()), (Standing::Running, None, None));
+    for told in [found.first_seen, found.began] {
+        let ago = told.expect("it is told");
+        assert!(ago >= Duration::from_millis(4980) && ago <= Duration::from_millis(5020), "{ago:?}");
+    }
+    assert_eq!(store.peer().heartbeats().holder(), holder);
+    drop(runs);
+    operator.resolve(&key, 1, Resolution::completed_without_result()).await.unwrap();
+    let found = operator.inspect(&key).await.unwrap().unwrap();
+    assert_eq!((found.decided_by(), found.decided_reason()), (Some("alice"), Some("INC-7")));
+    assert_eq!(found.holder().and_then(|holder| holder.name()), Some("worker-7"), "who held it last");
+    assert_eq!(found.standing(), Standing::Completed);
+}
+
+#[tokio::test]
+async fn stuck_keys_are_found_and_all_are_counted() {
+    const EACH: u64 = 1500;
+    let clock = ManualClock::new();
+    let store = MemoryStore::options().clock(clock.clone()).build();
+    let operator = store.operator();
+    for order in 0..EACH {
+        pay(&store, order, false).await.unwrap();
+        assert!(refund(&store, order).now_or_never().is_none());
+    }
+    let stats = operator.stats(&Filter::new(), u64::MAX).await.unwrap();
+    assert_eq!((stats.next, stats.unreadable, stats.scopes.len()), (None, 0, 2));
+    assert_eq!(stats.scopes["pay"].of(Standing::Completed), EACH);
+    assert_eq!(stats.scopes["refund"].of(Standing::Interrupted), EACH);
+    let some = operator.stats(&Filter::new(), 10).await.unwrap();
+    assert!(some.total().total() >= 10 && some.next.is_some(), "{some:?}");
+    let rest = operator.stats(&Filter::new().after(some.next.clone()), u64::MAX).await.unwrap();
+    assert_eq!(rest.total().total() + some.total().total(), 2 * EACH);
+
+    let mut uncertain = Filter::new().uncertain().scope("refund").limit(700);
+    let (mut found, mut pages) = (std::collections::HashSet::new(), 0);
+    loop {
+        let page = operator.list(&uncertain).await.unwrap();
+        pages += 1;
+        found.extend(page.records.into_iter().map(|(key, _)| key));
+        let Some(next) = page.next else { break };
+        uncertain = uncertain.after(next);
+    }
+    assert_eq!(found.len() as u64, EACH);
+    assert!(pages >= 3, "{pages} pages");
+    let wrong = Filter::new().after(Cursor::new("1/pay/42"));
+    assert!(matches!(operator.list(&wrong).await, Err(OperatorError::Unsupported { .. })), "another store's cursor");
+}
+
+#[idempotent(key = "{order}", ttl = "7d", store = store, scope = "refund", on_crash = fail)]
+async fn refund(store: &dyn Store, order: u64) -> Result<u64, Error> {
+    std::future::pending::<()>().await;
+    Ok(order)
+}
+
+#[tokio::test]
+async fn a_store_that_can_not_list_says_so() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    store.always(Call::List, Fault::Before(StoreErrorKind::Unsupported));
+    for refused in [
+        store.operator().list(&Filter::new()).await.unwrap_err(),
+        store.operator().stats(&Filter::new(), 10).await.unwrap_err(),
+    ] {
+        assert!(matches!(refused, OperatorError::Unsupported { store: "memory", .. }), "{refused:?}");
+    }
+    store.always(Call::List, Fault::Before(StoreErrorKind::Unavailable));
+    let failed = store.operator().list(&Filter::new()).await.unwrap_err();
+    assert!(matches!(failed, OperatorError::Store { key: None, .. }), "{failed:?}");
+    assert_eq!(store.count(Call::List), 3);
+}

@@ -1,0 +1,245 @@
+//! Completions by `SET … IFEQ` on servers that know it, and what a script has to decide.
+
+use super::*;
+
+/// How often the server ran a script, and a `SET`.
+async fn ran(server: &RedisServer) -> (u64, u64) {
+    let calls = calls_of(server).await;
+    (calls("evalsha") + calls("eval"), calls("set"))
+}
+
+async fn value_of(server: &RedisServer, name: &str) -> Vec<u8> {
+    server.raw().await.get(format!("idem:1/test/{name}")).await.unwrap()
+}
+
+/// As a waiter does.
+async fn flag(server: &RedisServer, name: &str) {
+    let flags = value_of(server, name).await[format::FLAGS_AT] | format::FLAG_WAITED_FOR;
+    let name = format!("idem:1/test/{name}");
+    let _: usize = server.raw().await.setrange(name, 6, [flags].as_slice()).await.unwrap();
+}
+
+async fn finishes(store: &RedisStore, lease: &Lease) -> Verdict {
+    store.finish(lease, &done()).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_plain_first_run_calls_no_script() {
+    let server = RedisServer::start(Kind::Valkey);
+    let store = connect(&server).await;
+    let runs = AtomicU32::new(0);
+    for (name, policy) in [("retry", POLICY), ("fail", POLICY.on_crash(OnCrash::Fail))] {
+        let before = ran(&server).await;
+        call_with(&store, name, policy, &runs).await.0.unwrap();
+        let after = ran(&server).await;
+        assert_eq!((after.0 - before.0, after.1 - before.1), (0, 2), "{name}: a reservation and a completion");
+    }
+    // What makes the record longer is known, too.
+    let told = request(&store, "told")
+        .holder(Holder::new("host/7/name"))
+        .traceparent(TRACEPARENT.parse().ok())
+        .fingerprint(Fingerprint::from_bytes([0x5a; 32]));
+    let lease = wins(&store, &told).await;
+    assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
+    assert_eq!(ran(&server).await.0, 0);
+    let value = value_of(&server, "told").await.into();
+    assert_eq!(format::decode(&value).unwrap(), Record::after(&lease, done().state()));
+    let [seen, began] = format::times(&value);
+    assert!(seen.is_some() && seen == began, "its times are noted: {seen:?}, {began:?}");
+
+    let names: Vec<_> = (0..500).map(|n| format!("k{n}")).collect();
+    for first in [true, false] {
+        let calls = futures::future::join_all(names.iter().map(|name| call(&store, name, &runs))).await;
+        assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.executed() == first));
+    }
+    assert_eq!(ran(&server).await.0, 0, "nor do many at once");
+}
+
+#[tokio::test]
+async fn every_other_completion_is_decided_by_a_script() {
+    let server = RedisServer::start(Kind::Valkey);
+    let store = connect(&server).await;
+    let short = |name: &str| request(&store, name).lease(Duration::from_millis(1));
+    let scripts = async || ran(&server).await.0;
+    let before = scripts().await;
+
+    // A waiter has flagged it.
+    let lease = reserved(&store, "flagged").await;
+    flag(&server, "flagged").await;
+    assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
+    assert_eq!(scripts().await - before, 1);
+
+    // A renewal has noted since when it runs.
+    let lease = reserved(&store, "renewed").await;
+    assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
+    let noted = format::times(&value_of(&server, "renewed").await.into());
+    assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
+    assert_eq!(format::times(&value_of(&server, "renewed").await.into()), noted, "what was noted first stays");
+
+    // Another attempt's, which the late one leaves alone.
+    let late = wins(&store, &short("taken")).await;
+    let mut successor = None;
+    until("the lease lapses", async || {
+        let answer = store.reserve(&request(&store, "taken")).await.unwrap();
+        if let Reservation::Granted { lease, takeover, .. } = answer {
+            assert!(takeover);
+            successor = Some(lease);
+        }
+        successor.is_some()
+    })
+    .await;
+    let value = value_of(&server, "taken").await;
+    assert_eq!(finishes(&store, &late).await, Verdict::Refused);
+    assert_eq!(value_of(&server, "taken").await, value);
+    assert_eq!(finishes(&store, &successor.unwrap()).await, Verdict::Applied);
+    let value = value_of(&server, "taken").await;
+    assert_eq!(finishes(&store, &late).await, Verdict::Refused);
+    assert_eq!(value_of(&server, "taken").await, value);
+
+    // Gone.
+    let lease = reserved(&store, "gone").await;
+    let _: () = server.raw().await.del("idem:1/test/gone").await.unwrap();
+    assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
+    assert!(store.inspect(&lease.key).await.unwrap().is_none());
+
+    // A lapsed lease that nobody has taken over is still its attempt's.
+    let lapsed = wins(&store, &short("lapsed")).await;
+    until("the lease lapses", async || {
+        let found = store.inspect(&lapsed.key).await.unwrap().unwrap();
+        found.standing() == Standing::Lapsed
+    })
+    .await;
+    assert_eq!(finishes(&store, &lapsed).await, Verdict::Applied);
+
+    // Repeated, and not the same: the first one counts, and its retention.
+    let lease = reserved(&store, "repeated").await;
+    assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
+    let times = || idem_tests::cluster::ask::<i64>(server.port(), "PEXPIRETIME idem:1/test/repeated").unwrap();
+    let (value, expires_at) = (value_of(&server, "repeated").await, times());
+    for finish in [done(), Finish::Failed(stored("late"))] {
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
+        assert_eq!((value_of(&server, "repeated").await, times()), (value.clone(), expires_at));
+    }
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused);
+
+    // Released, and so over.
+    let lease = reserved(&store, "released").await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    let value = value_of(&server, "released").await;
+    assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
+    assert_eq!(value_of(&server, "released").await, value);
+
+    // Too large to be sent twice.
+    let (lease, before) = (reserved(&store, "large").await, scripts().await);
+    let large = Finish::Completed(stored(vec![b'1'; 1024 * 1024]));
+    assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
+    assert_eq!(scripts().await - before, 1);
+}
+
+/// What the server did not replace gets its script in the next exchange, and its source if the server has forgotten it.
+#[tokio::test]
+async fn a_batch_mixes_both() {
+    let server = RedisServer::start(Kind::Valkey);
+    let store = connect(&server).await;
+    for flush in [false, true] {
+        let names: Vec<_> = (0..300).map(|n| format!("{flush}{n}")).collect();
+        let leases = futures::future::join_all(names.iter().map(|name| reserved(&store, name))).await;
+        for name in names.iter().skip(1).step_by(2) {
+            flag(&server, name).await;
+        }
+        // Not this store's any more.
+        let taken = RedisStore::options().namespace("other:").connect(&server.url()).await.unwrap();
+        let foreign = reserved(&taken, &format!("foreign {flush}")).await;
+        if flush {
+            let mut raw = server.raw().await;
+            let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.unwrap();
+        }
+        let finish = done();
+        let mut all: Vec<_> = leases.iter().map(|lease| store.finish(lease, &finish)).collect();
+        all.push(store.finish(&foreign, &finish));
+        let mut answers = futures::future::join_all(all).await;
+        assert_eq!(answers.pop().unwrap().unwrap(), Verdict::Refused, "its key is nobody's here");
+        for (lease, answer) in leases.iter().zip(answers) {
+            assert_eq!(answer.unwrap(), Verdict::Applied);
+            let found = store.inspect(&lease.key).await.unwrap().unwrap();
+            assert_eq!(found.record, Record::after(lease, done().state()));
+        }
+    }
+}
+
+/// The address stays, the server behind it is another one.
+#[tokio::test]
+async fn an_older_server_after_a_failover_is_asked_by_scripts() {
+    let replace = |server: RedisServer, kind| {
+        let port = server.port();
+        drop(server);
+        RedisServer::start_at(kind, port, &["--appendonly", "no"], &[])
+    };
+    let refused = async |server: &RedisServer| {
+        let mut raw = server.raw().await;
+        let stats: String = redis::cmd("INFO").arg("commandstats").query_async(&mut raw).await.unwrap();
+        let of_set = stats.lines().find(|line| line.starts_with("cmdstat_set:")).unwrap_or_default();
+        of_set.rsplit('=').next().map_or(0, |failed| failed.trim().parse::<u64>().unwrap_or(0))
+    };
+    let heals = async |store: &RedisStore| until("the store reconnects", async || store.ping().await.is_ok()).await;
+    let runs = AtomicU32::new(0);
+    let many = async |store: &RedisStore, name: &str| {
+        let names: Vec<_> = (0..300).map(|n| format!("{name}{n}")).collect();
+        let calls = futures::future::join_all(names.iter().map(|name| call(store, name, &runs))).await;
+        assert!(calls.iter().all(|(result, outcome)| result.is_ok() && outcome.recorded()), "{name}");
+    };
+
+    for at_once in [false, true] {
+        let mut server = RedisServer::start(Kind::Valkey);
+        let store = connect(&server).await;
+        let leases = futures::future::join_all((0..100).map(|n| {
+            let store = store.clone();
+            async move { reserved(&store, &format!("before{n}")).await }
+        }))
+        .await;
+        let mut values = Vec::new();
+        for n in 0..leases.len() {
+            values.push(value_of(&server, &format!("before{n}")).await);
+        }
+        server = replace(server, Kind::Redis);
+        for (n, value) in values.iter().enumerate() {
+            let mut raw = server.raw().await;
+            let _: () = raw.pset_ex(format!("idem:1/test/before{n}"), value, 3_660_000).await.unwrap();
+        }
+        heals(&store).await;
+        // What the older server is asked first is a completion.
+        let finish = done();
+        if at_once {
+            let finishes = futures::future::join_all(leases.iter().map(|lease| store.finish(lease, &finish))).await;
+            assert!(finishes.into_iter().all(|verdict| verdict.unwrap() == Verdict::Applied));
+        } else {
+            for lease in &leases {
+                assert_eq!(finishes(&store, lease).await, Verdict::Applied);
+            }
+        }
+        for lease in &leases {
+            let found = store.inspect(&lease.key).await.unwrap().unwrap();
+            assert_eq!(found.record, Record::after(lease, done().state()));
+        }
+        let told = refused(&server).await;
+        assert!(told >= 1 && (at_once || told == 1), "it said {told} times that it knows no such option");
+        many(&store, "older").await;
+        assert_eq!(refused(&server).await, told, "once is enough");
+
+        // A newer one again: noticed with its connection.
+        server = replace(server, Kind::Valkey);
+        heals(&store).await;
+        many(&store, "newer").await;
+        assert_eq!(ran(&server).await.0, 0);
+    }
+
+    // Connected to an older one first.
+    let mut server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    many(&store, "k").await;
+    assert_eq!(refused(&server).await, 0, "its version tells");
+    server = replace(server, Kind::Valkey);
+    heals(&store).await;
+    many(&store, "k").await;
+    assert_eq!(ran(&server).await.0, 0);
+}

@@ -1,0 +1,36 @@
+//! A server with one route behind the idempotency layer, whose process tests kill: `till FILE`. It prints its address.
+//!
+//! `POST /charge` writes the number of its attempt beside the file, and answers with it. The first attempt never ends if the body
+//! is `stuck`.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::post;
+use idem_runtime::http::{Caller, IdempotencyLayer};
+use idem_runtime::{Policy, SqliteStore, current};
+
+const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(Duration::from_secs(1));
+
+#[tokio::main]
+async fn main() {
+    let file = PathBuf::from(std::env::args_os().nth(1).expect("a file"));
+    let store = SqliteStore::open(&file).await.expect("opens");
+    let charges = file.with_extension("charges");
+    let charge = move |body: String| async move {
+        let attempt = current().expect("behind the layer").number();
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(charges).expect("opens");
+        writeln!(file, "{attempt}").expect("writes");
+        if attempt == 1 && body == "stuck" {
+            std::future::pending::<()>().await;
+        }
+        format!("charged by attempt {attempt}")
+    };
+    let layer = IdempotencyLayer::new(&store, POLICY, Caller::single());
+    let app = Router::new().route("/charge", post(charge)).layer(layer);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("listens");
+    println!("{}", listener.local_addr().expect("an address"));
+    axum::serve(listener, app).await.expect("serves");
+}

@@ -1,0 +1,347 @@
+//! The alerts and the panels of the dashboard, as expressions over the table of metrics.
+
+/// Who is told.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Severity {
+    /// Somebody, at once.
+    Page,
+    /// The team, on the next day.
+    Ticket,
+}
+
+impl Severity {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Page => "page",
+            Self::Ticket => "ticket",
+        }
+    }
+}
+
+/// A rule of Prometheus.
+pub(crate) struct Alert {
+    pub(crate) name: &'static str,
+    pub(crate) expr: &'static str,
+    /// For how long it has to hold.
+    pub(crate) holds: &'static str,
+    pub(crate) severity: Severity,
+    /// With labels of the series in braces.
+    pub(crate) summary: &'static str,
+}
+
+pub(crate) static ALERTS: &[Alert] = &[
+    Alert {
+        name: "IdemUnrecorded",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="unrecorded"}[10m])) > 0"#,
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.scope }}: a body ran and its result could not be recorded",
+    },
+    Alert {
+        name: "IdemInterrupted",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="interrupted"}[10m])) > 0"#,
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.scope }}: an operation was interrupted, and somebody has to decide",
+    },
+    Alert {
+        name: "IdemAttemptsExhausted",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="attempts_exhausted"}[10m])) > 0"#,
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.scope }}: an operation has used up its attempts",
+    },
+    Alert {
+        name: "IdemLeaseLost",
+        expr: r#"sum by (scope) (increase(idem_uncertain_total{kind="lease_lost"}[10m])) > 0"#,
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.scope }}: an attempt lost its lease while its body ran",
+    },
+    Alert {
+        name: "IdemBeatsLate",
+        expr: "histogram_quantile(0.99, sum by (store, le) (rate(idem_beat_lag_seconds_bucket[5m]))) > 5",
+        holds: "2m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: leases are renewed {{ $value | humanizeDuration }} late, and will soon be lost",
+    },
+    Alert {
+        name: "IdemBeatsFail",
+        expr: r#"sum by (store) (rate(idem_beats_total{result="failed"}[5m])) > 0.5 * sum by (store) (rate(idem_beats_total[5m]))"#,
+        holds: "2m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: most renewals of leases get no answer",
+    },
+    Alert {
+        name: "IdemStoreErrors",
+        expr: "sum by (store) (rate(idem_store_errors_total[5m])) > 0.05 * sum by (store) (rate(idem_store_seconds_count[5m]))",
+        holds: "5m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: more than one operation in twenty fails",
+    },
+    Alert {
+        name: "IdemUnprotected",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="unprotected"}[10m])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: bodies ran without protection",
+    },
+    Alert {
+        name: "IdemTakeovers",
+        expr: "sum by (scope) (increase(idem_takeovers_total[1h])) > 5",
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: {{ $value | humanize }} attempts died within an hour",
+    },
+    Alert {
+        name: "IdemTimedOut",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="timed_out"}[1h])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: a body ran for longer than its `timeout`",
+    },
+    Alert {
+        name: "IdemMismatch",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="fingerprint_mismatch"}[1h])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: a key came with another payload",
+    },
+    Alert {
+        name: "IdemMissingKeys",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome=~"missing_key|invalid"}[1h])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: messages have no valid key",
+    },
+    Alert {
+        name: "IdemResultsDropped",
+        expr: "sum by (scope, why) (increase(idem_results_dropped_total[1h])) > 0",
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: results can't be replayed ({{ $labels.why }})",
+    },
+    Alert {
+        name: "IdemResultUnavailable",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="result_unavailable"}[1h])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: duplicates could not get the result of their operation",
+    },
+    Alert {
+        name: "IdemHeldUp",
+        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="in_progress"}[10m])) > 3"#,
+        holds: "30m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: for half an hour messages have been put off because an attempt holds their key",
+    },
+    Alert {
+        name: "IdemNearlyForgotten",
+        expr: r#"sum by (scope) (increase(idem_replay_age_ratio_count[1h])) - sum by (scope) (increase(idem_replay_age_ratio_bucket{le="0.8"}[1h])) > 0"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: duplicates come when most of `ttl` is over; later ones run again",
+    },
+    Alert {
+        name: "IdemSlowWaits",
+        expr: "histogram_quantile(0.99, sum by (scope, le) (rate(idem_wait_seconds_bucket[10m]))) > 30",
+        holds: "10m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: duplicates wait {{ $value | humanizeDuration }} for running attempts",
+    },
+    Alert {
+        name: "IdemLivesOnBeats",
+        expr: "histogram_quantile(0.95, sum by (scope, le) (rate(idem_body_lease_ratio_bucket[1h]))) > 5",
+        holds: "1h",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: bodies run for many leases, so that a crash is noticed late and beats are many",
+    },
+    Alert {
+        name: "IdemBrokerBeatsFail",
+        expr: r#"sum by (store) (increase(idem_broker_beats_total{result!="told"}[10m])) > 3"#,
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.store }}: brokers can't be told that messages are being handled",
+    },
+    Alert {
+        name: "IdemKeyQuality",
+        expr: "sum by (scope, kind) (increase(idem_key_quality_total[1h])) > 0",
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: keys are {{ $labels.kind }}, says shadow mode",
+    },
+];
+
+/// A panel of the dashboard.
+pub(crate) struct Panel {
+    pub(crate) title: &'static str,
+    pub(crate) expr: &'static str,
+    pub(crate) legend: &'static str,
+    pub(crate) unit: &'static str,
+}
+
+/// A row of the dashboard, with its panels.
+pub(crate) struct Row {
+    pub(crate) title: &'static str,
+    pub(crate) panels: &'static [Panel],
+}
+
+pub(crate) static ROWS: &[Row] = &[
+    Row {
+        title: "Traffic",
+        panels: &[
+            Panel {
+                title: "Calls by outcome",
+                expr: r#"sum by (outcome) (rate(idem_calls_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{outcome}}",
+                unit: "ops",
+            },
+            Panel {
+                title: "What becomes of messages",
+                expr: r#"sum by (disposition) (rate(idem_dispositions_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{disposition}}",
+                unit: "ops",
+            },
+            Panel {
+                title: "Bodies, 99 %",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_body_seconds_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "s",
+            },
+        ],
+    },
+    Row {
+        title: "Duplicates",
+        panels: &[
+            Panel {
+                title: "Replays and waits",
+                expr: r#"sum by (outcome) (rate(idem_calls_total{scope=~"$scope",outcome=~"replayed|waited_replayed|in_progress"}[$__rate_interval]))"#,
+                legend: "{{outcome}}",
+                unit: "ops",
+            },
+            Panel {
+                title: "Waits, 99 %",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_wait_seconds_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "s",
+            },
+            Panel {
+                title: "Age of replayed records, 99 %",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_replay_age_seconds_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "s",
+            },
+            Panel {
+                title: "The same in parts of ttl",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_replay_age_ratio_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "percentunit",
+            },
+            Panel {
+                title: "Attempts until success, 99 %",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_attempts_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "none",
+            },
+        ],
+    },
+    Row {
+        title: "Trouble",
+        panels: &[
+            Panel {
+                title: "Uncertain: the effect may have happened",
+                expr: r#"sum by (scope, kind) (increase(idem_uncertain_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{scope}} {{kind}}",
+                unit: "none",
+            },
+            Panel {
+                title: "Takeovers",
+                expr: r#"sum by (scope) (increase(idem_takeovers_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{scope}}",
+                unit: "none",
+            },
+            Panel {
+                title: "For a person to decide",
+                expr: r#"sum by (scope, outcome) (increase(idem_calls_total{scope=~"$scope",outcome=~"interrupted|attempts_exhausted|result_unavailable|fingerprint_mismatch"}[$__rate_interval]))"#,
+                legend: "{{scope}} {{outcome}}",
+                unit: "none",
+            },
+            Panel {
+                title: "Results dropped",
+                expr: r#"sum by (scope, why) (increase(idem_results_dropped_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{scope}} {{why}}",
+                unit: "none",
+            },
+            Panel {
+                title: "Result size, 99 %",
+                expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_result_bytes_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "bytes",
+            },
+            Panel {
+                title: "Keys, in shadow mode",
+                expr: r#"sum by (scope, kind) (increase(idem_key_quality_total{scope=~"$scope"}[$__rate_interval]))"#,
+                legend: "{{scope}} {{kind}}",
+                unit: "none",
+            },
+        ],
+    },
+    Row {
+        title: "Leases",
+        panels: &[
+            Panel {
+                title: "Leases held",
+                expr: "sum by (store) (idem_leases_held)",
+                legend: "{{store}}",
+                unit: "none",
+            },
+            Panel {
+                title: "Beats",
+                expr: "sum by (store, result) (rate(idem_beats_total[$__rate_interval]))",
+                legend: "{{store}} {{result}}",
+                unit: "ops",
+            },
+            Panel {
+                title: "Beats late by, 99 %",
+                expr: "histogram_quantile(0.99, sum by (store, le) (rate(idem_beat_lag_seconds_bucket[$__rate_interval])))",
+                legend: "{{store}}",
+                unit: "s",
+            },
+            Panel {
+                title: "Bodies in leases, 95 %",
+                expr: r#"histogram_quantile(0.95, sum by (scope, le) (rate(idem_body_lease_ratio_bucket{scope=~"$scope"}[$__rate_interval])))"#,
+                legend: "{{scope}}",
+                unit: "percentunit",
+            },
+            Panel {
+                title: "Beats of brokers",
+                expr: "sum by (store, result) (rate(idem_broker_beats_total[$__rate_interval]))",
+                legend: "{{store}} {{result}}",
+                unit: "ops",
+            },
+        ],
+    },
+    Row {
+        title: "Store",
+        panels: &[
+            Panel {
+                title: "Operations, 99 %",
+                expr: "histogram_quantile(0.99, sum by (store, op, le) (rate(idem_store_seconds_bucket[$__rate_interval])))",
+                legend: "{{store}} {{op}}",
+                unit: "s",
+            },
+            Panel {
+                title: "Operations",
+                expr: "sum by (store, op) (rate(idem_store_seconds_count[$__rate_interval]))",
+                legend: "{{store}} {{op}}",
+                unit: "ops",
+            },
+            Panel {
+                title: "Errors",
+                expr: "sum by (store, op, kind) (rate(idem_store_errors_total[$__rate_interval]))",
+                legend: "{{store}} {{op}} {{kind}}",
+                unit: "ops",
+            },
+        ],
+    },
+];

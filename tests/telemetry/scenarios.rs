@@ -1,0 +1,492 @@
+//! What happens to calls, and what is seen of it: each scenario with its span, its events and its numbers.
+
+use std::future::{pending, poll_fn};
+use std::panic::AssertUnwindSafe;
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use idem_runtime::clock::ManualClock;
+use idem_runtime::metrics::{self, Snapshot};
+use idem_runtime::store::{Reservation, ReserveRequest};
+use idem_runtime::{
+    Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Store,
+    StoreErrorKind, StoreExt as _,
+};
+use idem_tests::polls::poll_once;
+use idem_tests::{Call, Fault, FaultyStore, settle};
+
+pub(crate) const LEASE: Duration = Duration::from_secs(30);
+const TTL: Duration = Duration::from_secs(3600);
+/// Nine tenths of that: a whole number of the 17 ms that the store in memory counts in.
+pub(crate) const LATE: Duration = Duration::from_nanos(193_119 << 24);
+const LATE_MS: &str = "3239999";
+pub(crate) const POLICY: Policy = Policy::new(TTL).lease(LEASE);
+pub(crate) const SCOPE: &str = "ship";
+
+/// A handler, its store, and a clock that stands still until a test moves it.
+pub(crate) struct World {
+    pub(crate) clock: ManualClock,
+    pub(crate) store: FaultyStore,
+}
+
+pub(crate) type Running<'a> = Pin<Box<dyn Future<Output = Result<u32, Error>> + 'a>>;
+
+impl World {
+    pub(crate) fn new() -> Self {
+        let clock = ManualClock::new();
+        let store = FaultyStore::new(&MemoryStore::options().clock(clock.clone()).build());
+        Self { clock, store }
+    }
+
+    pub(crate) fn key() -> Key {
+        Key::new(SCOPE, "order:42").unwrap()
+    }
+
+    pub(crate) fn operation(&self, policy: Policy) -> Operation {
+        Operation::new(&self.store, Ok(Self::key()), policy)
+    }
+
+    pub(crate) async fn call(&self, policy: Policy) -> Result<u32, Error> {
+        self.operation(policy).run(async { Ok(7) }).await
+    }
+
+    /// A call whose body takes this long.
+    pub(crate) async fn lasting(&self, policy: Policy, duration: Duration) -> Result<u32, Error> {
+        let body = async {
+            self.store.heartbeats().clock().sleep(duration).await;
+            Ok(7)
+        };
+        self.operation(policy).run(body).await
+    }
+
+    /// A call whose body never ends, up to its first `await`.
+    pub(crate) async fn hang(&self, policy: Policy) -> Running<'_> {
+        let mut call: Running<'_> = Box::pin(self.operation(policy).run(pending()));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        call
+    }
+
+    /// An attempt whose process died in its body.
+    pub(crate) async fn crash(&self, on_crash: OnCrash) {
+        let request =
+            ReserveRequest::new(Self::key(), self.store.heartbeats().new_owner(), LEASE, TTL).on_crash(on_crash);
+        assert!(matches!(self.store.reserve(&request).await, Ok(Reservation::Granted { .. })));
+    }
+
+    /// Runs `future`, and moves time on by a second whenever nothing else can happen.
+    pub(crate) async fn driving<F: Future>(&self, future: F) -> F::Output {
+        let mut future = pin!(future);
+        loop {
+            if let Poll::Ready(output) = poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await {
+                return output;
+            }
+            settle().await;
+            self.clock.advance(Duration::from_secs(1));
+        }
+    }
+
+    pub(crate) fn metrics(&self) -> Snapshot {
+        self.store.metrics()
+    }
+}
+
+/// What happens, and what is seen of the last call of it.
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) run: for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = ()> + 'a>>,
+    /// `idem.outcome` of its span, and the label of the counter.
+    pub(crate) outcome: &'static str,
+    /// `idem.disposition`, if the call returned.
+    pub(crate) disposition: Option<&'static str>,
+    /// Whether the span has the status `ERROR`, with the outcome as its `error.type`.
+    pub(crate) is_error: bool,
+    /// Other fields of the span.
+    pub(crate) fields: &'static [(&'static str, &'static str)],
+    /// Events from `INFO` up: the level, and how the message begins.
+    pub(crate) events: &'static [(&'static str, &'static str)],
+    /// Other series that count 1: name, and one label with its value.
+    pub(crate) counts: &'static [(&'static str, &'static str, &'static str)],
+}
+
+macro_rules! run {
+    (|$world:ident| $body:expr) => {
+        |$world| {
+            Box::pin(async move {
+                $body;
+            })
+        }
+    };
+}
+
+const PLAIN: Scenario = Scenario {
+    name: "",
+    run: |_| Box::pin(std::future::ready(())),
+    outcome: "",
+    disposition: None,
+    is_error: false,
+    fields: &[],
+    events: &[],
+    counts: &[],
+};
+
+const OUTAGE: (&str, &str) = ("WARN", "the store does not answer");
+
+pub(crate) static SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "first run",
+        run: run!(|world| world.call(POLICY).await.unwrap()),
+        outcome: "executed",
+        disposition: Some("ack"),
+        fields: &[
+            ("idem.attempt", "1"),
+            ("idem.takeover", "false"),
+            ("idem.store", "memory"),
+            ("idem.lease_ms", "30000"),
+        ],
+        counts: &[
+            ("idem_attempts", "scope", SCOPE),
+            ("idem_result_bytes", "scope", SCOPE),
+            ("idem_body_seconds", "scope", SCOPE),
+        ],
+        ..PLAIN
+    },
+    Scenario {
+        name: "duplicate of a finished operation",
+        run: run!(|world| {
+            world.call(POLICY).await.unwrap();
+            world.call(POLICY).await.unwrap();
+        }),
+        outcome: "replayed",
+        disposition: Some("ack"),
+        fields: &[("idem.replayed", "true"), ("idem.attempt", "1"), ("idem.age_ms", "0")],
+        counts: &[("idem_replay_age_seconds", "scope", SCOPE), ("idem_replay_age_ratio", "scope", SCOPE)],
+        ..PLAIN
+    },
+    Scenario {
+        name: "duplicate near the end of `ttl`",
+        run: run!(|world| {
+            world.call(POLICY).await.unwrap();
+            world.clock.advance(LATE);
+            world.call(POLICY).await.unwrap();
+        }),
+        outcome: "replayed",
+        disposition: Some("ack"),
+        fields: &[("idem.replayed", "true"), ("idem.age_ms", LATE_MS)],
+        counts: &[("idem_replay_age_seconds", "scope", SCOPE), ("idem_replay_age_ratio", "scope", SCOPE)],
+        ..PLAIN
+    },
+    Scenario {
+        name: "duplicate of a running attempt",
+        run: run!(|world| {
+            let running = world.hang(POLICY).await;
+            world.call(POLICY).await.unwrap_err();
+            // For ever, as if the test ended here.
+            std::mem::forget(running);
+        }),
+        outcome: "in_progress",
+        disposition: Some("retry"),
+        fields: &[("idem.retry_after_ms", "30000")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "duplicate that waits",
+        run: run!(|world| {
+            let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
+            let both = futures::future::join(world.lasting(wait, Duration::from_secs(2)), world.call(wait));
+            assert!(world.driving(both).await.1.is_ok());
+        }),
+        outcome: "waited_replayed",
+        disposition: Some("ack"),
+        fields: &[("idem.replayed", "true"), ("idem.waited_ms", "2000")],
+        counts: &[("idem_wait_seconds", "scope", SCOPE)],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the body returns an error",
+        run: run!(|world| world
+            .operation(POLICY)
+            .run(async { Err::<u32, _>(Error::from(missing())) })
+            .await
+            .unwrap_err()),
+        outcome: "failed",
+        disposition: Some("retry"),
+        is_error: true,
+        ..PLAIN
+    },
+    Scenario {
+        name: "takeover after a crash",
+        run: run!(|world| {
+            world.crash(OnCrash::Retry).await;
+            world.clock.advance(LEASE);
+            world.call(POLICY).await.unwrap();
+        }),
+        outcome: "executed",
+        disposition: Some("ack"),
+        fields: &[("idem.attempt", "2"), ("idem.takeover", "true")],
+        events: &[("WARN", "took over")],
+        counts: &[("idem_takeovers_total", "scope", SCOPE)],
+        ..PLAIN
+    },
+    Scenario {
+        name: "lease lost while the body runs",
+        run: run!(|world| {
+            world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+            let cut_off = FaultyStore::new(&world.store);
+            let mut first =
+                Box::pin(Operation::new(&cut_off, Ok(World::key()), POLICY).run(pending::<Result<u32, Error>>()));
+            assert!(poll_once(first.as_mut()).await.is_pending());
+            settle().await;
+            world.clock.advance(LEASE);
+            settle().await;
+            // Another process.
+            world.crash(OnCrash::Retry).await;
+            world.store.always(Call::Renew, Fault::None);
+            world.clock.advance(LEASE / 3);
+            settle().await;
+            assert!(matches!(first.await, Err(Error::LeaseLost { .. })));
+        }),
+        outcome: "lease_lost",
+        disposition: Some("retry"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[OUTAGE, ("WARN", "the store answers again"), ("WARN", "the lease was lost")],
+        counts: &[("idem_uncertain_total", "kind", "lease_lost"), ("idem_beats_total", "result", "refused")],
+    },
+    Scenario {
+        name: "the body runs for longer than its `timeout`",
+        run: run!(|world| {
+            let policy = POLICY.timeout(Duration::from_secs(60));
+            world.driving(world.lasting(policy, Duration::from_secs(600))).await.unwrap_err();
+        }),
+        outcome: "timed_out",
+        disposition: Some("retry"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[("WARN", "the body ran for longer than its `timeout`")],
+        counts: &[("idem_uncertain_total", "kind", "timed_out")],
+    },
+    Scenario {
+        name: "store away before the body",
+        run: run!(|world| {
+            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            world.driving(world.call(POLICY)).await.unwrap_err();
+        }),
+        outcome: "store_error",
+        disposition: Some("retry"),
+        is_error: true,
+        events: &[OUTAGE],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the same under `on_store_error = run`",
+        run: run!(|world| {
+            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            world.driving(world.call(POLICY.on_store_error(OnStoreError::Run))).await.unwrap();
+        }),
+        outcome: "unprotected",
+        disposition: Some("ack"),
+        events: &[OUTAGE],
+        ..PLAIN
+    },
+    Scenario {
+        name: "store away after the body",
+        run: run!(|world| {
+            world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+            world.driving(world.call(POLICY)).await.unwrap_err();
+        }),
+        outcome: "unrecorded",
+        disposition: Some("retry"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[
+            OUTAGE,
+            ("WARN", "the store still does not answer"),
+            ("ERROR", "the body ran, and its result could not be recorded"),
+        ],
+        counts: &[("idem_uncertain_total", "kind", "unrecorded")],
+    },
+    Scenario {
+        name: "another payload under the key",
+        run: run!(|world| {
+            world.operation(POLICY).fingerprint(&1).run(async { Ok::<_, Error>(7) }).await.unwrap();
+            world.operation(POLICY).fingerprint(&2).run(async { Ok::<_, Error>(7) }).await.unwrap_err();
+        }),
+        outcome: "fingerprint_mismatch",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        events: &[("WARN", "the key was used with another payload")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "a crash under `on_crash = fail`",
+        run: run!(|world| {
+            world.crash(OnCrash::Fail).await;
+            world.clock.advance(LEASE);
+            world.call(POLICY.on_crash(OnCrash::Fail)).await.unwrap_err();
+        }),
+        outcome: "interrupted",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[("ERROR", "an earlier attempt started and did not return")],
+        counts: &[("idem_uncertain_total", "kind", "interrupted")],
+    },
+    Scenario {
+        name: "too many attempts",
+        run: run!(|world| {
+            let once = POLICY.max_attempts(1);
+            world.operation(once).run(async { Err::<u32, _>(Error::from(missing())) }).await.unwrap_err();
+            world.call(once).await.unwrap_err();
+        }),
+        outcome: "attempts_exhausted",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        events: &[("ERROR", "as many attempts as are allowed have started")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the result is too large",
+        run: run!(|world| world.call(POLICY.max_result_bytes(0)).await.unwrap()),
+        outcome: "executed",
+        disposition: Some("ack"),
+        events: &[("WARN", "the completion is recorded without its result")],
+        counts: &[("idem_results_dropped_total", "why", "too_large")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "a duplicate of that",
+        run: run!(|world| {
+            world.call(POLICY.max_result_bytes(0)).await.unwrap();
+            world.call(POLICY).await.unwrap_err();
+        }),
+        outcome: "result_unavailable",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        events: &[
+            ("WARN", "the completion is recorded without its result"),
+            ("WARN", "the operation has finished, and its result can't be replayed"),
+        ],
+        ..PLAIN
+    },
+    Scenario {
+        name: "a message without a key",
+        run: run!(|world| {
+            let missing = || Err(missing());
+            Operation::new(&world.store, missing(), POLICY).run(async { Ok::<_, Error>(7) }).await.unwrap_err();
+        }),
+        outcome: "missing_key",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        events: &[("WARN", "a message has no key")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the same under `missing_key = run`",
+        run: run!(|world| {
+            let policy = POLICY.missing_key(MissingKey::Run);
+            Operation::new(&world.store, Err(missing()), policy).run(async { Ok::<_, Error>(7) }).await.unwrap();
+        }),
+        outcome: "unprotected",
+        disposition: Some("ack"),
+        ..PLAIN
+    },
+    Scenario {
+        name: "a policy that can't be honoured",
+        run: run!(|world| world.call(POLICY.lease(Duration::from_millis(1))).await.unwrap_err()),
+        outcome: "invalid",
+        disposition: Some("retry"),
+        is_error: true,
+        fields: &[("idem.lease_ms", "1")],
+        events: &[("WARN", "the call can't be protected")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the call is dropped while its body runs",
+        run: run!(|world| drop(world.hang(POLICY).await)),
+        outcome: "cancelled",
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[("INFO", "the call was dropped while its body ran")],
+        counts: &[("idem_uncertain_total", "kind", "cancelled")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the same under `on_crash = fail`",
+        run: run!(|world| drop(world.hang(POLICY.on_crash(OnCrash::Fail)).await)),
+        outcome: "cancelled",
+        is_error: true,
+        events: &[("ERROR", "the body started and did not return")],
+        counts: &[("idem_uncertain_total", "kind", "cancelled")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "the body panics",
+        run: run!(|world| {
+            let call = world.operation(POLICY).run(async { std::panic::resume_unwind(Box::new("no address")) });
+            let panicked: Result<Result<u32, Error>, _> = AssertUnwindSafe(call).catch_unwind().await;
+            assert!(panicked.is_err());
+        }),
+        outcome: "panicked",
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[("WARN", "the body panicked")],
+        counts: &[("idem_uncertain_total", "kind", "panicked")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "shadow mode: a duplicate",
+        run: run!(|world| {
+            world.call(POLICY).await.unwrap();
+            world.call(POLICY.mode(Mode::Shadow)).await.unwrap();
+        }),
+        outcome: "suppressed",
+        disposition: Some("ack"),
+        events: &[("INFO", "shadow mode: would have been replayed")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "shadow mode: another payload under the key",
+        run: run!(|world| {
+            let shadow = POLICY.mode(Mode::Shadow);
+            world.operation(shadow).fingerprint(&1).run(async { Ok::<_, Error>(7) }).await.unwrap();
+            world.operation(shadow).fingerprint(&2).run(async { Ok::<_, Error>(7) }).await.unwrap();
+        }),
+        outcome: "suppressed",
+        disposition: Some("ack"),
+        events: &[("INFO", "shadow mode: would have been refused")],
+        counts: &[("idem_key_quality_total", "kind", "too_coarse")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "shadow mode: a payload under another key",
+        run: run!(|world| {
+            let shadow = POLICY.mode(Mode::Shadow);
+            let other = Operation::new(&world.store, Key::new(SCOPE, "order:43"), shadow);
+            other.fingerprint(&1).run(async { Ok::<_, Error>(7) }).await.unwrap();
+            world.operation(shadow).fingerprint(&1).run(async { Ok::<_, Error>(7) }).await.unwrap();
+        }),
+        outcome: "executed",
+        disposition: Some("ack"),
+        counts: &[("idem_key_quality_total", "kind", "too_fine")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "mode `off`",
+        run: run!(|world| world.call(POLICY.mode(Mode::Off)).await.unwrap()),
+        outcome: "off",
+        disposition: Some("ack"),
+        ..PLAIN
+    },
+];
+
+fn missing() -> idem_runtime::key::KeyError {
+    Key::new(SCOPE, "").unwrap_err()
+}
+
+/// The value of the only series of `metric` that has this label.
+pub(crate) fn count(snapshot: &Snapshot, metric: &str, labels: &[(&str, &str)]) -> u64 {
+    let metric = metrics::TABLE.iter().find(|it| it.name == metric).unwrap_or_else(|| panic!("no metric `{metric}`"));
+    snapshot.count(metric, labels)
+}

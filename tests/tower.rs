@@ -1,0 +1,208 @@
+//! The layer for typed services, in stacks of tower.
+#![allow(clippy::unused_async, reason = "bodies need not wait")]
+
+use std::future::{Future, Ready, ready};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use idem_runtime::record::State;
+use idem_runtime::tower::OperationLayer;
+use idem_runtime::{Disposition, Error, Key, MemoryStore, Operation, Policy, Postcard, Store, observe};
+use serde::{Deserialize, Serialize};
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
+
+const POLICY: Policy = Policy::new(Duration::from_secs(3600));
+
+#[derive(Clone, Serialize)]
+struct Order {
+    id: u32,
+    cents: u32,
+}
+
+const ORDER: Order = Order { id: 42, cents: 100 };
+
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct Receipt {
+    run: u32,
+    cents: u32,
+}
+
+/// A service that insists on the idiom: `call` only after its own `poll_ready`, which no clone inherits.
+#[derive(Debug, Default)]
+struct Strict {
+    runs: Arc<AtomicU32>,
+    is_ready: bool,
+    fails_at: u32,
+}
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        Self { runs: Arc::clone(&self.runs), is_ready: false, fails_at: self.fails_at }
+    }
+}
+
+impl Service<Order> for Strict {
+    type Response = Receipt;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Receipt, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.is_ready = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, order: Order) -> Self::Future {
+        assert!(std::mem::take(&mut self.is_ready), "called without being ready");
+        let run = self.runs.fetch_add(1, Ordering::SeqCst) + 1;
+        let fails = run == self.fails_at;
+        Box::pin(async move {
+            tokio::task::yield_now().await;
+            if fails { Err("on purpose".into()) } else { Ok(Receipt { run, cents: order.cents }) }
+        })
+    }
+}
+
+fn layer(store: &MemoryStore) -> OperationLayer<impl Fn(&Order) -> Operation + Clone + Send + Sync + 'static> {
+    OperationLayer::new(store, POLICY, |order: &Order| Key::new("tower", order.id))
+}
+
+fn key() -> Key {
+    Key::new("tower", 42).unwrap()
+}
+
+#[tokio::test]
+async fn a_request_runs_once_and_its_duplicates_replay() {
+    let store = MemoryStore::new();
+    let inner = Strict::default();
+    let mut service = layer(&store).layer(inner.clone());
+    for replayed in [false, true, true] {
+        let (receipt, outcome) = observe(service.ready().await.unwrap().call(ORDER)).await;
+        assert_eq!(receipt.unwrap(), Receipt { run: 1, cents: 100 });
+        assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
+    }
+    assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
+    // Another service of the same layer, as each connection and each worker has.
+    let receipt = layer(&store).layer(inner.clone()).oneshot(ORDER).await.unwrap();
+    assert_eq!((receipt.run, inner.runs.load(Ordering::SeqCst)), (1, 1));
+}
+
+#[tokio::test]
+async fn the_service_that_was_ready_is_the_one_that_is_called() {
+    let store = MemoryStore::new();
+    let mut service = layer(&store).layer(Strict::default());
+    // Two calls under way at once, of one service and of its clone.
+    let mut clone = service.clone();
+    let first = service.ready().await.unwrap().call(ORDER);
+    let second = clone.ready().await.unwrap().call(Order { id: 43, ..ORDER });
+    let third = service.ready().await.unwrap().call(Order { id: 44, ..ORDER });
+    let (first, second, third) = tokio::join!(first, second, third);
+    let mut runs = [first.unwrap().run, second.unwrap().run, third.unwrap().run];
+    runs.sort_unstable();
+    assert_eq!(runs, [1, 2, 3]);
+}
+
+/// A service whose readiness never comes, or fails.
+#[derive(Clone)]
+struct NotReady(Option<&'static str>);
+
+impl Service<Order> for NotReady {
+    type Response = Receipt;
+    type Error = BoxError;
+    type Future = Ready<Result<Receipt, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.0.map_or(Poll::Pending, |error| Poll::Ready(Err(error.into())))
+    }
+
+    fn call(&mut self, _: Order) -> Self::Future {
+        ready(Err("called".into()))
+    }
+}
+
+#[tokio::test]
+async fn readiness_is_that_of_the_inner_service() {
+    let store = MemoryStore::new();
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut service = layer(&store).layer(NotReady(None));
+    assert!(Service::<Order>::poll_ready(&mut service, &mut cx).is_pending());
+    let error = layer(&store).layer(NotReady(Some("gone"))).oneshot(ORDER).await.unwrap_err();
+    assert_eq!(error.to_string(), "gone");
+    assert!(store.inspect(&key()).await.unwrap().is_none(), "no key was reserved for it");
+}
+
+#[tokio::test]
+async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
+    let store = MemoryStore::new();
+    let inner = Strict::default();
+    let mut limited = ServiceBuilder::new().layer(layer(&store)).concurrency_limit(1).service(inner.clone());
+    for _ in 0..10 {
+        limited.ready().await.unwrap().call(ORDER).await.unwrap();
+    }
+    let mut buffered = ServiceBuilder::new().layer(layer(&store)).buffer(2).service(inner.clone());
+    for _ in 0..10 {
+        buffered.ready().await.unwrap().call(ORDER).await.unwrap();
+    }
+    // Readiness that was asked for and not used is no loss either.
+    drop(limited.ready().await.unwrap().call(ORDER));
+    limited.ready().await.unwrap().call(Order { id: 43, ..ORDER }).await.unwrap();
+    assert_eq!(inner.runs.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn duplicates_at_once_through_a_buffer_run_once() {
+    let store = MemoryStore::new();
+    let inner = Strict::default();
+    let waiting = POLICY.in_progress(idem_runtime::InProgress::Wait(Duration::from_secs(60)));
+    let layer = OperationLayer::new(&store, waiting, |order: &Order| Key::new("tower", order.id));
+    let service = ServiceBuilder::new().buffer(8).layer(layer).service(inner.clone());
+    let calls: Vec<_> = (0..8).map(|_| tokio::spawn(service.clone().oneshot(ORDER))).collect();
+    for call in calls {
+        assert_eq!(call.await.unwrap().unwrap().run, 1);
+    }
+    assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn an_error_frees_the_key_and_says_when_to_come_again() {
+    let store = MemoryStore::new();
+    let inner = Strict { fails_at: 1, ..Strict::default() };
+    let mut service = layer(&store).layer(inner.clone());
+    let (error, outcome) = observe(service.ready().await.unwrap().call(ORDER)).await;
+    assert_eq!(error.unwrap_err().to_string(), "on purpose");
+    assert!(matches!(outcome.disposition(), Disposition::Retry { after } if !after.is_zero()));
+    assert_eq!(store.inspect(&key()).await.unwrap().unwrap().record.state, State::Released);
+    assert_eq!(service.ready().await.unwrap().call(ORDER).await.unwrap().run, 2);
+}
+
+#[tokio::test]
+async fn a_call_that_is_dropped_frees_its_key() {
+    let store = MemoryStore::new();
+    let mut service = layer(&store).layer(Strict::default());
+    let mut call = service.ready().await.unwrap().call(ORDER);
+    assert!(Pin::new(&mut call).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    drop(call);
+    assert_eq!(service.ready().await.unwrap().call(ORDER).await.unwrap().run, 2);
+}
+
+#[tokio::test]
+async fn an_operation_of_ones_own_has_a_fingerprint_and_a_codec() {
+    let store = MemoryStore::new();
+    let records = store.clone();
+    let layer = OperationLayer::of(move |order: &Order| {
+        Operation::new(&store, Key::new("tower", order.id), POLICY).fingerprint(order)
+    });
+    let mut service = layer.codec::<Postcard>().layer(Strict::default());
+    service.ready().await.unwrap().call(ORDER).await.unwrap();
+    let error = service.ready().await.unwrap().call(Order { cents: 200, ..ORDER }).await.unwrap_err();
+    assert!(matches!(error.downcast_ref(), Some(Error::FingerprintMismatch { .. })), "{error}");
+    let State::Completed(result) = records.inspect(&key()).await.unwrap().unwrap().record.state else { panic!() };
+    assert!(format!("{result:?}").contains("postcard"), "{result:?}");
+
+    let missing = OperationLayer::new(&records, POLICY, |_: &Order| Key::new("tower", None::<u32>));
+    let (error, outcome) = observe(missing.layer(Strict::default()).oneshot(ORDER)).await;
+    assert!(matches!(error.unwrap_err().downcast_ref(), Some(Error::MissingKey { .. })));
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+}
