@@ -14,10 +14,10 @@ use std::time::Duration;
 
 use allocation_counter::measure;
 use idem_benches::{Receipt, is_wanted, sized};
-use idem_runtime::{
-    CodecName, Error, Finish, Json, Key, Lease, MemoryStore, OnCrash, Reservation, ReserveRequest, Store, StoredResult,
-    Verdict, idempotent,
-};
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest, Verdict};
+use idem_runtime::{Error, Json, Key, MemoryStore, Store, idempotent};
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
 async fn ship(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
@@ -42,15 +42,12 @@ fn key(id: usize) -> Key {
 }
 
 fn reserve(store: &MemoryStore, id: usize) -> Lease {
-    let request = ReserveRequest {
-        key: key(id),
-        owner: store.heartbeats().new_owner(),
-        lease: Duration::from_secs(30),
-        ttl: Duration::from_secs(7 * 86_400),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    };
+    let request = ReserveRequest::new(
+        key(id),
+        store.heartbeats().new_owner(),
+        Duration::from_secs(30),
+        Duration::from_secs(7 * 86_400),
+    );
     match now(store.reserve(&request)).expect("reserves") {
         Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),

@@ -14,10 +14,10 @@ use std::task::Poll;
 use std::time::Duration;
 
 use idem_benches::{Goal, Table, alternate, is_wanted, nanos_each, sized, timed_on_cpu};
-use idem_runtime::{
-    Codec, CodecName, Error, Finish, Json, Key, MemoryStore, OnCrash, Operation, Policy, Reservation, ReserveRequest,
-    Store, StoredResult, Verdict, record_values, run,
-};
+use idem_runtime::codec::CodecName;
+use idem_runtime::record::StoredResult;
+use idem_runtime::store::{Finish, Reservation, ReserveRequest, Verdict};
+use idem_runtime::{Codec, Error, Json, Key, MemoryStore, Operation, Policy, Store};
 
 const TTL: Duration = Duration::from_secs(7 * 86_400);
 const POLICY: Policy = Policy::new(TTL);
@@ -33,15 +33,7 @@ async fn pending_once() {
 
 async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
     let store = store.handle();
-    let request = ReserveRequest {
-        key: key(id),
-        owner: store.heartbeats().new_owner(),
-        lease: Policy::DEFAULT_LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    };
+    let request = ReserveRequest::new(key(id), store.heartbeats().new_owner(), Policy::DEFAULT_LEASE, TTL);
     let Ok(Reservation::Granted { lease, .. }) = store.reserve(&request).await else { panic!("not reserved") };
     let value = black_box(id);
     let bytes = Json::encode(&value).expect("a number can be encoded").into();
@@ -52,7 +44,7 @@ async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
 
 async fn ready(store: &MemoryStore, id: u64) -> u64 {
     let body = async { Ok::<_, Error>(black_box(id)) };
-    run(Operation::new(store, Ok(key(id)), POLICY), record_values::<Json>(), body).await.expect("runs")
+    Operation::new(store, Ok(key(id)), POLICY).run(body).await.expect("runs")
 }
 
 async fn pends_within(store: &MemoryStore, id: u64) -> u64 {
@@ -60,7 +52,7 @@ async fn pends_within(store: &MemoryStore, id: u64) -> u64 {
         pending_once().await;
         Ok::<_, Error>(black_box(id))
     };
-    run(Operation::new(store, Ok(key(id)), POLICY), record_values::<Json>(), body).await.expect("runs")
+    Operation::new(store, Ok(key(id)), POLICY).run(body).await.expect("runs")
 }
 
 async fn pends_before(store: &MemoryStore, id: u64) -> u64 {

@@ -27,9 +27,11 @@ use idem_benches::by_hand::{new_orders, postgres, redis, share, sqlite};
 use idem_benches::{
     Goal, Receipt, Samples, Table, alternate, alternate_all, is_wanted, paced, sized, thousands_per_second, timed,
 };
+use idem_runtime::metrics::STORE_SECONDS;
+use idem_runtime::sqlite::Synchronous;
+use idem_runtime::store::{Lease, Verdict};
 use idem_runtime::{
-    Cached, Error, Lease, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, Verdict,
-    idempotent,
+    Cached, Error, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, StoreExt as _, idempotent,
 };
 use idem_tests::cluster::Cluster;
 use idem_tests::postgres::PostgresServer;
@@ -303,7 +305,7 @@ impl Subject {
                 for order_id in calls.map(|n| work.order(n, new)) {
                     match work {
                         Work::FirstRun => drop(raw.ship(order_id).await),
-                        Work::Replay => drop(raw.replay(order_id).await),
+                        Work::Replay => drop(raw.replay::<Receipt>(order_id).await),
                         Work::InProgress => drop(raw.in_progress(order_id).await),
                     }
                 }
@@ -391,21 +393,22 @@ impl Subject {
 
     /// The time from the end of a handler until the last of `duplicates` has its result, and how many calls their store
     /// got.
-    fn wait(&self, duplicates: u64) -> (Duration, usize) {
-        let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
+    fn wait(&self, duplicates: u64) -> (Duration, u64) {
+        let (gate, peer, order_id) = (Gate::new(), &self.peer, new_orders(1).start);
+        let answered = |labels: &[(&str, &str)]| peer.metrics().count(&STORE_SECONDS, labels);
+        let (asked, before) = (answered(&[("op", "reserve")]), answered(&[]));
         self.runtime.block_on(async {
             let runner = self.start(order_id, &gate).await;
             let mut waiters = JoinSet::new();
             for _ in 0..duplicates {
-                let (gate, peer) = (Arc::clone(&gate), peer.clone());
+                let (gate, peer) = (Arc::clone(&gate), Arc::clone(peer));
                 waiters.spawn(async move {
-                    let receipt = waiting(&peer, order_id, &gate).await.expect("is replayed");
+                    let receipt = waiting(&*peer, order_id, &gate).await.expect("is replayed");
                     assert_eq!(receipt.order_id, order_id);
                     Instant::now()
                 });
             }
-            let duplicates = usize::try_from(duplicates).expect("few");
-            while peer.count(Call::Wait) < duplicates {
+            while answered(&[("op", "reserve")]) - asked < duplicates {
                 pause(Duration::from_millis(5)).await;
             }
             // Until all duplicates are waiting.
@@ -415,7 +418,7 @@ impl Subject {
             let last = waiters.join_all().await.into_iter().max().expect("some");
             runner.await.expect("ships");
             assert_eq!(gate.runs.load(Ordering::Relaxed), 1, "the handler ran more than once");
-            (last.saturating_duration_since(ended), all_calls(&peer))
+            (last.saturating_duration_since(ended), answered(&[]) - before)
         })
     }
 
@@ -489,7 +492,7 @@ impl Subject {
                         for order_id in calls.map(|n| first + n) {
                             match work {
                                 Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
-                                _ => assert!(raw.replay(order_id).await.len() > page.len()),
+                                _ => assert_eq!(raw.replay::<String>(order_id).await.len(), page.len()),
                             }
                         }
                     }
@@ -526,7 +529,8 @@ impl Subject {
         for round in 0..=sized(5, 1) {
             let before = (cpu_of_children(), cpu_of_this_process());
             let took = timed(|| {
-                let renewed = self.runtime.block_on(idem_runtime::renew_all(&self.store, &leases)).expect("answers");
+                let renewed =
+                    self.runtime.block_on(idem_runtime::store::renew_all(&self.store, &leases)).expect("answers");
                 assert!(renewed.iter().all(|write| *write == Verdict::Applied), "a lease was lost");
             });
             if round > 0 {
@@ -622,7 +626,7 @@ impl Subject {
 
 /// How many calls of the contract a store has got.
 fn all_calls(store: &FaultyStore) -> usize {
-    let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Reopen];
+    let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Decide];
     calls.map(|call| store.count(call)).iter().sum()
 }
 

@@ -202,7 +202,7 @@ fn on_redis(runtime: &Runtime) {
         let hiredis = Peer::python("Powertools with hiredis", "powertools.py", &[&port, "hiredis"]);
         sides.push(Side::there("Powertools with `hiredis`", &PYTHON[..5], Goal::None, hiredis));
         let tasks = TASKS.map(|tasks| (1, tasks));
-        let idempotent = Peer::rust("idempotent", &[&port]);
+        let idempotent = Peer::rust("idempotent", "peers", &[&port]);
         sides.push(Side::there("crate `idempotent`", &tasks, Goal::AtLeast(1.4), idempotent));
     }
     let table = Table::new("Peers on Redis", "thousand a second", "times its throughput");

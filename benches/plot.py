@@ -108,19 +108,21 @@ def share(results):
 
 
 def lines(results, bench):
-    """A bench as it prints itself."""
+    """A bench as it prints itself; with a column for the limit if any of its lines has one."""
+    found = [it for (its_bench, _, _), it in results.items() if its_bench == bench]
+    has_limit = any(it.get("limit") for it in found)
     rows = []
-    for (its_bench, _, _), it in results.items():
-        if its_bench == bench:
-            raw, result = it["raw"], it["result"]
-            met = {True: "met", False: "**missed**", None: ""}[it["met"]]
-            rows.append([
-                it["work"], figure(raw["value"]) if raw else "", figure(it["idem"]["value"]),
-                f"**{figure(result['value'])}**" if raw else "", f"{figure(result['low'])} to {figure(result['high'])}",
-                it["goal"] or "", met,
-            ])
-    unit = next(it["unit"] for (its_bench, _, _), it in results.items() if its_bench == bench)
-    return table([f"line, {unit}", "by hand", "idem", "ratio", "middle half", "goal", ""], rows)
+    for it in found:
+        raw, limit, result = it["raw"], it.get("limit"), it["result"]
+        met = {True: "met", False: "**missed**", None: ""}[it["met"]]
+        rows.append([
+            it["work"], figure(raw["value"]) if raw else "",
+            *([figure(limit["value"]) if limit else ""] if has_limit else []),
+            figure(it["idem"]["value"]), f"**{figure(result['value'])}**" if raw else "",
+            f"{figure(result['low'])} to {figure(result['high'])}", it["goal"] or "", met,
+        ])
+    head = [f"line, {found[0]['unit']}", "by hand", *(["limit"] if has_limit else []), "idem", "ratio", "middle half", "goal", ""]
+    return table(head, rows)
 
 
 def finish(axes, title, unit):

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use idem_benches::by_hand::postgres::ByHand;
 use idem_benches::by_hand::{new_orders, share};
 use idem_benches::{Goal, Receipt, Samples, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, Lease, PostgresStore, Store, Verdict, idempotent};
+use idem_runtime::store::{Lease, Verdict};
+use idem_runtime::{Error, PostgresStore, Store, idempotent};
 use idem_tests::postgres::PostgresServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
@@ -135,7 +136,7 @@ impl Bench {
             running.join_all().await
         });
         let beat = || {
-            let renewed = self.runtime.block_on(idem_runtime::renew_all(&self.store, &leases)).expect("answers");
+            let renewed = self.runtime.block_on(idem_runtime::store::renew_all(&self.store, &leases)).expect("answers");
             assert!(renewed.iter().all(|write| *write == Verdict::Applied));
         };
         let beats: Vec<f64> = (0..rounds).map(|_| timed(beat).as_secs_f64() * 1e3).collect();
@@ -179,7 +180,7 @@ fn main() {
         drop(store);
         let hot = runtime.block_on(async {
             let raw = server.raw().await;
-            let stats = "SELECT (n_tup_hot_upd::float8 / n_tup_upd)::float8, n_tup_upd >= n_tup_ins \
+            let stats = "SELECT (n_tup_hot_upd::float8 / nullif(n_tup_upd, 0))::float8, n_tup_upd >= n_tup_ins \
                          FROM pg_stat_user_tables WHERE schemaname = 'idem'";
             raw.batch_execute("SELECT pg_stat_reset()").await.expect("resets");
             let store = PostgresStore::connect(&server.url()).await.expect("connects");

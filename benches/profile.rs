@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use idem_benches::Receipt;
 use idem_benches::by_hand::{new_orders, share};
-use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, Synchronous, idempotent};
+use idem_runtime::sqlite::Synchronous;
+use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, idempotent};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 

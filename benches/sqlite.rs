@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 use idem_benches::by_hand::new_orders;
 use idem_benches::by_hand::sqlite::ByHand;
 use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, sized, thousands_per_second, timed};
-use idem_runtime::{Error, SqliteStore, Synchronous, idempotent};
+use idem_runtime::sqlite::Synchronous;
+use idem_runtime::{Error, SqliteStore, idempotent};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 

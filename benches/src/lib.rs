@@ -15,7 +15,8 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use idem_runtime::{Key, Lease, OnCrash, Reservation, ReserveRequest, Store};
+use idem_runtime::store::{Lease, Reservation, ReserveRequest};
+use idem_runtime::{Key, Store};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -41,15 +42,12 @@ pub fn is_wanted(work: &str) -> bool {
 /// # Panics
 /// If it can't be reserved.
 pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Lease {
-    let request = ReserveRequest {
-        key: Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
-        owner: store.heartbeats().new_owner(),
-        lease: Duration::from_secs(3600),
-        ttl: Duration::from_secs(7 * 86_400),
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-    };
+    let request = ReserveRequest::new(
+        Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
+        store.heartbeats().new_owner(),
+        Duration::from_secs(3600),
+        Duration::from_secs(7 * 86_400),
+    );
     match store.reserve(&request).await {
         Ok(Reservation::Granted { lease, .. }) => lease,
         other => panic!("{other:?}"),
@@ -186,45 +184,91 @@ pub struct Table {
     title: String,
     unit: String,
     result: String,
+    has_limit: bool,
+}
+
+/// The sides of a line.
+#[derive(Clone, Copy, Debug)]
+pub struct Sides<'a> {
+    /// By hand.
+    pub raw: &'a Samples,
+    /// What a client can do that does nothing else.
+    pub limit: Option<&'a Samples>,
+    /// The library.
+    pub idem: &'a Samples,
 }
 
 impl Table {
     /// Prints the head. `result` names the result of a line, for example `ratio`.
     pub fn new(title: &str, unit: &str, result: &str) -> Self {
+        Self::headed(title, unit, result, "")
+    }
+
+    /// The same for a table whose lines may say what is the limit.
+    pub fn with_limit(title: &str, unit: &str, result: &str) -> Self {
+        Self::headed(title, unit, result, &format!("limit, {unit} | "))
+    }
+
+    fn headed(title: &str, unit: &str, result: &str, limit: &str) -> Self {
         let quick = if is_quick() { " (quick run: the figures mean nothing)" } else { "" };
         println!("\n### {title}{quick}\n");
-        println!("| work | raw, {unit} | idem, {unit} | {result} | middle half of the rounds | goal | |");
-        println!("|---|---|---|---|---|---|---|");
-        Self { title: title.to_owned(), unit: unit.to_owned(), result: result.to_owned() }
+        println!("| work | raw, {unit} | {limit}idem, {unit} | {result} | middle half of the rounds | goal | |");
+        println!("|---{}|---|---|---|---|---|---|", if limit.is_empty() { "" } else { "|---" });
+        let (title, unit, result) = (title.to_owned(), unit.to_owned(), result.to_owned());
+        Self { title, unit, result, has_limit: !limit.is_empty() }
     }
 
     /// A line: the medians of both sides, and `calculate` of the two, idem first.
     pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
+        self.sides(work, &Sides { raw, limit: None, idem }, calculate, goal);
+    }
+
+    /// The same with what is the limit.
+    pub fn sides(&self, work: &str, sides: &Sides<'_>, calculate: fn(f64, f64) -> f64, goal: Goal) {
+        let Sides { raw, limit, idem } = *sides;
         let rounds = idem.with(raw, calculate);
         let result = calculate(idem.median(), raw.median());
-        let mut line =
-            format!("| {work} | {} | {} | **{}** |", figure(raw.median()), figure(idem.median()), figure(result));
+        let limit_column = match limit {
+            _ if !self.has_limit => String::new(),
+            Some(limit) => format!(" {} |", figure(limit.median())),
+            None => " |".to_owned(),
+        };
+        let mut line = format!(
+            "| {work} | {} |{limit_column} {} | **{}** |",
+            figure(raw.median()),
+            figure(idem.median()),
+            figure(result)
+        );
         let (low, high) = rounds.middle_half();
         write!(line, " {} to {} |", figure(low), figure(high)).unwrap();
         println!("{line} {} |", judged(result, goal));
-        self.record(work, Some(raw), idem, result, &rounds, goal);
+        self.record(work, [Some(raw), limit], idem, result, &rounds, goal);
     }
 
     /// A line without a raw side.
     pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
         let (low, high) = samples.middle_half();
         println!(
-            "| {work} | | {} | **{}** | {} to {} | {} |",
+            "| {work} | |{} {} | **{}** | {} to {} | {} |",
+            if self.has_limit { " |" } else { "" },
             figure(samples.median()),
             figure(result),
             figure(low),
             figure(high),
             judged(result, goal)
         );
-        self.record(work, None, samples, result, samples, goal);
+        self.record(work, [None, None], samples, result, samples, goal);
     }
 
-    fn record(&self, work: &str, raw: Option<&Samples>, idem: &Samples, result: f64, rounds: &Samples, goal: Goal) {
+    fn record(
+        &self,
+        work: &str,
+        [raw, limit]: [Option<&Samples>; 2],
+        idem: &Samples,
+        result: f64,
+        rounds: &Samples,
+        goal: Goal,
+    ) {
         let Some(path) = std::env::var_os("IDEM_BENCH_OUT") else { return };
         let side = |samples: &Samples| {
             let (low, high) = samples.middle_half();
@@ -238,6 +282,7 @@ impl Table {
             "tasks": tasks_of(work),
             "unit": self.unit,
             "raw": raw.map(side),
+            "limit": limit.map(side),
             "idem": side(idem),
             "result": { "value": result, "low": low, "high": high, "means": self.result },
             "goal": goal.text(),

@@ -27,9 +27,14 @@ impl Peer {
         Self::start(name, &program, [&["-W", "ignore", &script.to_string_lossy()], args].concat())
     }
 
-    /// The peer in Rust, and its arguments.
-    pub fn rust(name: &'static str, args: &[&str]) -> Self {
-        Self::start(name, &folder().join("rust/release/peers"), args.to_vec())
+    /// A peer in Rust: a program of `benches/peers`, and its arguments.
+    pub fn rust(name: &'static str, program: &str, args: &[&str]) -> Self {
+        Self::start(name, &folder().join("rust/release").join(program), args.to_vec())
+    }
+
+    /// This bench itself with these arguments, for a side that is measured like the others.
+    pub fn this(name: &'static str, args: &[&str]) -> Self {
+        Self::start(name, &std::env::current_exe().expect("a bench is a file"), args.to_vec())
     }
 
     fn start(name: &'static str, program: &Path, args: Vec<&str>) -> Self {
@@ -52,7 +57,8 @@ impl Peer {
         peer
     }
 
-    fn read(&mut self) -> String {
+    /// The next line that it says.
+    pub fn read(&mut self) -> String {
         let mut line = String::new();
         let read = self.output.read_line(&mut line);
         assert!(read.is_ok_and(|bytes| bytes > 0), "{} has ended: see above", self.name);

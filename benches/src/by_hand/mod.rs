@@ -1,5 +1,6 @@
 //! The hand-written code that benches compare with.
 
+pub mod pipelined;
 pub mod postgres;
 pub mod redis;
 pub mod sqlite;

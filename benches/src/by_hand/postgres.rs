@@ -11,12 +11,13 @@ use crate::Receipt;
 const LEASE_MS: i64 = 30_000;
 const TTL_MS: i64 = 7 * 86_400_000;
 const RESERVE: &str = "\
-    INSERT INTO hand.records (key, owner, format, state, attempt, starts, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
-    expires_at, listed_at) VALUES ($1, $2, 1, 'P', 1, 1, false, $3::int8, $4::int8, now() + $3 * interval '1 ms', \
-    now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') ON CONFLICT (key) DO NOTHING";
+    INSERT INTO hand.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
+    first_seen_at, began_at, lapses_at, expires_at, listed_at) VALUES ($1, $2, 1, 'pending', 1, 1, false, $3::int8, $4::int8, \
+    now(), now(), now() + $3 * interval '1 ms', now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') \
+    ON CONFLICT (key) DO NOTHING";
 const COMPLETE: &str = "\
-    UPDATE hand.records SET state = 'C', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
-    expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'P'";
+    UPDATE hand.records SET state = 'completed', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
+    expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'pending'";
 const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
 const BLOG_SCHEMA: &str = "\
     CREATE TABLE IF NOT EXISTS blog (key text PRIMARY KEY, status text NOT NULL, result jsonb, \

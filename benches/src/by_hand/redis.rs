@@ -4,17 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use idem_runtime::Policy;
+use idem_runtime::{Codec, Json, Policy};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
+use serde::de::DeserializeOwned;
 
 use crate::Receipt;
 
-const LEASE: Duration = Policy::DEFAULT_LEASE;
+pub(super) const LEASE: Duration = Policy::DEFAULT_LEASE;
 /// The retention of results.
 pub const TTL: Duration = Duration::from_secs(7 * 86_400);
-const OWNER_CHECKED_SET: &str = "\
+pub(super) const OWNER_CHECKED_SET: &str = "\
     if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
     redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
     return 1";
@@ -67,11 +68,12 @@ impl ByHand {
         result
     }
 
-    /// `GET` of the record, not decoded.
-    pub async fn replay(&mut self, order_id: u64) -> Vec<u8> {
+    /// `GET` of the record, whose result is decoded by the codec that the library uses.
+    pub async fn replay<T: DeserializeOwned>(&mut self, order_id: u64) -> T {
         let mut get = redis::cmd("GET");
         get.arg(key(order_id));
-        get.query_async(&mut self.connection).await.expect("answers")
+        let record: Vec<u8> = get.query_async(&mut self.connection).await.expect("answers");
+        Json::decode(result(&record)).expect("decodes")
     }
 
     /// `SET key owner NX GET PX lease` that finds another owner.
@@ -102,10 +104,18 @@ impl ByHand {
     }
 }
 
-fn key(order_id: u64) -> String {
+/// The result in a finished record, which is all that is read of it: what follows the name of its codec.
+fn result(record: &[u8]) -> &[u8] {
+    const NAME: &[u8] = b"\x04json";
+    // Owner token and counters are in front of byte 48 and may hold anything.
+    let at = record.get(48..).and_then(|rest| rest.windows(NAME.len()).position(|it| it == NAME));
+    &record[48 + at.expect("finished, as JSON") + NAME.len()..]
+}
+
+pub(super) fn key(order_id: u64) -> String {
     format!("idem:1/bench::ship/order:{order_id}")
 }
 
-fn millis(duration: Duration) -> u64 {
+pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).expect("short enough")
 }

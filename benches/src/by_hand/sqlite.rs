@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
-use idem_runtime::Synchronous;
+use idem_runtime::sqlite::Synchronous;
 use rusqlite::{Connection, Statement, params};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
