@@ -187,9 +187,21 @@ impl PostgresServer {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// `kill -9` of the whole server.
+    /// `kill -9` of the whole server. The processes of its connections would live on, and answer, until they notice.
     pub fn kill(&mut self) {
-        self.end("-KILL");
+        let Some(mut postmaster) = self.child.take() else { return };
+        // It starts no process meanwhile.
+        signal(postmaster.id(), "-STOP");
+        let children = children(postmaster.id());
+        for process in children.iter().chain([&postmaster.id()]) {
+            signal(*process, "-KILL");
+        }
+        postmaster.wait().expect("was running");
+        for process in children {
+            while is_alive(process) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     /// Stops all processes of the server.
@@ -197,23 +209,18 @@ impl PostgresServer {
         let postmaster = self.child.as_ref().expect("running").id();
         // The parent first, so that it starts no process meanwhile.
         assert!(signal(postmaster, "-STOP"), "it has ended");
-        signal_children(postmaster, "-STOP");
+        for child in children(postmaster) {
+            signal(child, "-STOP");
+        }
     }
 
     /// Continues all processes of the server.
     pub fn go_on(&self) {
         if let Some(child) = &self.child {
-            signal_children(child.id(), "-CONT");
+            for child in children(child.id()) {
+                signal(child, "-CONT");
+            }
             signal(child.id(), "-CONT");
-        }
-    }
-
-    fn end(&mut self, how: &str) {
-        // A stopped process receives no signal but `SIGKILL`.
-        self.go_on();
-        if let Some(mut child) = self.child.take() {
-            signal(child.id(), how);
-            child.wait().expect("was running");
         }
     }
 
@@ -234,12 +241,17 @@ impl PostgresServer {
     }
 }
 
-fn signal_children(postmaster: u32, how: &str) {
-    // A process that has ended has no children, and any child may end at any time.
+/// The processes of a server but the first; any of them may end at any time.
+fn children(postmaster: u32) -> Vec<u32> {
+    // A process that has ended has no children.
     let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
-    for child in children.unwrap_or_default().split_ascii_whitespace() {
-        signal(child.parse().expect("a process"), how);
-    }
+    children.unwrap_or_default().split_ascii_whitespace().map(|child| child.parse().expect("a process")).collect()
+}
+
+/// Whether a process still does anything. One that has ended may be listed until somebody asks for its status.
+fn is_alive(process: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 fn program_succeeds(command: &mut Command) -> bool {
@@ -248,8 +260,13 @@ fn program_succeeds(command: &mut Command) -> bool {
 
 impl Drop for PostgresServer {
     fn drop(&mut self) {
-        // At once, but the shared memory is tidied up, which `kill -9` would leave behind.
-        self.end("-QUIT");
+        // A stopped process receives no signal but `SIGKILL`.
+        self.go_on();
+        if let Some(mut child) = self.child.take() {
+            // At once, but the shared memory is tidied up, which `kill -9` would leave behind.
+            signal(child.id(), "-QUIT");
+            child.wait().expect("was running");
+        }
         std::fs::remove_dir_all(&self.folder).ok();
     }
 }
