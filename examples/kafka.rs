@@ -26,8 +26,9 @@ use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _, ConsumerContext
 use rdkafka::message::{Header, Headers as _, Message as _, OwnedHeaders, OwnedMessage};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientContext, Offset, TopicPartitionList};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 const DAY: Duration = Duration::from_secs(86_400);
 const HANDLERS: usize = 8;
@@ -110,11 +111,22 @@ async fn work(run: Run) -> Result<(), Failure> {
             () = &mut shutdown => break,
         }
     }
-    // What has begun is finished, and committed.
-    while let Some(ended) = handlers.join_next().await {
-        settle(&consumer, ended?)?;
+    // What has begun is finished, and committed. Rebalances go on meanwhile; a message that comes now is left to the others.
+    while !handlers.is_empty() {
+        tokio::select! {
+            Some(ended) = handlers.join_next() => settle(&consumer, ended?)?,
+            _ = consumer.recv() => {}
+        }
     }
-    let _ = consumer.commit_consumer_state(CommitMode::Sync);
+    // librdkafka can hang for ever in closing a consumer amid a rebalance (its issue 4884). Who does not leave the group is missed
+    // by it after this time.
+    let (closed, is_closed) = oneshot::channel();
+    std::thread::spawn(move || {
+        let _ = consumer.commit_consumer_state(CommitMode::Sync);
+        drop(consumer);
+        closed.send(())
+    });
+    let _ = timeout(BROKER_TIMEOUT, is_closed).await;
     app.store.flush().await;
     Ok(())
 }

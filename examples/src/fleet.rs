@@ -351,7 +351,7 @@ impl Fleet<'_> {
         // One is stopped in the middle, and replaced.
         self.until(events.len() / 3).await?;
         let worker = self.workers.remove(0);
-        self.stop(worker)?;
+        self.stop(worker).await?;
         self.workers.push(self.run.spawn()?);
         self.until(payloads.len()).await?;
         // Nobody is killed from here on: what takes long is delivered once, although the broker would have given it up.
@@ -359,7 +359,7 @@ impl Fleet<'_> {
         publish(self.run, &slow).await?;
         self.until(payloads.len() + slow.len()).await?;
         for worker in std::mem::take(&mut self.workers) {
-            self.stop(worker)?;
+            self.stop(worker).await?;
         }
         Ok(())
     }
@@ -403,11 +403,20 @@ impl Fleet<'_> {
     }
 
     /// Asks a worker to end, and waits for it.
-    fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
-        // Open until it has ended: a worker ends at once when this closes.
-        let _stdin = worker.stdin.take();
+    async fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
         let told = Command::new("kill").args(["-TERM", &worker.id().to_string()]).status();
-        let status = worker.wait()?;
+        let began = Instant::now();
+        let status = loop {
+            match worker.try_wait()? {
+                Some(status) => break status,
+                None if began.elapsed() > LIMIT => {
+                    worker.kill()?;
+                    worker.wait()?;
+                    return Err(format!("a worker has not ended {LIMIT:?} after it was told to").into());
+                }
+                None => sleep(Duration::from_millis(10)).await,
+            }
+        };
         told?;
         self.stopped += 1;
         if status.success() { Ok(()) } else { Err(format!("a worker did not end well: {status}").into()) }
