@@ -129,6 +129,10 @@ mutants! {
     TakeoverWakesNobody => Rule::L3, "waiting";
     /// A duplicate waits without a look whether the attempt has ended meanwhile.
     WaitsWithoutLooking => Rule::L3, "waiting";
+    /// A wait tells that an attempt goes on whose lease has lapsed.
+    ToldOfLapsed => Rule::L1, "waits_and_fails";
+    /// A call whose own reservation may have landed is told that an attempt goes on.
+    ToldOfItsOwn => Rule::S8, "waits_and_fails";
     /// Where clocks differ, times are compared as if they did not.
     SkewIgnored => Rule::S1, "clocks_that_differ";
     /// Where clocks differ, the part of a tick that a reading leaves out is forgotten.

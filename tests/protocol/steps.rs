@@ -320,9 +320,9 @@ fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
     let met = slot?;
     let Reserving { over, at } = message(config, world, None);
     let reading = config.reading(world, who, at);
-    let alone = call.unanswered.is_some();
+    let alone = call.unanswered.is_some() && !config.is(Mutant::ToldOfItsOwn);
     if met.is_pending() {
-        let lapses_in = reading.until(met.lapses_at, config.mutant);
+        let lapses_in = reading.until(met.lapses_at, config.mutant).max(u8::from(config.is(Mutant::ToldOfLapsed)));
         // The wait goes on, for the attempt that runs now. A call that may yet find its own reservation asks.
         let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
         return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
@@ -342,10 +342,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::IsTold(who) => {
             let answer = told(config, world, who).expect("there is something to tell");
             reserve_anew(config, world, who);
-            if !matches!(answer, Answer::Pending { .. }) {
-                let request = pending_request(config, world, who).expect("it has been sent");
-                properties::audit(config, world, &world.slots.clone(), request, answer);
-            }
+            let request = pending_request(config, world, who).expect("it has been sent");
+            properties::audit(config, world, &world.slots.clone(), request, answer);
             hears(config, world, who, answer);
         }
         Action::StoreDoes(who) => {
