@@ -71,7 +71,8 @@ const REMEMBERED: usize = 1024;
 /// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts that
 ///   compare the owner token decide the rest. Each names keys of one slot only.
 /// - *Clock*: the server's. A clock step of the server shifts leases and retentions; after a failover the new primary's
-///   clock counts. Only for people, `SET … IFEQ` notes when the attempt began, by the wall clock of its process.
+///   clock counts. Only for people, a completion notes when its attempt began: by the wall clock of its process, or by the
+///   server's if its lease was renewed before.
 /// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
 ///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning. Replication
 ///   is asynchronous, so a failover forgets what the new primary had not received yet, unless
@@ -214,8 +215,8 @@ impl Shared {
         line.ok_or_else(|| failed(Failure::Unusable("no tokio runtime: call the store from inside one".into())))
     }
 
-    /// How old a record is whose attempt `began` then. It has the server's time, and the answer does not say what time it is
-    /// there: the wall clock of this host does, as exactly as the two clocks agree.
+    /// How old a record is whose attempt `began` then. It has the holder's time or the server's, and the answer does not say what
+    /// time it is there: the wall clock of this host does, as exactly as the clocks agree.
     fn age(&self, began: Option<u64>) -> Option<Duration> {
         let now = u64::try_from(wall_millis(self.core.clock())).unwrap_or_default();
         began.map(|began| Duration::from_millis(now.saturating_sub(began)))
@@ -694,10 +695,10 @@ impl Store for Shared {
             limits.check(bytes, clock)?;
             // A large value is not sent twice if the record differs.
             let reserved_at = unchanged_since(lease, clock).filter(|_| bytes < SURE);
-            let reserved = reserved_at.map(|at| (Record::reserved(lease), at));
-            let reserved = reserved.as_ref().map(|(record, at)| (record, *at));
+            let pending = reserved_at.map(|_| Record::reserved(lease));
             let name = self.name_of(&lease.key);
-            let finishing = Finishing { name, record: &record, reserved, ttl_ms: millis(lease.ttl) };
+            let (pending, ttl_ms) = (pending.as_ref(), millis(lease.ttl));
+            let finishing = Finishing { name, record: &record, reserved_at, pending, ttl_ms };
             let answer = line.route.run(name, Op::Finish(finishing)).await;
             written(&limits.learn(bytes, answer, clock)?)
         })

@@ -145,7 +145,7 @@ fn reserving(key: &str) -> Reserving<'_> {
 }
 
 fn finishing(key: &str) -> Finishing<'_> {
-    Finishing { name: name(key), record: &RECORD, reserved: Some((&RECORD, 1)), ttl_ms: 1 }
+    Finishing { name: name(key), record: &RECORD, reserved_at: Some(1), pending: Some(&RECORD), ttl_ms: 1 }
 }
 
 async fn reserve(dispatch: &Dispatch, key: &str) {

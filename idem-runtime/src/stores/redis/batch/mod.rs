@@ -201,8 +201,10 @@ impl Reserving<'_> {
 pub(super) struct Finishing<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
-    /// The record as the reservation wrote it, and when, in milliseconds since 1970; `None` if it must have changed.
-    pub(super) reserved: Option<(&'a Record, u64)>,
+    /// When it was reserved, in milliseconds since 1970; `None` if its record must have changed since then.
+    pub(super) reserved_at: Option<u64>,
+    /// The record as the reservation wrote it; `None` if it must have changed, or nothing compares with it.
+    pub(super) pending: Option<&'a Record>,
     pub(super) ttl_ms: u64,
 }
 
@@ -213,16 +215,18 @@ impl Finishing<'_> {
     }
 
     fn write(&self, bytes: &mut Vec<u8>) -> Lengths {
-        let pending = self.reserved.map_or(0, |(reserved, _)| format::len(reserved));
+        let pending = self.pending.map_or(0, format::len);
         bytes.reserve(self.name.len() + self.value_len() + pending);
         self.name.write(bytes);
         let value_at = bytes.len();
         format::write(self.record, bytes);
         let pending_at = bytes.len();
-        if let Some((reserved, at)) = self.reserved {
-            // A script finds the times by itself.
+        if let Some(at) = self.reserved_at {
+            // A script keeps the times that are in the record.
             format::set_times(&mut bytes[value_at..], at);
-            format::write(reserved, bytes);
+        }
+        if let Some(pending) = self.pending {
+            format::write(pending, bytes);
         }
         Lengths { key: self.name.len(), value: pending_at - value_at, pending: bytes.len() - pending_at }
     }
@@ -241,7 +245,8 @@ struct Lengths {
 struct Completion<'a> {
     key: &'a [u8],
     value: &'a [u8],
-    /// The record as the reservation wrote it, which names the attempt, too; empty if it must have changed.
+    /// The record as the reservation wrote it, which names the attempt, too; empty if it must have changed, or nothing compares
+    /// with it.
     pending: &'a [u8],
     ttl_ms: u64,
 }
@@ -552,10 +557,10 @@ impl Dispatch {
 
     /// Answers whether the record is this attempt's and now finished.
     pub(super) fn finish<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
+        let finishing = Finishing { pending: finishing.pending.filter(|_| self.0.compares()), ..*finishing };
         let Some(lone) = self.0.enter() else {
-            return Running::Gathered(self.0.gather(|gather| gather.add_completion(finishing)));
+            return Running::Gathered(self.0.gather(|gather| gather.add_completion(&finishing)));
         };
-        let finishing = *finishing;
         Running::alone(async move {
             let _lone = lone;
             let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(&finishing)))));

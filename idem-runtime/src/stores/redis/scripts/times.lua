@@ -2,6 +2,7 @@
 -- began, in milliseconds since 1970; zeros if that is unknown. A pending record that was not renewed yet has no such times: its
 -- retention runs since it was reserved. Nothing depends on them, so a login that may not ask for them is no failure.
 local NEVER = '\0\0\0\0\0\0\0\0'
+local UNKNOWN = NEVER .. NEVER
 local function times(key, record)
   local seen, began = string.sub(record, 33, 40), string.sub(record, 41, 48)
   local lease_at = 49 + bit.band(string.byte(record, 7), 4) * 8
@@ -14,4 +15,9 @@ local function times(key, record)
     end
   end
   return seen .. began
+end
+-- The record that ends an attempt, with the times that are there. Mostly there are none yet, and its sender knows them.
+local function ended(key, record, new)
+  if string.sub(record, 33, 48) == UNKNOWN and string.sub(new, 41, 48) ~= NEVER then return new end
+  return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
 end
