@@ -339,8 +339,9 @@ impl Ledger {
                 if net.history().was_reopened(key, run.started..later.started) {
                     continue;
                 }
-                // One that had not begun when an operator broke its lease begins after its successor.
-                if run.started > later.started && net.history().was_broken(key, run.attempt) {
+                // An operator who breaks a lease answers for its body, even if that has not begun by then: the answer to the
+                // reservation may be on its way.
+                if net.history().was_broken(key, run.attempt) {
                     continue;
                 }
                 let pair =
