@@ -229,10 +229,11 @@ impl History {
         given.collect()
     }
 
-    /// Whether an operator broke the lease of attempt `number` of `key`.
-    pub(crate) fn was_broken(&self, key: usize, number: u32) -> bool {
+    /// Whether an operator broke the lease of attempt `number` of `key` before the event `before`.
+    pub(crate) fn was_broken(&self, key: usize, number: u32, before: u64) -> bool {
         let breaks = |op: &Op| matches!(op.asked, Asked::BreakLease { attempt } if attempt == number);
-        self.ops.iter().any(|op| op.key == key && op.landed.is_some() && breaks(op))
+        let landed = |op: &Op| op.applied && op.landed.is_some_and(|(event, _)| event < before);
+        self.ops.iter().any(|op| op.key == key && breaks(op) && landed(op))
     }
 
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {

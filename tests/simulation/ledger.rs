@@ -208,7 +208,7 @@ impl Ledger {
             None => (false, "nothing".to_owned()),
         };
         // An operator who has broken it has said that its process is gone.
-        if !held && !net.history().was_broken(self.calls[call].key, number) {
+        if !held && !net.history().was_broken(self.calls[call].key, number, u64::MAX) {
             let text = format!("attempt {number} believes to hold its lease for {believed:?}; the store holds {state}");
             self.find(Check::Belief, self.calls[call].key, text);
         }
@@ -296,7 +296,7 @@ impl Ledger {
             for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
                 let (first, then) = (run.attempt, later.attempt);
                 // An attempt whose lease an operator broke learns it from its first renewal.
-                if first >= then && !net.history().was_broken(key, then) {
+                if first >= then && !net.history().was_broken(key, then, later.started) {
                     find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
                 }
             }
@@ -341,7 +341,7 @@ impl Ledger {
                 }
                 // An operator who breaks a lease answers for its body, even if that has not begun by then: the answer to the
                 // reservation may be on its way.
-                if net.history().was_broken(key, run.attempt) {
+                if net.history().was_broken(key, run.attempt, later.started) {
                     continue;
                 }
                 let pair =
