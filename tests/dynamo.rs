@@ -29,6 +29,7 @@ use idem_tests::Reopen as _;
 use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, request, reserved, stored, wins};
 use idem_tests::clock::OddClock;
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
+use idem_tests::log::Log;
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio::sync::Semaphore;
@@ -522,36 +523,16 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
     }
 }
 
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Log {
-    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(text);
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_clock_that_is_too_far_off_is_warned_of_once() {
     for (off, words) in [(0, None), (600_000, Some("ahead of")), (-600_000, Some("behind"))] {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
-        // With one alone, a place in the code that another thread comes by first would stay silent here.
-        let _another = tracing::Dispatch::new(tracing_subscriber::registry());
-        let logging = tracing::subscriber::set_default(subscriber);
+        let log = Log::start();
         let store =
             options("off").clock(OddClock::ahead_by(off)).build(client(&Wire::to(&Kind::Dynoxide.shared())), TABLE);
         for n in 0..3 {
             store.reserve(&request(&store, &format!("{off}:{n}"))).await.unwrap();
         }
-        drop(logging);
-        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let log = log.end();
         assert_eq!(log.matches("WARN").count(), usize::from(words.is_some()), "{off}: {log}");
         assert!(log.contains(words.unwrap_or_default()), "{off}: {log}");
     }

@@ -32,6 +32,7 @@ use idem_runtime::{
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, request, reserved, stored, wins};
+use idem_tests::log::Log;
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, raw, until};
@@ -305,33 +306,13 @@ async fn replicas_are_refused() {
     assert!(error.to_string().contains("READONLY"), "{error}");
 }
 
-/// The log of a future that runs on this thread.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_server_that_may_evict_records_is_warned_of() {
     let connect_logged = async |policy: &str| {
         let server = RedisServer::start_with(Kind::Redis, &["--maxmemory", "100mb", "--maxmemory-policy", policy]);
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
-        // With one alone, a place in the code that another thread comes by first would stay silent here.
-        let _another = tracing::Dispatch::new(tracing_subscriber::registry());
-        let logging = tracing::subscriber::set_default(subscriber);
+        let log = Log::start();
         RedisStore::connect(&server.url()).await.unwrap();
-        drop(logging);
-        String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
+        log.end()
     };
     for policy in ["allkeys-lru", "volatile-ttl"] {
         let log = connect_logged(policy).await;

@@ -255,8 +255,7 @@ async fn a_handler_has_its_attempt_its_span_and_what_is_carried() {
         let span = tracing::info_span!("request");
         TENANT.scope("acme", next.run(request).instrument(span))
     };
-    // With a single subscriber, `tracing` asks that of whichever thread comes first to a span whether anybody listens.
-    let _another = tracing::Dispatch::new(tracing_subscriber::registry());
+    idem_tests::log::hear_all();
     let subscriber = tracing_subscriber::fmt().with_writer(std::io::sink).finish();
     let _default = tracing::subscriber::set_default(subscriber);
     for (layer, expected) in [

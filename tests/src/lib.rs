@@ -8,6 +8,7 @@ pub mod clock;
 pub mod cluster;
 #[cfg(feature = "dynamodb")]
 pub mod dynamo;
+pub mod log;
 pub mod polls;
 #[cfg(feature = "postgres")]
 pub mod postgres;

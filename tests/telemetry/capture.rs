@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Mutex};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
-use tracing::{Dispatch, Event, Level, Subscriber};
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -58,10 +58,7 @@ struct Listener(Arc<Mutex<Log>>);
 
 impl Capture {
     pub(crate) fn start() -> Self {
-        // With a single subscriber, `tracing` asks that of whichever thread comes first to a span whether anybody listens, and
-        // the threads of other tests have none.
-        static ANOTHER: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(tracing_subscriber::registry()));
-        LazyLock::force(&ANOTHER);
+        idem_tests::log::hear_all();
         let seen = Arc::new(Mutex::new(Log::default()));
         let subscriber = tracing_subscriber::registry().with(Listener(Arc::clone(&seen)));
         Self { seen, _default: tracing::subscriber::set_default(subscriber) }
