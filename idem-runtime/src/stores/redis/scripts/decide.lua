@@ -12,8 +12,7 @@ if ARGV[2] ~= '' then
   if left > tonumber(ARGV[2]) then return 0 end
 end
 if ARGV[3] ~= '' then
-  local decided = string.sub(ARGV[3], 1, 32) .. times(KEYS[1], record) .. string.sub(ARGV[3], 49)
-  redis.call('SET', KEYS[1], decided, 'KEEPTTL')
+  redis.call('SET', KEYS[1], timed(KEYS[1], record, ARGV[3]), 'KEEPTTL')
 else
   -- Removes it, without a right that no other operation needs.
   redis.call('PEXPIRE', KEYS[1], 0)

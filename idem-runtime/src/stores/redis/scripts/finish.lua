@@ -11,7 +11,7 @@ for i = 1, #KEYS do
     local state, flags = byte(record, 6, 7)
     if state == 80 then
       -- Caught, so that an error halfway doesn't leave the other keys unanswered.
-      local reply = pcall('SET', KEYS[i], ended(KEYS[i], record, ARGV[at]), 'PX', ARGV[at + 1])
+      local reply = pcall('SET', KEYS[i], timed(KEYS[i], record, ARGV[at]), 'PX', ARGV[at + 1])
       if reply.err then
         answer, failure = 'E', failure or reply.err
       else

@@ -6,7 +6,7 @@ if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if string.sub(record, 9, 28) ~= string.sub(ARGV[2], 9, 28) then return 0 end
 local state, flags = string.byte(record, 6, 7)
 if state == 80 then
-  redis.call('SET', KEYS[1], ended(KEYS[1], record, ARGV[2]), 'PX', ARGV[3])
+  redis.call('SET', KEYS[1], timed(KEYS[1], record, ARGV[2]), 'PX', ARGV[3])
   -- Waiters also poll, so a login that may not publish is no failure of this write.
   if flags % 2 == 1 then redis.pcall('PUBLISH', ARGV[1], KEYS[1]) end
   return 1

@@ -16,8 +16,8 @@ local function times(key, record)
   end
   return seen .. began
 end
--- The record that ends an attempt, with the times that are there. Mostly there are none yet, and its sender knows them.
-local function ended(key, record, new)
+-- The record that replaces another one, with the times that are there. If there are none yet, its sender may know them.
+local function timed(key, record, new)
   if string.sub(record, 33, 48) == UNKNOWN and string.sub(new, 41, 48) ~= NEVER then return new end
   return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
 end
