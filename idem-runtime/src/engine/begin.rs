@@ -84,32 +84,37 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
             _ => false,
         };
         let mut outage = None;
-        let (start, waited, at_once) = loop {
-            let Beginning { start, waited, at_once } = admit(&subject, mode).await;
-            match &start {
-                Start::Refused(error) if mode == Mode::Enforce => match outlasts(&subject, error, &mut outage) {
-                    Some(pause) => store.heartbeats().clock().sleep(pause).await,
-                    None => break (start, waited.or(queued.then_some(Duration::ZERO)), at_once),
-                },
-                _ => break (start, waited.or(queued.then_some(Duration::ZERO)), at_once),
+        loop {
+            let mut beginning = admit(&subject, mode).await;
+            if mode == Mode::Enforce
+                && let Start::Refused(error) = &beginning.start
+                && let Some(pause) = outlasts(&subject, error, &mut outage)
+            {
+                store.heartbeats().clock().sleep(pause).await;
+                continue;
             }
-        };
-        let start = match start {
-            Start::Refused(error) if policy.on_store_error == OnStoreError::Run && is_no_answer(&error) => {
-                tracing::debug!(%error, "the store did not answer; the body runs unprotected");
-                unprotected(error.key(), Some(Refusal::Store))
+            beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
+            let instead = match &beginning.start {
+                Start::Refused(error) if policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
+                    tracing::debug!(%error, "the store did not answer; the body runs unprotected");
+                    Some(unprotected(error.key(), Some(Refusal::Store)))
+                }
+                Start::Refused(error) if mode == Mode::Shadow => {
+                    tracing::info!(%error, "shadow mode: would have been refused");
+                    Some(unprotected(error.key(), Refusal::of(error)))
+                }
+                Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
+                    tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
+                    Some(unprotected(Some(key), Some(Refusal::Replay)))
+                }
+                _ => None,
+            };
+            // Replaced in place, as it is large.
+            if let Some(instead) = instead {
+                beginning.start = instead;
             }
-            Start::Refused(error) if mode == Mode::Shadow => {
-                tracing::info!(%error, "shadow mode: would have been refused");
-                unprotected(error.key(), Refusal::of(&error))
-            }
-            Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
-                tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
-                unprotected(Some(&key), Some(Refusal::Replay))
-            }
-            start => start,
-        };
-        Beginning { start, waited, at_once }
+            return beginning;
+        }
     }
 }
 
@@ -174,14 +179,6 @@ enum Step {
 struct Running {
     attempt: u32,
     lapses_in: Duration,
-}
-
-/// Whether the answer to a reservation came in time.
-enum Timeliness {
-    /// The answer counts. An error does, too.
-    InTime(Result<Reservation, StoreError>),
-    /// The answer grants a lease that has lapsed already: another attempt may have run meanwhile.
-    TooLate { lease: Lease, takeover: bool },
 }
 
 /// The request of a call for its key, and its state so far.
@@ -256,52 +253,47 @@ impl<'a> Request<'a> {
 
     /// Asks the store for the key.
     async fn ask(&mut self) -> Step {
-        let now = self.clock().now();
-        // A repeated reservation may have taken effect by its first request: count the lease from there.
-        let mut asked_at = self.unanswered_since.unwrap_or(now);
-        let mut asking = self.store().reserve(&self.reserve).watched(self.store(), StoreOp::Reserve);
-        let (answer, since) = match asking.at_once() {
-            Some(answer) => {
-                self.at_once = true;
-                (Ok(answer), self.unanswered_since)
-            }
-            None => {
-                self.at_once = false;
-                let reply = send(self.store(), &self.reserve, &mut asking, self.unanswered_since.is_some()).await;
-                if reply.unanswered {
-                    self.unanswered_since = Some(asked_at);
-                }
-                (reply.answer, Some(asked_at))
-            }
-        };
-        drop(asking);
-        let reservation = match timeliness(answer, self.clock(), since) {
-            Timeliness::InTime(reservation) => reservation,
-            // Boxed: it is rare, and every call would carry its size inline.
-            Timeliness::TooLate { lease, takeover } => {
-                match Box::pin(confirm(self.store(), &self.reserve, lease, takeover)).await {
-                    Ok(Confirmation::Held { reservation, since }) => {
-                        asked_at = since;
-                        Ok(reservation)
+        // Blocks end what an await after them would carry along: every call has the size of its largest await.
+        let attempt = {
+            let now = self.clock().now();
+            // A repeated reservation may have taken effect by its first request: count the lease from there.
+            let mut asked_at = self.unanswered_since.unwrap_or(now);
+            let (mut answer, since) = {
+                let asking = self.store().reserve(&self.reserve);
+                let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));
+                if let Some(answer) = asking.at_once() {
+                    self.at_once = true;
+                    (Ok(answer), self.unanswered_since)
+                } else {
+                    self.at_once = false;
+                    let reply = send(self.store(), &self.reserve, &mut asking, self.unanswered_since.is_some()).await;
+                    if reply.unanswered {
+                        self.unanswered_since = Some(asked_at);
                     }
-                    Ok(Confirmation::Lost) => return Step::AskAgain,
-                    Err(error) => Err(error),
+                    (reply.answer, Some(asked_at))
+                }
+            };
+            if let Some(lease) = granted_too_late(&answer, self.clock(), since) {
+                // Boxed, as it is rare.
+                match Box::pin(confirm(self.store(), &self.reserve, lease)).await {
+                    Ok(Some(since)) => asked_at = since,
+                    Ok(None) => return Step::AskAgain,
+                    Err(error) => answer = Err(error),
                 }
             }
+            match answer {
+                Ok(Reservation::Released { .. }) if self.tokens < TOKENS => {
+                    self.reserve.owner = self.store().heartbeats().new_owner();
+                    (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
+                    return Step::AskAgain;
+                }
+                Ok(Reservation::Released { .. }) => return Step::Decided(self.no_answer(tokens_repeat())),
+                Ok(Reservation::FingerprintMismatch { attempt }) => attempt,
+                Ok(reservation) => return self.decide(reservation, asked_at),
+                Err(error) => return Step::Decided(self.no_answer(error)),
+            }
         };
-        match reservation {
-            Ok(Reservation::Released { .. }) if self.tokens < TOKENS => {
-                self.reserve.owner = self.store().heartbeats().new_owner();
-                (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
-                Step::AskAgain
-            }
-            Ok(Reservation::Released { .. }) => Step::Decided(self.no_answer(tokens_repeat())),
-            Ok(Reservation::FingerprintMismatch { attempt }) => {
-                Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
-            }
-            Ok(reservation) => self.decide(reservation, asked_at),
-            Err(error) => Step::Decided(self.no_answer(error)),
-        }
+        Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
     }
 
     /// The next step after a reservation.
@@ -481,7 +473,7 @@ async fn send<'a>(
     let mut pauses = RESERVE_PAUSES.iter();
     let mut unanswered = false;
     loop {
-        match (&mut *asking).await {
+        let pause = match (&mut *asking).await {
             Ok(reservation) => {
                 guard.may_have_landed = false;
                 return Reply { answer: Ok(reservation), unanswered };
@@ -490,52 +482,46 @@ async fn send<'a>(
                 unanswered |= error.may_have_landed();
                 may_have_landed |= unanswered;
                 match pauses.next() {
-                    Some(pause) if error.is_transient() => store.heartbeats().clock().sleep(*pause).await,
+                    Some(pause) if error.is_transient() => *pause,
                     _ => {
                         guard.may_have_landed = may_have_landed;
                         return Reply { answer: Err(error), unanswered };
                     }
                 }
             }
-        }
+        };
+        store.heartbeats().clock().sleep(pause).await;
         *asking = store.reserve(request).watched(store, StoreOp::Reserve);
     }
 }
 
-/// Whether an answer still counts whose first request was sent at `since` (`None`: just now).
-fn timeliness(answer: Result<Reservation, StoreError>, clock: &dyn Clock, since: Option<Instant>) -> Timeliness {
-    match answer {
-        Ok(Reservation::Granted { lease, takeover })
-            if since.is_some_and(|since| clock.now() >= since.saturating_add(lease.duration)) =>
-        {
-            Timeliness::TooLate { lease, takeover }
+/// The lease of an answer that grants one which has lapsed already: another attempt may have run meanwhile. The request was
+/// first sent at `since` (`None`: just now).
+fn granted_too_late<'a>(
+    answer: &'a Result<Reservation, StoreError>,
+    clock: &dyn Clock,
+    since: Option<Instant>,
+) -> Option<&'a Lease> {
+    match (answer, since) {
+        (Ok(Reservation::Granted { lease, .. }), Some(since)) => {
+            (clock.now() >= since.saturating_add(lease.duration)).then_some(lease)
         }
-        answer => Timeliness::InTime(answer),
+        _ => None,
     }
 }
 
-/// The result of renewing a lease that lapsed before its body could start.
-enum Confirmation {
-    /// The lease is held again, from `since` on.
-    Held {
-        reservation: Reservation,
-        since: Instant,
-    },
-    Lost,
-}
-
-/// Renews a lease that has lapsed before its body could start. If the renewal fails, the reservation is released.
+/// Renews a lease that has lapsed before its body could start, and returns since when it is held again; `None` if it is lost.
+/// If the renewal fails, the reservation is released.
 async fn confirm(
     store: &Arc<dyn Store>,
     request: &ReserveRequest,
-    lease: Lease,
-    takeover: bool,
-) -> Result<Confirmation, StoreError> {
+    lease: &Lease,
+) -> Result<Option<Instant>, StoreError> {
     let clock = store.heartbeats().clock();
     let mut unused = Unanswered { store, request, may_have_landed: true };
     loop {
         let since = clock.now();
-        let answers = renew_all(store, std::slice::from_ref(&lease)).await?;
+        let answers = renew_all(store, std::slice::from_ref(lease)).await?;
         let Some(answer) = answers.first().copied() else {
             return Err(StoreError::new(
                 StoreErrorKind::Unconfirmed,
@@ -544,11 +530,11 @@ async fn confirm(
         };
         if answer == Verdict::Refused {
             unused.may_have_landed = false;
-            return Ok(Confirmation::Lost);
+            return Ok(None);
         }
         if clock.now() < since.saturating_add(lease.duration) {
             unused.may_have_landed = false;
-            return Ok(Confirmation::Held { reservation: Reservation::Granted { lease, takeover }, since });
+            return Ok(Some(since));
         }
     }
 }

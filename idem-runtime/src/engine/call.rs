@@ -214,7 +214,6 @@ pin_project! {
             is_ok: bool,
             enforced: bool,
         },
-        Over,
     }
 }
 
@@ -242,16 +241,18 @@ where
                         facts.waited(span, waited);
                     }
                     let entered = enter(start, this.outcome, facts, span, work.as_mut(), *this.on_uncertain);
-                    let Some(phase) = entered else { break };
+                    let Some(entered) = entered else { break };
                     this.outcome.stage = Stage::Running;
                     this.outcome.executed = true;
                     report(this.seat, || this.outcome.clone());
-                    let asked_at = match &phase {
-                        Phase::Body { held: Some(held) } if at_once => Some(held.attempt().reserved_at),
+                    facts.body_begins(match &entered {
+                        Entered::Held(held) if at_once => Some(held.attempt().reserved_at),
                         _ => None,
-                    };
-                    facts.body_begins(asked_at);
-                    this.phase.set(phase);
+                    });
+                    this.phase.set(match entered {
+                        Entered::Held(held) => Phase::Body { held: Some(held) },
+                        Entered::Unprotected(attempt) => Phase::Unprotected { attempt },
+                    });
                 }
                 PhaseProjection::Unprotected { attempt } => {
                     let is_ok = ready!(polling(facts, || poll_as(attempt, work.as_mut(), cx)));
@@ -304,10 +305,9 @@ where
                     }
                     break;
                 }
-                PhaseProjection::Over => unreachable!("polled after it was ready"),
             }
         }
-        this.phase.set(Phase::Over);
+        // The phase stays as it is: it has ended, and to replace it would write all of it.
         work.drop_body();
         this.outcome.stage = Stage::Over;
         facts.over(span, this.outcome);
@@ -316,15 +316,21 @@ where
     }
 }
 
-/// The phase in which the body runs, or `None` if it does not.
-fn enter<A, C>(
+/// How a body runs.
+enum Entered {
+    Held(HeldAttempt),
+    Unprotected(Option<Attempt>),
+}
+
+/// How the body runs, or `None` if it does not.
+fn enter(
     start: Start,
     outcome: &mut Outcome,
     facts: &mut Facts,
     span: Option<&Span>,
     mut work: Pin<&mut dyn Work>,
     on_uncertain: Option<fn(Uncertain<'_>)>,
-) -> Option<Phase<A, C>> {
+) -> Option<Entered> {
     let error = match start {
         Start::Reserved(held) => {
             let number = held.attempt().number();
@@ -333,13 +339,13 @@ fn enter<A, C>(
             outcome.takeover = held.takeover;
             outcome.disposition = Disposition::Retry { after: held.pause() };
             facts.reserved(span, number, held.takeover);
-            return Some(Phase::Body { held: Some(held) });
+            return Some(Entered::Held(held));
         }
         Start::Unprotected { attempt, mode, bypassed } => {
             outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
             outcome.bypassed = bypassed;
             facts.unprotected(mode, bypassed);
-            return Some(Phase::Unprotected { attempt });
+            return Some(Entered::Unprotected(attempt));
         }
         Start::Replay(replay) => match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
             Ok(is_ok) => {

@@ -60,20 +60,19 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
     async move {
         // The body has returned: if its own error is released, the caller knows of it, and nothing is in doubt.
         held.on_uncertain = None;
-        let written = match held.write() {
-            Some(mut writing) => match writing.at_once() {
-                Some(written) => Ok(written),
-                None => {
-                    let Attempt { store, lease, .. } = held.attempt();
-                    store.heartbeats().body_returned(lease.owner);
-                    writing.await
-                }
-            },
-            None => Ok(Verdict::Applied),
+        let written = 'written: {
+            let Some(mut writing) = held.write() else { break 'written Ok(Verdict::Applied) };
+            if let Some(written) = writing.at_once() {
+                break 'written Ok(written);
+            }
+            let Attempt { store, lease, .. } = held.attempt();
+            store.heartbeats().body_returned(lease.owner);
+            (&mut writing).await
         };
         let ended = match written {
             Ok(written) => Ok(written),
-            Err(error) => write_held_again(&mut held, error).await,
+            // Boxed: it is rare, and every call would carry its size inline.
+            Err(error) => Box::pin(write_held_again(&mut held, error)).await,
         };
         let content = match (&ended, &held.on_drop) {
             (Ok(Verdict::Applied), Some(ending)) => content(held.attempt().key(), ending),

@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use super::watch::Watch;
 use super::{Answers, Store, StoreError};
+use crate::clock::Instant;
 use crate::metrics::StoreOp;
 use crate::record::Verdict;
 
@@ -34,12 +35,22 @@ impl<'a, T> StoreFuture<'a, T> {
     }
 
     /// Takes the time of the operation `op` of `store`, and notes whether it fails.
-    pub(crate) fn watched<S: Store + ?Sized>(mut self, store: &'a S, op: StoreOp) -> Self {
+    pub(crate) fn watched<S: Store + ?Sized>(self, store: &'a S, op: StoreOp) -> Self {
+        self.watched_since(store, op, None)
+    }
+
+    /// The same of an operation that `began` then, if that is known.
+    pub(crate) fn watched_since<S: Store + ?Sized>(
+        mut self,
+        store: &'a S,
+        op: StoreOp,
+        began: Option<Instant>,
+    ) -> Self {
         match &self.reply {
             Reply::Ready(Some(Ok(_))) => store.heartbeats().answered_at_once(store.name(), op),
             Reply::Ready(Some(Err(error))) => store.heartbeats().operation_failed(store.name(), op, error),
             Reply::Ready(None) => {}
-            Reply::Later(_) => self.watch = Some(Watch::new(store, op)),
+            Reply::Later(_) => self.watch = Some(Watch::new(store, op, began)),
         }
         self
     }

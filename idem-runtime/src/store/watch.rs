@@ -19,7 +19,8 @@ pub(super) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    pub(super) fn new<S: Store + ?Sized>(store: &'a S, op: StoreOp) -> Self {
+    /// An operation that `began` then, or just now.
+    pub(super) fn new<S: Store + ?Sized>(store: &'a S, op: StoreOp, began: Option<Instant>) -> Self {
         let (heartbeats, name) = (store.heartbeats(), store.name());
         let span = tracing::debug_span!(
             "idem.store",
@@ -33,7 +34,8 @@ impl<'a> Watch<'a> {
         );
         let span = (!span.is_disabled()).then(|| Box::new(span));
         heartbeats.metrics(name);
-        Self { heartbeats, op, began: nanos(heartbeats.clock().now()), span }
+        let began = began.unwrap_or_else(|| heartbeats.clock().now());
+        Self { heartbeats, op, began: nanos(began), span }
     }
 
     pub(super) fn span(&self) -> Option<&Span> {
