@@ -166,7 +166,7 @@ impl ScopeCells {
     pub(crate) fn replayed(&self, age: Duration, ttl: Duration) {
         self.replay_age_seconds.add(0, nanos(age));
         if !ttl.is_zero() {
-            self.replay_age_ratio.add(0, Unit::Ratio.of(age.as_secs_f64() / ttl.as_secs_f64()));
+            self.replay_age_ratio.add(0, Unit::Ratio.of(share(age, ttl)));
         }
     }
 
@@ -174,7 +174,7 @@ impl ScopeCells {
     pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
         self.body_seconds.add(0, nanos(ran));
         if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {
-            self.body_lease_ratio.add(0, Unit::Ratio.of(ran.as_secs_f64() / lease.as_secs_f64()));
+            self.body_lease_ratio.add(0, Unit::Ratio.of(share(ran, lease)));
         }
     }
 
@@ -230,6 +230,12 @@ impl ScopeCells {
             histogram.read(scope, series);
         }
     }
+}
+
+/// How large a part of `whole` is.
+#[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
+fn share(part: Duration, whole: Duration) -> f64 {
+    nanos(part) as f64 / nanos(whole) as f64
 }
 
 impl fmt::Debug for ScopeCells {

@@ -413,14 +413,15 @@ impl Slots {
     /// The record at `place`, with its trail.
     pub(super) fn record(&self, place: u32) -> Record {
         let slot = self.get(place);
-        let trail = match slot.head() {
+        let mut record = slot.record();
+        record.trail = match slot.head() {
             Some(Head(head)) if head & Head::OWN_TRAIL != 0 => {
                 self.own.map(|own| Trail::held(Holder::new(own))).unwrap_or_default()
             }
             Some(Head(head)) if head & Head::OTHER_TRAIL != 0 => self.trails.get(&place).cloned().unwrap_or_default(),
             _ => Trail::NONE,
         };
-        Record { trail, ..slot.record() }
+        record
     }
 
     /// Sets the trail of the record at `place`.
