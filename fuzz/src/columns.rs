@@ -301,6 +301,10 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
         })
         .collect();
     cells.insert(EXPIRES_AT + 1, (Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
+    // The server answers with what a replay needs first: `began_at` takes the place of `holder`, which follows with
+    // `first_seen_at`.
+    cells.swap(EXPIRES_AT + 2, EXPIRES_AT + 7);
+    cells.swap(EXPIRES_AT + 6, EXPIRES_AT + 7);
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
         // A row that was inserted just now has none of its columns.

@@ -27,13 +27,13 @@ impl Record {
     }
 
     /// [`admit`](Self::admit) by value, which copies no result.
-    #[cfg(any(feature = "memory", feature = "redis"))]
+    #[cfg(any(feature = "memory", feature = "redis", feature = "sqlite"))]
     pub(crate) fn admit_owned(self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self)))
     }
 
-    /// `None` if the record itself is the answer.
-    fn meet(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
+    /// The same; `None` if the record itself is the answer.
+    pub(crate) fn meet(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
         // Checked in every state: a replay or a takeover for another payload would be a wrong answer.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
             && recorded.is_comparable(&presented)

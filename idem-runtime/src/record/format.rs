@@ -211,11 +211,14 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// The same by value, which takes the result out of `value` without counting who shares its memory.
+/// The same by value, which takes the result out of `value` without counting who shares its memory. Of the trail of a
+/// finished record it has the trace only: a replay tells no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;
-    let (mut record, payload_at) = read(&value, None).ok_or(FormatError::Damaged)?;
+    let read =
+        if matches!(value[5], b'C' | b'F') { read_with(&value, None, Trail::read_trace) } else { read(&value, None) };
+    let (mut record, payload_at) = read.ok_or(FormatError::Damaged)?;
     if let (Some(at), Some(payload)) = (payload_at, payload(&mut record)) {
         value.advance(at);
         *payload = value;
@@ -273,6 +276,14 @@ fn check(value: &[u8]) -> Result<(), FormatError> {
 
 /// The record in `value`, without its result, and where that begins if it is stored and was not left out.
 fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
+    read_with(value, len, Trail::read)
+}
+
+/// Reads a trail, and returns it with what follows.
+type ReadTrail = fn(&[u8]) -> Option<(Trail, &[u8])>;
+
+/// The same, whose trail is read by `read_trail`.
+fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<(Record, Option<usize>)> {
     let mut rest = Reader(value);
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
     let owner = OwnerToken::from_bytes(rest.array()?);
@@ -283,7 +294,13 @@ fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
     let pending = (state, tag) == (b'P', 0);
     let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
-    let trail = if flags & FLAG_TRAIL == 0 { Trail::NONE } else { rest.trail()? };
+    let trail = if flags & FLAG_TRAIL == 0 {
+        Trail::NONE
+    } else {
+        let (trail, after) = read_trail(rest.0)?;
+        rest.0 = after;
+        trail
+    };
     let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
     let mut payload_at = None;
     let mut payload = |tag| {
@@ -321,12 +338,6 @@ impl Reader<'_> {
 
     fn millis(&mut self) -> Option<Duration> {
         Some(Duration::from_millis(u64::from_be_bytes(self.array()?)))
-    }
-
-    fn trail(&mut self) -> Option<Trail> {
-        let (trail, rest) = Trail::read(self.0)?;
-        self.0 = rest;
-        Some(trail)
     }
 
     /// The result, of which the bytes are still to come; `left_out` bytes are left of a record whose result was not read.

@@ -126,7 +126,8 @@ pub enum Reservation {
     /// Completed or failed: replay it.
     #[non_exhaustive]
     Finished {
-        /// The record.
+        /// The record. Its trail tells the trace of the run; a store may leave out the rest, which
+        /// [`inspect`](crate::Store::inspect) tells.
         record: Record,
         /// How old it is: the time since its attempt began, or since that ended where a store knows no more. `None` if the
         /// store does not tell. It decides nothing.

@@ -302,6 +302,17 @@ impl Trail {
         (sound && !is_empty).then(|| (Self(Kept::Told(written.into())), rest))
     }
 
+    /// The same of which only the trace is kept, and nothing else is looked at: all that a replay tells.
+    #[cfg(feature = "redis")]
+    pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (texts, rest) = split_bytes(bytes)?;
+        let trail = match texts {
+            [_, [], ..] => Self::NONE,
+            [_, traceparent, ..] => Self::of_texts(["", std::str::from_utf8(traceparent).ok()?, "", ""]),
+        };
+        Some((trail, rest))
+    }
+
     /// The same, held by `holder`.
     #[must_use]
     pub fn with_holder(&self, holder: Holder<'_>) -> Self {
@@ -340,7 +351,11 @@ impl Trail {
     }
 
     /// The trail that these texts tell, whoever wrote them: no decision depends on it, so what can't be kept is left out.
-    pub(crate) fn of_texts([holder, traceparent, by, reason]: [&str; 4]) -> Self {
+    pub(crate) fn of_texts(texts: [&str; 4]) -> Self {
+        if texts.iter().all(|text| text.is_empty()) {
+            return Self::NONE;
+        }
+        let [holder, traceparent, by, reason] = texts;
         let traceparent: Option<Traceparent> = traceparent.parse().ok();
         let [holder, by, reason] =
             [(holder, Holder::MAX_BYTES), (by, Self::MAX_BY_BYTES), (reason, Self::MAX_REASON_BYTES)]
@@ -367,7 +382,17 @@ fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
 
 /// The texts that [`write()`] wrote at the start of `bytes`, and what follows.
 fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
-    let (mut texts, mut rest) = ([""; 4], bytes);
+    let (found, rest) = split_bytes(bytes)?;
+    let mut texts = [""; 4];
+    for (text, found) in texts.iter_mut().zip(found) {
+        *text = std::str::from_utf8(found).ok()?;
+    }
+    Some((texts, rest))
+}
+
+/// The same as bytes.
+fn split_bytes(bytes: &[u8]) -> Option<([&[u8]; 4], &[u8])> {
+    let (mut texts, mut rest): ([&[u8]; 4], _) = ([&[]; 4], bytes);
     for (at, text) in texts.iter_mut().enumerate() {
         let len = if at < 3 {
             let (len, after) = rest.split_first()?;
@@ -378,9 +403,7 @@ fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
             rest = after;
             usize::from(u16::from_be_bytes(*len))
         };
-        let (found, after) = rest.split_at_checked(len)?;
-        *text = std::str::from_utf8(found).ok()?;
-        rest = after;
+        (*text, rest) = rest.split_at_checked(len)?;
     }
     Some((texts, rest))
 }

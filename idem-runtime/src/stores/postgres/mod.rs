@@ -34,7 +34,7 @@ pub use self::options::PostgresOptions;
 use self::sessions::{Sessions, Source};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
-use self::sql::{Ask, Found, Met, Micros, Statement, Statements, corrupt};
+use self::sql::{Ask, Found, Meeting, Met, Micros, Statement, Statements, corrupt};
 use self::wake::{Listener, Mark, Wakeups};
 #[cfg(feature = "with-sqlx-0_8")]
 pub use self::with_sqlx::InSqlx;
@@ -45,8 +45,7 @@ use crate::combine::{all, race};
 use crate::key::Key;
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State,
-    Verdict,
+    Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{
     Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -294,16 +293,12 @@ impl Shared {
                     }
                 }
             };
-            let (with, takeover) = if found.is_expired() {
-                (Record::first(request), false)
-            } else {
-                match found.meet(request) {
-                    Admission::Answer(answer) => return Ok(answer),
-                    Admission::Replace { with, takeover } => (with, takeover),
-                }
+            let (met, with, takeover) = match found.meet(request) {
+                Meeting::Answer(answer) => return Ok(answer),
+                Meeting::Replace { met, with, takeover } => (met, with, takeover),
             };
             let here = self.here()?;
-            let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &found, &with)).await;
+            let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &met, &with)).await;
             if replaced.map_err(Failure::without_result)? {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
@@ -638,13 +633,13 @@ impl Store for Shared {
     }
 }
 
-/// Reads an untrusted row, for tests. `None`: the statement has just made the record.
+/// Reads an untrusted row of all columns, for tests. `None`: the statement has just made the record.
 ///
 /// # Errors
 /// If the row is no record.
 #[cfg(feature = "conformance")]
 pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
-    match sql::met(row) {
+    match sql::met(row, sql::Columns::All) {
         sql::Met::Made => Ok(None),
         sql::Met::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
         sql::Met::Unseen | sql::Met::LeftOut => Err(sql::corrupt(crate::record::format::FormatError::Damaged)),

@@ -16,8 +16,8 @@ use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decided, Decision, Inspection, Parts, Reading, Record, ReserveRequest, Ruling, State,
-    StoredResult, signed_millis,
+    Action, Admission, Decided, Decision, Inspection, Parts, Reading, Record, Reservation, ReserveRequest, Ruling,
+    State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 use std::time::Duration;
@@ -120,6 +120,8 @@ pub struct Statement {
 pub(super) struct Statements {
     /// `key`: its record, if there is one.
     pub(super) look: Statement,
+    /// `key`: what its reservation is answered from, if it has a record.
+    pub(super) answer: Statement,
     /// `keys`: their records, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
     /// The columns of [`RESERVE`]: makes a record, or finds the existing one.
@@ -164,19 +166,31 @@ pub(super) struct Statements {
 /// A statement that reads many records leaves out results of more bytes than this, so that its answer has a bound. Each
 /// result left out is read alone.
 const IN_A_BATCH: usize = 4096;
-/// The columns that a row is read from, in this order.
-const RECORD: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
+/// The columns that a reservation is answered from, in this order.
+const ANSWER: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
                       r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp(), \
-                      r.holder, r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at";
+                      r.began_at, r.traceparent, r.decided_by, r.decided_reason";
 /// The same for a record that was just made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
-                    NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text, NULL::text, \
-                    NULL::timestamptz, NULL::timestamptz";
-/// The index of the key, where it follows [`RECORD`].
-const KEY_AT: usize = 21;
+                    NULL::timestamptz, NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text";
+/// The columns that follow [`ANSWER`] where a person may look at the record: many replays would carry them in vain.
+const REST: &str = "r.holder, r.first_seen_at";
+/// Which columns a row has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Columns {
+    /// Those of [`ANSWER`].
+    Answer,
+    /// Those of [`ANSWER`] and [`REST`].
+    All,
+}
+
+/// The index of the key, where it follows [`ANSWER`].
+const KEY_OF_MANY_AT: usize = 19;
 /// In a statement that reads many records, the index of whether the result was left out.
-const LEFT_OUT_AT: usize = 22;
+const LEFT_OUT_AT: usize = 20;
+/// The index of the key, where it follows [`ANSWER`] and [`REST`].
+const KEY_AT: usize = 21;
 /// In a list, the index of the size of a result; in its last row, of how many rows were looked at.
 const SIZE_AT: usize = 22;
 
@@ -302,15 +316,16 @@ impl Statements {
                 ttl = ms("u.ttl_ms"),
             )
         };
-        let look = format!("SELECT {RECORD} FROM {table} AS r WHERE r.key = $1");
+        let look = format!("SELECT {ANSWER}, {REST} FROM {table} AS r WHERE r.key = $1");
+        let answer = format!("SELECT {ANSWER} FROM {table} AS r WHERE r.key = $1");
         let is_large = format!("octet_length(r.result) > {IN_A_BATCH}");
-        let bounded = RECORD.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
+        let bounded = ANSWER.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
         // By a join, as `key = ANY($1)` would look for every key in every partition.
         let many =
             format!("{bounded}, r.key, {is_large} FROM unnest($1) AS a (key) JOIN {table} AS r ON r.key = a.key");
         let look_many = format!("SELECT {many}");
         let reserve = format!(
-            "WITH made AS ({}) SELECT {RECORD} FROM {table} AS r WHERE r.key = $1 \
+            "WITH made AS ({}) SELECT {ANSWER} FROM {table} AS r WHERE r.key = $1 \
              UNION ALL SELECT {MADE} FROM made",
             make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"),
         );
@@ -322,7 +337,7 @@ impl Statements {
         // waited for with a time limit. The lock ends with its transaction.
         let reserve_within = format!(
             "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9) AS is_held), made AS ({}) \
-             SELECT {RECORD}, made.key IS NOT NULL, held.is_held \
+             SELECT {ANSWER}, {REST}, made.key IS NOT NULL, held.is_held \
              FROM held LEFT JOIN made ON true LEFT JOIN {table} AS r ON r.key = $1",
             make("(SELECT $1, $2, $3, $4, $5, $6, $7, $8 FROM held WHERE held.is_held)"),
         );
@@ -387,14 +402,15 @@ impl Statements {
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
         // Bounded by the rows that it looks at. The last row tells how far it came.
-        let unread = RECORD.replace("r.result,", "NULL::bytea,");
+        let unread = format!("{}, {REST}", ANSWER.replace("r.result,", "NULL::bytea,"));
+        let none = "NULL::text, NULL::timestamptz";
         let list = format!(
             "WITH looked AS MATERIALIZED (SELECT r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, \
              r.on_crash_fail, r.lease_ms, r.ttl_ms, r.codec, r.result_bytes, r.lapses_at, r.expires_at, r.holder, \
              r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at, r.key, \
              octet_length(r.result)::bigint AS size FROM {table} AS r WHERE r.key > $1 AND r.key < $2 ORDER BY r.key \
              LIMIT $3) SELECT {unread}, r.key, r.size FROM looked AS r WHERE r.format <> {VERSION} \
-             OR (r.expires_at > {now} AND r.state = ANY($4)) UNION ALL SELECT {MADE}, max(key), count(*) FROM looked"
+             OR (r.expires_at > {now} AND r.state = ANY($4)) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
         );
         let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
         // By joins, under one snapshot: `to_regclass` sees a table committed since, whose comment would be missing.
@@ -416,6 +432,7 @@ impl Statements {
         let by_attempt: &[Type] = &[Type::TEXT, Type::INT8];
         Self {
             look: statement(look, &[Type::TEXT]),
+            answer: statement(answer, &[Type::TEXT]),
             look_many: statement(look_many, &[Type::TEXT_ARRAY]),
             reserve: statement(reserve, &RESERVE),
             reserve_many: statement(reserve_many, &RESERVE_MANY),
@@ -460,7 +477,7 @@ impl Statements {
     where
         StoreError: From<A::Error>,
     {
-        match at.rows(&self.look, &[&key], Effect::Reads).await?.first().map(met) {
+        match at.rows(&self.look, &[&key], Effect::Reads).await?.first().map(|row| met(row, Columns::All)) {
             Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
             Some(Met::Made | Met::Unseen | Met::LeftOut) => Err(corrupt(FormatError::Damaged)),
             None => Ok(None),
@@ -623,7 +640,8 @@ pub(super) struct Found {
     pub(super) expires_at: Micros,
     /// The server's clock when it was found.
     pub(super) now: Micros,
-    pub(super) first_seen_at: Micros,
+    /// Known of a row with all columns.
+    pub(super) first_seen_at: Option<Micros>,
     pub(super) began_at: Micros,
 }
 
@@ -644,27 +662,43 @@ impl Found {
         }
     }
 
-    /// What a reservation does with it.
-    pub(super) fn meet(&self, request: &ReserveRequest) -> Admission {
-        match self.record.admit(request, self.lapses_in()) {
-            Admission::Answer(answer) => Admission::Answer(answer.aged(self.now.since(self.began_at))),
-            replace @ Admission::Replace { .. } => replace,
+    /// What a reservation does with it. By value, as that copies no result.
+    pub(super) fn meet(self, request: &ReserveRequest) -> Meeting {
+        if self.is_expired() {
+            return Meeting::Replace { met: self, with: Record::first(request), takeover: false };
+        }
+        let age = self.now.since(self.began_at);
+        match self.record.meet(request, self.lapses_in()) {
+            None => Meeting::Answer(Reservation::finished(self.record).aged(age)),
+            Some(Admission::Answer(answer)) => Meeting::Answer(answer.aged(age)),
+            Some(Admission::Replace { with, takeover }) => Meeting::Replace { met: self, with, takeover },
         }
     }
 
     pub(super) fn inspection(self) -> Inspection {
         let lapses_in = matches!(self.record.state, State::Pending { .. }).then(|| self.lapses_in());
-        let [first_seen, began] = [self.first_seen_at, self.began_at].map(|at| Some(self.now.since(at)));
-        let expires_in = self.expires_in();
-        Inspection::new(self.record, expires_in, lapses_in).since(first_seen, began)
+        let first_seen = self.first_seen_at.map(|at| self.now.since(at));
+        let (expires_in, began) = (self.expires_in(), self.now.since(self.began_at));
+        Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
     }
 
     /// The record of a reservation that was just made, as the other requests for the key meet it.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
         let now = Micros(0);
-        Self { record, lapses_at, expires_at, now, first_seen_at: now, began_at: now }
+        Self { record, lapses_at, expires_at, now, first_seen_at: Some(now), began_at: now }
     }
+}
+
+/// What a reservation does with the record that it met.
+pub(super) enum Meeting {
+    Answer(Reservation),
+    /// Replaces the record `met`, if it is still unchanged.
+    Replace {
+        met: Found,
+        with: Record,
+        takeover: bool,
+    },
 }
 
 /// The answer of a statement that reserves or looks, about one key.
@@ -680,16 +714,16 @@ pub(super) enum Met {
     LeftOut,
 }
 
-/// The key in a row, where it follows [`RECORD`].
+/// The key in a row of a statement that reads many records.
 pub(super) fn key(row: &Row) -> Option<&str> {
-    row.try_get(KEY_AT).ok()
+    row.try_get(KEY_OF_MANY_AT).ok()
 }
 
 /// Reads a row of a statement that reads many records.
 pub(super) fn met_in_a_batch(row: &Row) -> Met {
     match row.try_get::<_, Option<bool>>(LEFT_OUT_AT) {
         Ok(Some(true)) => Met::LeftOut,
-        _ => met(row),
+        _ => met(row, Columns::Answer),
     }
 }
 
@@ -697,12 +731,12 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
     matches!(row.cell::<Option<T>>(at), Ok(None))
 }
 
-/// Reads a row.
-pub(super) fn met(row: &impl Cells) -> Met {
+/// Reads a row with these columns.
+pub(super) fn met(row: &impl Cells, columns: Columns) -> Met {
     match row.cell::<Option<i16>>(0) {
         // A row of a record that was just made is all nulls. A row that lacks only the format is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
-        Ok(Some(format)) => Met::Found(found(row, format, Reading::Whole).map(Box::new)),
+        Ok(Some(format)) => Met::Found(found(row, format, Reading::Whole, columns).map(Box::new)),
         _ => Met::Found(Err(FormatError::Damaged)),
     }
 }
@@ -732,18 +766,22 @@ pub(super) struct Within {
 /// Reads a row of [`Statements::reserve_within`].
 pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
     let (is_made, is_held): (bool, bool) = (row.cell(KEY_AT)?, row.cell(KEY_AT + 1)?);
-    let met = match met(row) {
+    let met = match met(row, Columns::All) {
         Met::Made if !is_made => Met::Unseen,
         met => met,
     };
     Ok(Within { is_held, met })
 }
 
-fn found(row: &impl Cells, format: i16, reading: Reading) -> Result<Found, FormatError> {
-    let record = Parts { reading, ..parts(row, format)? }.record()?;
+fn found(row: &impl Cells, format: i16, reading: Reading, columns: Columns) -> Result<Found, FormatError> {
+    let (holder, first_seen_at) = match columns {
+        Columns::Answer => (None, None),
+        Columns::All => (row.cell(19)?, Some(row.cell(20)?)),
+    };
+    let record = Parts { reading, holder, ..parts(row, format)? }.record()?;
     let time = |at: usize| row.cell::<Micros>(at);
-    let (lapses_at, expires_at, now) = (time(12)?, time(13)?, time(14)?);
-    Ok(Found { record, lapses_at, expires_at, now, first_seen_at: time(19)?, began_at: time(20)? })
+    let (lapses_at, expires_at, now, began_at) = (time(12)?, time(13)?, time(14)?, time(15)?);
+    Ok(Found { record, lapses_at, expires_at, now, first_seen_at, began_at })
 }
 
 /// Reads the rows of [`Statements::list`].
@@ -766,7 +804,8 @@ pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page
             return Ok(page);
         }
         let size = row.cell::<Option<i64>>(SIZE_AT)?.and_then(|size| u64::try_from(size).ok());
-        page.add(filter, key, found(row, format, Reading::WithoutResult(size)).map(|found| Some(found.inspection())));
+        let found = found(row, format, Reading::WithoutResult(size), Columns::All);
+        page.add(filter, key, found.map(|found| Some(found.inspection())));
     }
     page.next = last.map(Cursor::new);
     Ok(page)
@@ -788,7 +827,7 @@ pub(super) fn list(filter: &Filter) -> (String, String, i64, Vec<&'static str>) 
 fn parts(row: &impl Cells, format: i16) -> Result<Parts<'_>, FormatError> {
     Ok(Parts {
         reading: Reading::Whole,
-        holder: row.cell(15)?,
+        holder: None,
         traceparent: row.cell(16)?,
         decided_by: row.cell(17)?,
         decided_reason: row.cell(18)?,

@@ -10,14 +10,13 @@ use tokio_postgres::types::ToSql;
 
 use super::client::{Effect, Hidden};
 use super::failure::meaning;
-use super::sql::{self, Ask, Cells, Found, Met, Statement, Statements, corrupt};
+use super::sql::{self, Ask, Cells, Found, Meeting, Met, Statement, Statements, corrupt};
 use super::{LOOKS, PostgresStore, looked_in_vain, pause};
 use crate::clock::SystemClock;
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest,
-    State, Verdict,
+    Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
@@ -353,18 +352,14 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 Met::Unseen => return Ok(held_by_another(1)),
                 Met::LeftOut => return Err(corrupt(FormatError::Damaged)),
             };
-            let (with, takeover) = if found.is_expired() {
-                (first.clone(), false)
-            } else {
-                match found.meet(request) {
-                    Admission::Answer(answer) => return Ok(answer),
-                    Admission::Replace { with, takeover } => (with, takeover),
-                }
+            let (met, with, takeover) = match found.meet(request) {
+                Meeting::Answer(answer) => return Ok(answer),
+                Meeting::Replace { met, with, takeover } => (met, with, takeover),
             };
             if !said.is_held {
                 return Ok(held_by_another(with.attempt));
             }
-            if self.table.statements.replace_met(self, request, &found, &with).await? {
+            if self.table.statements.replace_met(self, request, &met, &with).await? {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }

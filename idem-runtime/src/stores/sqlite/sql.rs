@@ -52,11 +52,14 @@ const COLUMNS: [&str; 22] = [
     "result",
 ];
 
-/// What a row is read from, in this order, before its result.
-const RECORD: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
-                      lapses_at, holder, traceparent, decided_by, decided_reason, first_seen_at, began_at, codec, result_bytes";
-/// The index of the result, of its size where it is left out, and of the key in a list.
-const RESULT_AT: usize = 19;
+/// What a replay is read from, in this order, before its result.
+const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
+                      lapses_at, traceparent, began_at, codec, result_bytes";
+/// What follows the result in every other row.
+const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
+/// The index of the result, of the rest, of the size of the result where it is left out, and of the key in a list.
+const RESULT_AT: usize = 15;
+const REST_AT: usize = 16;
 const SIZE_AT: usize = 20;
 const KEY_AT: usize = 21;
 /// The longest result that a lone caller reads itself: a few pages.
@@ -184,7 +187,8 @@ enum Sql {
     Insert,
     Replace,
     Select,
-    SelectSmall,
+    Answer,
+    AnswerSmall,
     Finish,
     Release,
     Renew,
@@ -198,11 +202,12 @@ enum Sql {
 }
 
 impl Sql {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Insert,
         Self::Replace,
         Self::Select,
-        Self::SelectSmall,
+        Self::Answer,
+        Self::AnswerSmall,
         Self::Finish,
         Self::Release,
         Self::Renew,
@@ -233,14 +238,15 @@ impl Sql {
                 traceparent = ?14, decided_by = ?15, decided_reason = ?16, began_at = ?17,
                 first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
-            Self::Select => format!(r#"SELECT {RECORD}, result FROM "{table}" WHERE key = ?1"#),
+            Self::Select => format!(r#"SELECT {ANSWER}, result, {REST} FROM "{table}" WHERE key = ?1"#),
+            Self::Answer => format!(r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1"#),
             // The size of a result is known without reading it.
-            Self::SelectSmall => format!(
-                r#"SELECT {RECORD}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
+            Self::AnswerSmall => format!(
+                r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
             ),
             // Without `LIMIT`, as below.
             Self::List => format!(
-                r#"SELECT {RECORD}, NULL, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
+                r#"SELECT {ANSWER}, NULL, {REST}, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
             ),
             Self::Ping => format!(r#"SELECT 1 FROM "{table}" LIMIT 1"#),
             Self::Finish => format!(
@@ -278,22 +284,24 @@ struct Found {
     record: Record,
     lapses_at: Option<i64>,
     expires_at: i64,
-    first_seen_at: i64,
+    /// Known of a row that tells everything.
+    first_seen_at: Option<i64>,
     began_at: i64,
 }
 
 impl Found {
-    fn meet(&self, request: &ReserveRequest, now: i64) -> Admission {
-        match self.record.admit(request, self.lapses_in(now).unwrap_or_default()) {
-            Admission::Answer(answer) => Admission::Answer(answer.aged(until(now, self.began_at))),
+    fn meet(self, request: &ReserveRequest, now: i64) -> Admission {
+        let (lapses_in, age) = (self.lapses_in(now).unwrap_or_default(), until(now, self.began_at));
+        match self.record.admit_owned(request, lapses_in) {
+            Admission::Answer(answer) => Admission::Answer(answer.aged(age)),
             replace @ Admission::Replace { .. } => replace,
         }
     }
 
     fn inspection(self, now: i64) -> Inspection {
         let lapses_in = self.lapses_in(now);
-        let [first_seen, began] = [self.first_seen_at, self.began_at].map(|at| Some(until(now, at)));
-        Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, began)
+        let (first_seen, began) = (self.first_seen_at.map(|at| until(now, at)), until(now, self.began_at));
+        Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, Some(began))
     }
 
     /// What is left of the lease; `None` unless it is pending. Never more than the whole lease: a look-up may have read the
@@ -413,7 +421,7 @@ impl<'c> Table<'c> {
 
     /// The answer to a reservation that changes nothing; `None` if it has to write.
     pub(crate) fn answer(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
-        let found = self.find(&request.key, now)?;
+        let found = self.find_by(Sql::Answer, &request.key, now)?;
         let meeting = found.map(|found| found.meet(request, now));
         Ok(match meeting {
             Some(Admission::Answer(answer)) => Some(answer),
@@ -423,7 +431,7 @@ impl<'c> Table<'c> {
 
     /// The answer to a reservation from a finished record whose result is small.
     pub(super) fn replay(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
-        let found = self.find_by(Sql::SelectSmall, &request.key, now)?;
+        let found = self.find_by(Sql::AnswerSmall, &request.key, now)?;
         Ok(match found.map(|found| found.meet(request, now)) {
             Some(Admission::Answer(answer @ Reservation::Finished { .. })) => Some(answer),
             _ => None,
@@ -634,6 +642,12 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
         _ => return Err(FormatError::Damaged.into()),
     };
     let lapses_at = column(10)?.as_i64_or_null()?;
+    let columns = row.as_ref().column_count();
+    let text = |index| Ok::<_, Trouble>(column(index)?.as_str_or_null()?);
+    let ([holder, decided_by, decided_reason], first_seen_at) = match columns > REST_AT {
+        true => ([text(REST_AT)?, text(REST_AT + 1)?, text(REST_AT + 2)?], Some(column(REST_AT + 3)?.as_i64()?)),
+        false => ([None; 3], None),
+    };
     let parts = Parts {
         format,
         state: column(2)?.as_str()?,
@@ -644,21 +658,21 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
         on_crash_fail,
         lease_ms: column(8)?.as_i64_or_null()?,
         ttl_ms: column(9)?.as_i64_or_null()?,
-        holder: column(11)?.as_str_or_null()?,
-        traceparent: column(12)?.as_str_or_null()?,
-        decided_by: column(13)?.as_str_or_null()?,
-        decided_reason: column(14)?.as_str_or_null()?,
-        codec: column(17)?.as_str_or_null()?,
-        result_bytes: column(18)?.as_i64_or_null()?,
+        holder,
+        traceparent: text(11)?,
+        decided_by,
+        decided_reason,
+        codec: text(13)?,
+        result_bytes: column(14)?.as_i64_or_null()?,
         result: column(RESULT_AT)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
-        reading: match row.as_ref().column_count() > SIZE_AT {
+        reading: match columns > SIZE_AT {
             true => {
                 Reading::WithoutResult(column(SIZE_AT)?.as_i64_or_null()?.and_then(|size| u64::try_from(size).ok()))
             }
             false => Reading::Whole,
         },
     };
-    let (first_seen_at, began_at) = (column(15)?.as_i64()?, column(16)?.as_i64()?);
+    let began_at = column(12)?.as_i64()?;
     let record = parts.record()?;
     if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());

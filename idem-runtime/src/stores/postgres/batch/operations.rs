@@ -10,7 +10,7 @@ use tokio_postgres::types::ToSql;
 use super::super::Server;
 use super::super::client::{Database, Effect, Hidden};
 use super::super::failure::Failure;
-use super::super::sql::{self, Ask as _, Found, Met};
+use super::super::sql::{self, Ask as _, Columns, Found, Met};
 use super::{Waiting, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
@@ -124,9 +124,9 @@ impl Work for Reserves {
     async fn one(&self, request: &ReserveRequest) -> Result<Met, Failure> {
         let key = request.key.as_str();
         if self.replays.are_expected() {
-            let rows = self.server.rows(&self.server.sql.look, &[&key], Effect::Reads).await?;
+            let rows = self.server.rows(&self.server.sql.answer, &[&key], Effect::Reads).await?;
             if let Some(row) = rows.first() {
-                let met = sql::met(row);
+                let met = sql::met(row, Columns::Answer);
                 self.replays.note(usize::from(is_replay(&met)), 1);
                 return Ok(met);
             }
@@ -145,7 +145,7 @@ impl Work for Reserves {
         let mut met = Met::Unseen;
         for row in &rows {
             if !matches!(met, Met::Made) {
-                met = sql::met(row);
+                met = sql::met(row, Columns::Answer);
             }
         }
         self.replays.note(usize::from(is_replay(&met)), 1);
