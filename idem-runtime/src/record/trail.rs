@@ -496,4 +496,22 @@ mod tests {
         assert!(Trail::of_texts(["", "nonsense", "", ""]).is_empty());
         assert_eq!(told.texts(), ["host/1", PARENT, "alice", "INC-7"]);
     }
+    #[cfg(feature = "redis")]
+    #[test]
+    fn a_replay_reads_the_trace_only() {
+        for (texts, trace) in [
+            (["host/1", PARENT, "alice", "INC-7"], PARENT),
+            (["host/1", "", "alice", ""], ""),
+            (["", PARENT, "", ""], PARENT),
+        ] {
+            let mut written = Vec::new();
+            Trail::of_texts(texts).write(&mut written);
+            written.extend_from_slice(b"rest");
+            let (whole, rest) = Trail::read(&written).unwrap();
+            assert_eq!((whole.texts(), rest), (texts, &b"rest"[..]));
+            let (trail, rest) = Trail::read_trace(&written).unwrap();
+            assert_eq!((trail.texts(), rest), (["", trace, "", ""], &b"rest"[..]));
+            assert!((0..written.len() - 4).all(|cut| Trail::read_trace(&written[..cut]).is_none()));
+        }
+    }
 }

@@ -695,7 +695,7 @@ impl Store for Shared {
             limits.check(bytes, clock)?;
             // A large value is not sent twice if the record differs.
             let reserved_at = unchanged_since(lease, clock).filter(|_| bytes < SURE);
-            let pending = reserved_at.filter(|_| self.core.terms.compares).map(|_| Record::reserved(lease));
+            let pending = reserved_at.map(|_| Record::reserved(lease));
             let name = self.name_of(&lease.key);
             let (pending, ttl_ms) = (pending.as_ref(), millis(lease.ttl));
             let finishing = Finishing { name, record: &record, reserved_at, pending, ttl_ms };
