@@ -70,13 +70,10 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
     async move {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
-        let unprotected = |key: Option<&Key>, bypassed| {
-            let attempt = key.map(|key| Attempt::unprotected(Arc::clone(store), key.clone(), policy));
-            Start::Unprotected { attempt, mode, bypassed }
-        };
         let turns = outcome::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
-            return Beginning { start: unprotected(key.as_ref().ok(), None), waited: None, at_once: false };
+            let start = unprotected(&subject, mode, key.as_ref().ok(), None);
+            return Beginning { start, waited: None, at_once: false };
         }
         // Items of one batch with one key run one after the other: the second one replays the first.
         let queued = match (turns, key) {
@@ -85,37 +82,51 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
         };
         let mut outage = None;
         loop {
-            let mut beginning = admit(&subject, mode).await;
-            if mode == Mode::Enforce
-                && let Start::Refused(error) = &beginning.start
-                && let Some(pause) = outlasts(&subject, error, &mut outage)
-            {
-                store.heartbeats().clock().sleep(pause).await;
-                continue;
-            }
-            beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
-            let instead = match &beginning.start {
-                Start::Refused(error) if policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
-                    tracing::debug!(%error, "the store did not answer; the body runs unprotected");
-                    Some(unprotected(error.key(), Some(Refusal::Store)))
-                }
-                Start::Refused(error) if mode == Mode::Shadow => {
-                    tracing::info!(%error, "shadow mode: would have been refused");
-                    Some(unprotected(error.key(), Refusal::of(error)))
-                }
-                Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
-                    tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
-                    Some(unprotected(Some(key), Some(Refusal::Replay)))
-                }
-                _ => None,
+            let pause = {
+                let mut beginning = admit(&subject, mode).await;
+                let pause = match &beginning.start {
+                    Start::Refused(error) if mode == Mode::Enforce => outlasts(&subject, error, &mut outage),
+                    _ => None,
+                };
+                let Some(pause) = pause else {
+                    beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
+                    // In place, as it is large.
+                    if let Some(instead) = instead(&subject, mode, &beginning.start) {
+                        beginning.start = instead;
+                    }
+                    return beginning;
+                };
+                pause
             };
-            // Replaced in place, as it is large.
-            if let Some(instead) = instead {
-                beginning.start = instead;
-            }
-            return beginning;
+            // Here, as every call would carry what is in the block over this await.
+            store.heartbeats().clock().sleep(pause).await;
         }
     }
+}
+
+/// How a call goes on whose policy or mode runs the body although `start` does not.
+fn instead(subject: &Subject, mode: Mode, start: &Start) -> Option<Start> {
+    match start {
+        Start::Refused(error) if subject.policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
+            tracing::debug!(%error, "the store did not answer; the body runs unprotected");
+            Some(unprotected(subject, mode, error.key(), Some(Refusal::Store)))
+        }
+        Start::Refused(error) if mode == Mode::Shadow => {
+            tracing::info!(%error, "shadow mode: would have been refused");
+            Some(unprotected(subject, mode, error.key(), Refusal::of(error)))
+        }
+        Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
+            tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
+            Some(unprotected(subject, mode, Some(key), Some(Refusal::Replay)))
+        }
+        _ => None,
+    }
+}
+
+fn unprotected(subject: &Subject, mode: Mode, key: Option<&Key>, bypassed: Option<Refusal>) -> Start {
+    let Subject { store, policy, .. } = subject;
+    let attempt = key.map(|key| Attempt::unprotected(Arc::clone(store), key.clone(), policy));
+    Start::Unprotected { attempt, mode, bypassed }
 }
 
 /// How long the call waits before it asks a store again that has not answered: its message has few deliveries left, and would be
