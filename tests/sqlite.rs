@@ -965,16 +965,30 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
 async fn callers_who_are_not_alone_ask_the_reader() {
     let folder = Folder::new();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
-    let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
+    let is_held = Arc::new(AtomicBool::new(false));
+    let observed = {
+        let (counting, is_held) = (looks.clock(&clock), Arc::clone(&is_held));
+        Observed::new(&clock, move |thread, at_wall| {
+            counting.look(at_wall);
+            while thread.starts_with("idem-") && is_held.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+        })
+    };
+    let store = SqliteStore::options().clock(observed).open(folder.file()).await.unwrap();
     recorded(&store, "k", 10).await;
     reserved(&store, "pending").await;
     looks.warmed_up(&store, "k").await;
     let pending = request(&store, "pending");
+    is_held.store(true, Ordering::SeqCst);
     let mut first = Box::pin(store.reserve(&pending));
     begin(&mut first).await;
     let callers = looks.now().0;
-    assert!(replays(&store, "k").await);
+    let mut second = Box::pin(replays(&store, "k"));
+    begin(&mut second).await;
     assert_eq!(looks.now().0, callers, "the first caller is with the reader");
+    is_held.store(false, Ordering::SeqCst);
+    assert!(second.await);
     assert!(matches!(first.await, Ok(Reservation::InProgress { .. })));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now().0, callers + 1);
