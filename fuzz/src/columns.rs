@@ -19,7 +19,7 @@ use tokio_postgres::types::{FromSql, Type};
 use super::input::Input;
 use super::record::request;
 
-const NAMES: [&str; 20] = [
+const NAMES: [&str; 21] = [
     "format",
     "state",
     "owner",
@@ -40,6 +40,7 @@ const NAMES: [&str; 20] = [
     "decided_reason",
     "first_seen_at",
     "began_at",
+    "begun",
 ];
 const FORMAT: usize = 0;
 const STATE: usize = 1;
@@ -48,7 +49,7 @@ const LAPSES_AT: usize = 12;
 const EXPIRES_AT: usize = 13;
 
 /// The types of the columns in PostgreSQL.
-const TYPES: [Type; 20] = [
+const TYPES: [Type; 21] = [
     Type::INT2,
     Type::TEXT,
     Type::BYTEA,
@@ -69,6 +70,7 @@ const TYPES: [Type; 20] = [
     Type::TEXT,
     Type::TIMESTAMPTZ,
     Type::TIMESTAMPTZ,
+    Type::BOOL,
 ];
 
 /// The content of one place.
@@ -111,7 +113,7 @@ impl Cell {
     }
 }
 
-type Columns = [Cell; 20];
+type Columns = [Cell; 21];
 
 /// The columns of `record`.
 fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
@@ -122,9 +124,11 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         None => (Cell::Null, Cell::Null, Cell::Null),
     };
     let told = |text: Option<String>| text.map_or(Cell::Null, Cell::Text);
-    let (lease, ttl, fails) = match record.state {
-        State::Pending { lease, ttl, on_crash } => (millis(lease), millis(ttl), on_crash == OnCrash::Fail),
-        _ => (Cell::Null, Cell::Null, false),
+    let (lease, ttl, fails, begun) = match record.state {
+        State::Pending { lease, ttl, on_crash, begun } => {
+            (millis(lease), millis(ttl), on_crash == OnCrash::Fail, begun)
+        }
+        _ => (Cell::Null, Cell::Null, false, false),
     };
     [
         Cell::Int(1),
@@ -147,6 +151,7 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         told(record.trail.decided_reason().map(str::to_owned)),
         Cell::Int(1),
         Cell::Int(2),
+        Cell::Bool(begun),
     ]
 }
 
@@ -168,7 +173,7 @@ pub fn columns_as_stored(data: &[u8]) {
     let mut row = columns(&written, lapses_at, expires_at);
     let altered = input.below(4);
     for _ in 0..altered {
-        let at = usize::from(input.below(20));
+        let at = usize::from(input.below(21));
         row[at] = Cell::any(&mut input);
     }
     let mangled = input.flag();
@@ -305,6 +310,8 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
     // `first_seen_at`.
     cells.swap(EXPIRES_AT + 2, EXPIRES_AT + 7);
     cells.swap(EXPIRES_AT + 6, EXPIRES_AT + 7);
+    let begun = cells.pop().expect("the last one");
+    cells.insert(EXPIRES_AT + 6, begun);
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
         // A row that was inserted just now has none of its columns.

@@ -114,7 +114,12 @@ impl<'a> Input<'a> {
         let starts = u32::from_be_bytes(self.array()).min(attempt);
         let (owner, fingerprint) = (self.owner(), self.fingerprint());
         let state = match self.below(5) {
-            0 => State::Pending { lease: self.duration(), ttl: self.duration(), on_crash: self.on_crash() },
+            0 => State::Pending {
+                lease: self.duration(),
+                ttl: self.duration(),
+                on_crash: self.on_crash(),
+                begun: self.flag(),
+            },
             1 => State::Released,
             2 => State::Interrupted,
             3 => State::Completed(self.payload()),

@@ -11,7 +11,7 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// When a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop, short enough for
 /// messages to flow soon after it is mended.
-const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
+pub(crate) const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
 
 /// What to do with the message that was being handled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,7 +23,8 @@ pub enum Disposition {
         /// When a new delivery is likely to get further.
         after: Duration,
     },
-    /// No delivery of this message can succeed: set it aside for a person.
+    /// No delivery of this message can succeed, or the broker delivers it no more: set it aside for a person. The delivery may
+    /// have returned `Ok` if it swallowed the error of a call.
     DeadLetter,
 }
 
@@ -125,8 +126,12 @@ pub enum Error {
         /// How many attempts have started.
         attempts: u32,
     },
-    /// The lease lapsed while the body ran and another attempt took over, or the record is gone. The body was cancelled,
-    /// or it ran to its end and its result was not recorded.
+    /// The lease lapsed while the body ran. The body was cancelled, or it ran to its end and its result was not recorded.
+    ///
+    /// Without a `source` another attempt took over, or the record is gone. With one, the store refused for good to renew the
+    /// lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause): whether another attempt has taken over is
+    /// not known. The key is freed if the store takes that, and can be taken over at once otherwise; under `on_crash = fail` the
+    /// operation counts as interrupted.
     #[non_exhaustive]
     LeaseLost {
         /// The key of the operation.
@@ -137,6 +142,8 @@ pub enum Error {
         attempt: u32,
         /// A good time for the next delivery.
         retry_after: Duration,
+        /// Why the lease could not be renewed, if nobody is known to have taken over.
+        source: Option<StoreError>,
     },
     /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as interrupted under
     /// `on_crash = fail`.
@@ -174,7 +181,25 @@ pub enum Error {
         /// A good time for the next delivery, where the broker still takes an answer.
         retry_after: Duration,
     },
-    /// The body ran, and its result could not be recorded. The key is held until the lease lapses.
+    /// The [deadline](crate::future::ObserveAll::deadline) of the batch passed before the delivery had ended, or before it began. A body
+    /// that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    #[non_exhaustive]
+    DeadlinePassed {
+        /// The key of the last call, if there was one.
+        key: Option<Key>,
+        /// Its attempt, if its body had started.
+        attempt: Option<u32>,
+        /// A good time for the next delivery.
+        retry_after: Duration,
+    },
+    /// A message before it in its [group](crate::future::Observe::group) is not acknowledged, so the delivery did not begin.
+    #[non_exhaustive]
+    HeldBack {
+        /// A good time for the next delivery: that of the message before it, if that has one.
+        retry_after: Duration,
+    },
+    /// The body ran, and its result could not be recorded. The key is held until the lease lapses. Under `on_crash = fail` the
+    /// process goes on writing the result, and duplicates get [`Error::Interrupted`] until it is recorded.
     #[non_exhaustive]
     Unrecorded {
         /// The key of the operation.
@@ -248,8 +273,10 @@ impl Error {
     /// The key of the operation, where there is one.
     pub fn key(&self) -> Option<&Key> {
         match self {
-            Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } => None,
-            Self::Panicked { key, .. } | Self::MessageLost { key, .. } => key.as_ref(),
+            Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } | Self::HeldBack { .. } => None,
+            Self::Panicked { key, .. } | Self::MessageLost { key, .. } | Self::DeadlinePassed { key, .. } => {
+                key.as_ref()
+            }
             Self::InvalidFingerprint { key, .. }
             | Self::InvalidPolicy { key, .. }
             | Self::InProgress { key, .. }
@@ -273,6 +300,8 @@ impl Error {
             | Self::TimedOut { retry_after, .. }
             | Self::Panicked { retry_after, .. }
             | Self::MessageLost { retry_after, .. }
+            | Self::DeadlinePassed { retry_after, .. }
+            | Self::HeldBack { retry_after, .. }
             | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
             _ if self.is_misconfigured() => Disposition::Retry { after: DEPLOYMENT_PAUSE },
             // The operation is done, and nobody can be told with what result: that is for a person to settle.
@@ -289,14 +318,17 @@ impl Error {
     }
 
     /// Whether this is a mistake of the deployment and not of the message: a policy that can't be honoured, two handlers with
-    /// one scope, `current()` outside of a handler, a store with the wrong version, rights or settings. Messages are kept for when it is mended.
+    /// one scope, `current()` outside of a handler, a return type that no longer reads recorded results, a store with the wrong
+    /// version, rights or settings. Messages are kept for when it is mended.
     pub fn is_misconfigured(&self) -> bool {
         match self {
             Self::NoAttempt | Self::InvalidPolicy { .. } => true,
             Self::InvalidKey { problem, .. } => problem.is_misconfiguration(),
+            Self::ResultUnavailable { problem, .. } => problem.is_misconfiguration(),
             Self::Store { source, .. } | Self::Unrecorded { source, .. } => {
                 source.kind() == StoreErrorKind::Misconfigured
             }
+            Self::LeaseLost { source: Some(source), .. } => source.kind() == StoreErrorKind::Misconfigured,
             _ => false,
         }
     }
@@ -312,7 +344,9 @@ impl Error {
             Self::Unrecorded { .. } => Some(Doubt::Unrecorded),
             Self::TimedOut { .. } => Some(Doubt::TimedOut),
             Self::Panicked { attempt: Some(_), .. } => Some(Doubt::Panicked),
-            Self::MessageLost { attempt: Some(_), .. } => Some(Doubt::Cancelled),
+            Self::MessageLost { attempt: Some(_), .. } | Self::DeadlinePassed { attempt: Some(_), .. } => {
+                Some(Doubt::Cancelled)
+            }
             Self::Interrupted { .. } => Some(Doubt::Interrupted),
             _ => None,
         }
@@ -332,6 +366,7 @@ impl Error {
 }
 
 impl fmt::Display for Error {
+    #[expect(clippy::too_many_lines, reason = "one text for each variant, to be read together")]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoAttempt => f.write_str(
@@ -358,7 +393,9 @@ impl fmt::Display for Error {
             Self::FingerprintMismatch { key, store, attempt, payloads } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} had another payload ({payloads}); the body did not run; \
-                 give each operation a key of its own"
+                 either two operations share a key: give each one of its own; or the type of the payload changed with a \
+                 deployment, by a new field for example: leave the field out while it is absent \
+                 (`skip_serializing_if`), or hash only parts that stay (`fingerprint = (event.id, event.amount)`)"
             ),
             Self::Interrupted { key, store, attempt } => write!(
                 f,
@@ -388,13 +425,40 @@ impl fmt::Display for Error {
                 "the broker extends the message no further, and the delivery was cancelled; no body was running; the next \
                  delivery runs it",
             ),
+            Self::DeadlinePassed { key: Some(key), attempt: Some(attempt), .. } => write!(
+                f,
+                "key `{key}`: the deadline of the batch passed; attempt {attempt} was cancelled, and its effects may have \
+                 happened in part; the next delivery runs it again"
+            ),
+            Self::DeadlinePassed { .. } => f.write_str(
+                "the deadline of the batch passed; no body was running for this message; the next delivery runs it",
+            ),
+            Self::HeldBack { .. } => f.write_str(
+                "a message before this one in its group is not acknowledged, so this one did not begin; deliver it again after \
+                 that one",
+            ),
             Self::TimedOut { key, store, attempt, timeout, .. } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} ran for longer than its `timeout` of {timeout:?}; the body was \
                  cancelled, and its effects may have happened in part; deliver the message again, or give the handler \
                  more time"
             ),
-            Self::LeaseLost { key, store, attempt, .. } => write!(
+            Self::LeaseLost { key, store, attempt, source: Some(source), .. } => {
+                let next = match source.kind() {
+                    StoreErrorKind::Corrupt => {
+                        "look at the record, and have it forgotten once no handler is running for it; until then no delivery runs"
+                    }
+                    _ if source.is_for_good() => "correct the store or the rights of its login; the message can be delivered again",
+                    _ => "deliver the message again once the store answers",
+                };
+                let why = if source.is_for_good() { "refused for good" } else { "was not available for too long" };
+                write!(
+                    f,
+                    "key `{key}` in {store}: the lease of attempt {attempt} lapsed while the body ran, and its renewal {why}; the \
+                     body was cancelled, and its effects may have happened in part; {next}"
+                )
+            }
+            Self::LeaseLost { key, store, attempt, source: None, .. } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} lost its lease while the body ran; its result is not \
                  recorded; deliver the message again to get the result of the attempt that took over"
@@ -433,7 +497,9 @@ impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::InvalidFingerprint { source, .. } => Some(source),
-            Self::Unrecorded { source, .. } | Self::Store { source, .. } => Some(source),
+            Self::Unrecorded { source, .. }
+            | Self::Store { source, .. }
+            | Self::LeaseLost { source: Some(source), .. } => Some(source),
             Self::ResultUnavailable {
                 problem:
                     ResultProblem::Undecodable { source }

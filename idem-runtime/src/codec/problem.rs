@@ -51,6 +51,20 @@ pub enum ResultProblem {
     RecordedError,
 }
 
+impl ResultProblem {
+    /// Whether the result is there, and this version of the handler does not read it: a mistake of the deployment.
+    pub(crate) fn is_misconfiguration(&self) -> bool {
+        match self {
+            Self::OtherCodec { .. }
+            | Self::Undecodable { .. }
+            | Self::MigrationFailed { .. }
+            | Self::MigratedUndecodable { .. } => true,
+            // Handlers that share a key may differ in this for good, so their messages would circulate for ever.
+            Self::TooLarge { .. } | Self::Unencodable | Self::Unreadable { .. } | Self::RecordedError => false,
+        }
+    }
+}
+
 impl fmt::Display for ResultProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -67,7 +81,10 @@ impl fmt::Display for ResultProblem {
                 None => write!(f, "codec `{codec}` wrote it; `on_undecodable` can name a function that migrates it"),
             },
             Self::Unreadable { reason } => write!(f, "it can't be read: {reason}"),
-            Self::Undecodable { .. } => f.write_str("it does not decode as the function's return type"),
+            Self::Undecodable { .. } => f.write_str(
+                "it does not decode as the function's return type, which has changed since: mark a new field with \
+                 `#[serde(default)]`, or migrate recorded results with `on_undecodable`",
+            ),
             Self::MigrationFailed { .. } => f.write_str("`on_undecodable` could not migrate it"),
             Self::MigratedUndecodable { .. } => {
                 f.write_str("the output of `on_undecodable` does not decode as the function's return type")

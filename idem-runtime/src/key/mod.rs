@@ -103,6 +103,12 @@ impl Key {
         self.hash.get()
     }
 
+    /// The same in every process, so that a simulation repeats: FNV-1a of the stored form.
+    pub(crate) fn spread(&self) -> u64 {
+        let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        self.text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+    }
+
     /// The first bits of its hash.
     #[cfg(feature = "memory")]
     pub(crate) fn short_hash(&self) -> u32 {

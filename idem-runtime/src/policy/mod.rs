@@ -43,6 +43,7 @@ pub struct Policy {
     pub(crate) on_store_error: OnStoreError,
     pub(crate) max_result_bytes: usize,
     pub(crate) timeout: Duration,
+    max_pause: Option<Duration>,
     pub(crate) backoff: Backoff,
     pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(crate) on_undecodable: OnUndecodable,
@@ -75,6 +76,7 @@ impl Policy {
             on_store_error: OnStoreError::Fail,
             max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
             timeout: Self::DEFAULT_TIMEOUT,
+            max_pause: None,
             backoff: Backoff::DEFAULT,
             on_uncertain: None,
             on_undecodable: OnUndecodable::Error,
@@ -97,10 +99,21 @@ impl Policy {
 
     /// For how long the body may run (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call returns
     /// `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that
-    /// blocks its thread can't be cancelled: its lease is no longer renewed, and lapses.
+    /// blocks its thread can't be cancelled: its lease is no longer renewed, and lapses. The values of a cancelled body may take
+    /// this time once more to be dropped; the key is held until they are.
     #[must_use]
     pub const fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
+    }
+
+    /// For how long a body stays paused after its lease has lapsed, because the store does not answer its renewals (default:
+    /// three times the lease). It goes on if the store is back in time and no other attempt has taken over. Beyond that it is
+    /// cancelled, and the call returns [`Error::LeaseLost`](crate::Error::LeaseLost) with what the store said last. A store that
+    /// refuses to renew the lease for good, for want of a right or because the record is damaged, ends the body when its lease
+    /// lapses.
+    #[must_use]
+    pub const fn max_pause(self, max_pause: Duration) -> Self {
+        Self { max_pause: Some(max_pause), ..self }
     }
 
     /// How long a message waits before it is delivered again after a failure (default: from 1 s to 5 min).
@@ -133,7 +146,8 @@ impl Policy {
     }
 
     /// After `max_attempts` runs of the body without a recorded result, [`Error::AttemptsExhausted`] is returned
-    /// instead of another run (default: unlimited).
+    /// instead of another run (default: unlimited). In a transaction of yours it counts under `transact`, and is refused
+    /// elsewhere.
     ///
     /// # Panics
     /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
@@ -210,6 +224,14 @@ impl Policy {
         }
     }
 
+    /// [`max_pause`](Self::max_pause), or its default.
+    pub(crate) const fn longest_pause(&self) -> Duration {
+        match self.max_pause {
+            Some(pause) => pause,
+            None => self.lease.saturating_mul(3),
+        }
+    }
+
     /// Checks that the durations can be honoured.
     ///
     /// # Errors
@@ -251,6 +273,15 @@ pub enum PolicyProblem {
     TooLong,
     /// The `timeout` is zero.
     NoTime,
+    /// The broker may deliver a message again after its record is forgotten; see
+    /// [`Observe::redelivery`](crate::future::Observe::redelivery).
+    #[non_exhaustive]
+    TtlBelowRedelivery {
+        /// The retention that was asked for.
+        ttl: Duration,
+        /// For how long the broker may deliver the message again; `None` if there is no end.
+        redelivery: Option<Duration>,
+    },
     /// One store call may take as long as the lease, or longer.
     #[non_exhaustive]
     LeaseBelowResponseTimeout {
@@ -278,6 +309,16 @@ impl fmt::Display for PolicyProblem {
             ),
             Self::TooLong => write!(f, "`lease` or `ttl` is longer than 100 years"),
             Self::NoTime => write!(f, "`timeout` is zero, so no body could run; leave it out or give it time"),
+            Self::TtlBelowRedelivery { ttl, redelivery: Some(redelivery) } => write!(
+                f,
+                "`ttl` is {ttl:?}, and the broker may deliver the message again for up to {redelivery:?}: a duplicate that comes \
+                 after `ttl` would run the body again; give a `ttl` of at least that"
+            ),
+            Self::TtlBelowRedelivery { ttl, redelivery: None } => write!(
+                f,
+                "`ttl` is {ttl:?}, and the broker may deliver the message again at any time, so no `ttl` suffices: let the \
+                 broker delete messages after some time"
+            ),
             Self::LeaseBelowResponseTimeout { lease, response_timeout } => write!(
                 f,
                 "`lease` is {lease:?}, but one store call may take {response_timeout:?}: a single slow call would \

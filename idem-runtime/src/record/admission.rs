@@ -50,26 +50,39 @@ impl Record {
             State::Pending { .. } if !lapses_in.is_zero() => {
                 return Some(Admission::Answer(Reservation::InProgress { attempt: self.attempt, lapses_in }));
             }
-            State::Pending { on_crash, .. } => (*on_crash, true),
+            State::Pending { on_crash, begun, .. } => (lapsed(*on_crash, *begun, request.on_crash), true),
             State::Interrupted => (OnCrash::Fail, false),
-            // A request that arrives after its own release must not hold the key: nobody would run under it.
-            State::Released if self.owner == request.owner => {
+            // A request that arrives after its own release, or after a decision about its attempt, must not hold the key: no
+            // body would run under it.
+            State::Released if self.owner.is_after(request.owner) => {
                 return Some(Admission::Answer(Reservation::Released { attempt: self.attempt }));
             }
             State::Released => (OnCrash::Retry, false),
         };
-        // `fail` promises at most one run, whether the lapsed attempt or this request says it.
-        let interrupted = on_crash == OnCrash::Fail || (takeover && request.on_crash == OnCrash::Fail);
-        if interrupted {
+        if on_crash == OnCrash::Fail {
             return Some(Admission::Answer(Reservation::Interrupted { attempt: self.attempt }));
         }
-        if self.attempt == u32::MAX || request.max_attempts.is_some_and(|max| self.attempts_used >= max.get()) {
-            return Some(Admission::Answer(Reservation::AttemptsExhausted { attempts: self.attempts_used }));
+        // An attempt that lapsed before its body was marked as begun is not counted: its body may never have begun.
+        let counted = match &self.state {
+            State::Pending { begun: false, .. } => self.attempts_used.saturating_sub(1),
+            _ => self.attempts_used,
+        };
+        if self.attempt == u32::MAX || request.max_attempts.is_some_and(|max| counted >= max.get()) {
+            return Some(Admission::Answer(Reservation::AttemptsExhausted { attempts: counted }));
         }
         let fingerprint = request.fingerprint.or(self.fingerprint);
         let trail = request.trail.after(&self.trail);
-        let with = Self::pending(request, self.attempt + 1, self.attempts_used + 1, fingerprint, trail);
+        let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, trail);
         Some(Admission::Replace { with, takeover })
+    }
+
+    /// Whether this is the pending record of `lease`, and its body may be marked as begun; see
+    /// [`Store::begin`](crate::Store::begin). `lapses_in` is the rest of its lease.
+    pub fn may_begin(&self, lease: &Lease, lapses_in: Duration) -> bool {
+        match self.state {
+            State::Pending { begun, .. } => self.is_of(lease) && (begun || !lapses_in.is_zero()),
+            _ => false,
+        }
     }
 
     /// The answer to a finish (`with_result`) or a release of the attempt of `lease` that found this record instead of
@@ -80,5 +93,17 @@ impl Record {
         // A repeated finish needs a finished record, a repeated release a released or interrupted one.
         let repeated = own && !self.is_pending() && self.is_finished() == with_result;
         if repeated { Verdict::Applied } else { Verdict::Refused }
+    }
+}
+
+/// How the crash of an attempt counts that lapsed under `on_crash`, for a caller that says `caller`.
+///
+/// `fail` promises at most one run, whether the lapsed attempt or the caller says so. An attempt under `fail` marks its record
+/// before its body begins, so without the mark there was no body. An attempt under `retry` may have begun without a mark.
+fn lapsed(on_crash: OnCrash, begun: bool, caller: OnCrash) -> OnCrash {
+    match (on_crash, begun) {
+        (OnCrash::Fail, false) => OnCrash::Retry,
+        (OnCrash::Fail, true) => OnCrash::Fail,
+        (OnCrash::Retry, _) => caller,
     }
 }

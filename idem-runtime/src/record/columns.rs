@@ -26,6 +26,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) fingerprint: Option<&'a [u8]>,
     /// Whether `on_crash = fail`; false unless pending.
     pub(crate) on_crash_fail: bool,
+    /// Whether the body has begun; false unless pending.
+    pub(crate) begun: bool,
     /// Milliseconds; `None` unless pending.
     pub(crate) lease_ms: Option<i64>,
     /// Milliseconds; `None` unless pending.
@@ -62,6 +64,7 @@ impl<'a> Parts<'a> {
             attempts_used: record.attempts_used.into(),
             fingerprint: record.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..]),
             on_crash_fail: false,
+            begun: false,
             lease_ms: None,
             ttl_ms: None,
             codec: None,
@@ -74,8 +77,9 @@ impl<'a> Parts<'a> {
             decided_reason: record.trail.decided_reason(),
         };
         match &record.state {
-            State::Pending { lease, ttl, on_crash } => {
+            State::Pending { lease, ttl, on_crash, begun } => {
                 parts.on_crash_fail = *on_crash == OnCrash::Fail;
+                parts.begun = *begun;
                 parts.lease_ms = Some(signed_millis(*lease));
                 parts.ttl_ms = Some(signed_millis(*ttl));
             }
@@ -130,6 +134,7 @@ impl<'a> Parts<'a> {
                 lease: time(self.lease_ms)?,
                 ttl: time(self.ttl_ms)?,
                 on_crash: if self.on_crash_fail { OnCrash::Fail } else { OnCrash::Retry },
+                begun: self.begun,
             },
             "released" => State::Released,
             "interrupted" => State::Interrupted,
@@ -179,8 +184,9 @@ mod tests {
         let stored =
             StoredResult::Encoded { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"{}") };
         for state in [
-            State::Pending { lease, ttl, on_crash: OnCrash::Retry },
-            State::Pending { lease, ttl, on_crash: OnCrash::Fail },
+            State::Pending { lease, ttl, on_crash: OnCrash::Retry, begun: false },
+            State::Pending { lease, ttl, on_crash: OnCrash::Fail, begun: false },
+            State::Pending { lease, ttl, on_crash: OnCrash::Fail, begun: true },
             State::Released,
             State::Interrupted,
             State::Completed(stored.clone()),

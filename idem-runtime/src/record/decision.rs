@@ -2,20 +2,22 @@
 
 use std::time::Duration;
 
-use super::{Finish, Record, State, StoredResult, Verdict};
+use super::request::Standing;
+use super::{Finish, Record, Revision, State, StoredResult, Trail, Verdict};
 use crate::key::Key;
 use crate::policy::OnCrash;
 
 /// What an operator decides about the record of a key; see [`Store::decide`](crate::Store::decide).
 ///
-/// It names the latest attempt that the operator has seen, and so never acts on what has moved on.
+/// A decision names the record that the operator saw, and is refused once that record has changed: by an attempt, or by another
+/// decision.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Decision {
     /// The key.
     pub key: Key,
-    /// The number of the attempt that the decision is about: the latest one.
-    pub attempt: u32,
+    /// The record that the operator saw.
+    pub seen: Revision,
     /// What is to become of the record.
     pub action: Action,
     /// Who decides, for the record; empty if nobody says. At most [`MAX_BY_BYTES`](super::Trail::MAX_BY_BYTES) are kept.
@@ -28,35 +30,62 @@ pub struct Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// The next delivery runs again. The record is released, with no attempt counted against `max_attempts`; a recorded
-    /// result is given up.
+    /// The next delivery runs again. The record is released, with no attempt counted against `max_attempts`. Refused if the
+    /// operation has finished.
     Reopen,
-    /// The operation has ended like this. A result that an attempt recorded itself is never replaced, only a missing one
-    /// is supplied.
+    /// Gives up what a finished operation recorded, and lets the next delivery run again: the record is released, with no
+    /// attempt counted against `max_attempts`. Refused unless the operation has finished.
+    Discard,
+    /// The operation has ended like this. A recorded result is never replaced, only a missing one is supplied.
     Resolve(Finish),
+    /// The operation has ended like this, and not as recorded. No delivery runs in between. Refused unless the operation has
+    /// finished.
+    Replace(Finish),
     /// The lease ends now, live or not, and its owner can't write any more. What follows is what follows a crash: under
-    /// `on_crash = retry` the next delivery runs, under `fail` the key is interrupted.
+    /// `on_crash = retry` the next delivery runs, under `fail` the key is interrupted if the body has begun.
     BreakLease,
     /// The record is removed, result included. The next delivery runs as the first one.
     Forget,
 }
 
 impl Action {
-    /// What errors, logs and commands call the action: `reopen`, `resolve`, `break_lease` or `forget`.
+    /// What errors, logs and commands call the action: `reopen`, `discard`, `resolve`, `replace`, `break_lease` or `forget`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Reopen => "reopen",
+            Self::Discard => "discard",
             Self::Resolve(_) => "resolve",
+            Self::Replace(_) => "replace",
             Self::BreakLease => "break_lease",
             Self::Forget => "forget",
+        }
+    }
+
+    /// The end that the action records; `None` unless it resolves or replaces.
+    pub const fn finish(&self) -> Option<&Finish> {
+        match self {
+            Self::Resolve(finish) | Self::Replace(finish) => Some(finish),
+            _ => None,
+        }
+    }
+
+    /// The same action with this end, for a wrapper that keeps results in another form. An action without an end stays as
+    /// it is.
+    #[must_use]
+    pub fn with_finish(&self, finish: Finish) -> Self {
+        match self {
+            Self::Resolve(_) => Self::Resolve(finish),
+            Self::Replace(_) => Self::Replace(finish),
+            other => other.clone(),
         }
     }
 }
 
 impl Decision {
-    /// The decision to do this with the record of `key`, whose latest attempt is `attempt`.
-    pub fn new(key: &Key, attempt: u32, action: Action) -> Self {
-        Self { key: key.clone(), attempt, action, by: Box::default(), reason: Box::default() }
+    /// The decision to do this with the record of `key`, which the operator saw like this: an
+    /// [`Inspection`](crate::store::Inspection), or the [`Revision`] of one.
+    pub fn new(key: &Key, seen: impl Into<Revision>, action: Action) -> Self {
+        Self { key: key.clone(), seen: seen.into(), action, by: Box::default(), reason: Box::default() }
     }
 
     /// Sets [`by`](Self::by).
@@ -72,37 +101,50 @@ impl Decision {
     }
 
     /// To let the next delivery run again.
-    pub fn reopen(key: &Key, attempt: u32) -> Self {
-        Self::new(key, attempt, Action::Reopen)
+    pub fn reopen(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::Reopen)
+    }
+
+    /// To give up the recorded result, and let the next delivery run again.
+    pub fn discard(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::Discard)
     }
 
     /// To end the operation like this.
-    pub fn resolve(key: &Key, attempt: u32, finish: Finish) -> Self {
-        Self::new(key, attempt, Action::Resolve(finish))
+    pub fn resolve(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
+        Self::new(key, seen, Action::Resolve(finish))
+    }
+
+    /// To end the operation like this instead of as recorded.
+    pub fn replace(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
+        Self::new(key, seen, Action::Replace(finish))
     }
 
     /// To end the lease.
-    pub fn break_lease(key: &Key, attempt: u32) -> Self {
-        Self::new(key, attempt, Action::BreakLease)
+    pub fn break_lease(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::BreakLease)
     }
 
     /// To remove the record.
-    pub fn forget(key: &Key, attempt: u32) -> Self {
-        Self::new(key, attempt, Action::Forget)
+    pub fn forget(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::Forget)
     }
 
     /// The result that is to be recorded, if there is one.
     pub fn result(&self) -> Option<&StoredResult> {
-        match &self.action {
-            Action::Resolve(finish) => Some(finish.result()),
-            _ => None,
-        }
+        self.action.finish().map(Finish::result)
+    }
+
+    /// Whether the decision ends a lease that holds. Every other decision, and one about a lease that had lapsed, is refused
+    /// if the lease holds when the record is written.
+    pub fn ends_live_lease(&self) -> bool {
+        self.action == Action::BreakLease && self.seen.standing == Standing::Running
     }
 }
 
 /// The answer to a [`Decision`].
 #[must_use]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Decided {
     /// The record is as decided, by this call or by an earlier one.
@@ -119,8 +161,18 @@ pub enum Decided {
         /// The number of the latest attempt.
         latest: u32,
     },
-    /// Refused: the attempt has finished meanwhile, and what it recorded stands. Nothing was changed.
+    /// Refused: the attempt is the one that the operator saw, and its record has changed since. Nothing was changed.
+    #[non_exhaustive]
+    Changed {
+        /// Where the operation stands.
+        standing: Standing,
+        /// The person who decided meanwhile, if one did and gave a name.
+        decided_by: Option<Box<str>>,
+    },
+    /// Refused: the operation has finished, and what is recorded stands. Nothing was changed.
     Finished,
+    /// Refused: the operation has not finished, so no result can be discarded or replaced. Nothing was changed.
+    Unfinished,
     /// There is no record. Nothing was changed.
     NoRecord,
 }
@@ -134,6 +186,11 @@ impl Decided {
     /// [`OtherAttempt`](Self::OtherAttempt).
     pub const fn other_attempt(latest: u32) -> Self {
         Self::OtherAttempt { latest }
+    }
+
+    /// [`Changed`](Self::Changed), by nobody who is known by name.
+    pub const fn changed(standing: Standing) -> Self {
+        Self::Changed { standing, decided_by: None }
     }
 }
 
@@ -151,8 +208,9 @@ impl From<Decided> for Verdict {
 pub enum Ruling {
     /// The record stays as it is, and this is the answer.
     Answer(Decided),
-    /// The record may be replaced by this one, if it is still the record that was found and its lease was not renewed. It
-    /// is never pending, and its retention stays as it was.
+    /// The record may be replaced by this one, if it is still the record that was found (owner, attempt and state) and its
+    /// lease was not renewed, unless the decision [ends a live lease](Decision::ends_live_lease). It is never pending, and its
+    /// retention stays as it was.
     Replace(Record),
     /// The record may be removed, under the same condition.
     Remove,
@@ -162,60 +220,86 @@ impl Record {
     /// Decides what `decision` does with this record, whose lease (if it is pending) lapses in `lapses_in`; zero means
     /// that it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
     ///
-    /// A decision that is repeated finds what it has made, and writes it again: so it is confirmed like a first one. The record
-    /// then names who repeated it.
+    /// Every decision gives the record another owner token. So a store that compares owner, attempt and state lets one of
+    /// two decisions about the same record through, and no late write of the attempt is taken for a copy of the decision.
+    ///
+    /// A decision that the same person repeats finds the record that it made, and writes it again: it is confirmed like a first
+    /// one.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
-        match self.ruling(decision, lapses_in) {
-            Ruling::Replace(with) => {
-                let trail = self.trail.with_decision(&decision.by, &decision.reason);
-                Ruling::Replace(Self { trail, ..with })
-            }
-            ruling => ruling,
-        }
-    }
-
-    fn ruling(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
-        if self.attempt != decision.attempt {
+        let Decision { seen, action, by, reason, .. } = decision;
+        if self.attempt != seen.attempt {
             return Ruling::Answer(Decided::OtherAttempt { latest: self.attempt });
         }
-        if self.is_pending() && !lapses_in.is_zero() && decision.action != Action::BreakLease {
+        if self.is_made_by(decision) {
+            return Ruling::Replace(self.clone());
+        }
+        let standing = self.standing(lapses_in);
+        if standing == Standing::Running && *action != Action::BreakLease {
             return Ruling::Answer(Decided::LiveLease { lapses_in });
         }
-        // Another owner, so that a late finish of the attempt is not taken for a copy of this result.
-        let resolved = |finish: &Finish| Self { owner: self.owner.succeeded(), ..self.with(finish.state()) };
-        match &decision.action {
-            Action::Reopen => Ruling::Replace(Self { attempts_used: 0, ..self.with(State::Released) }),
-            Action::Resolve(finish) => match (&self.state, finish) {
-                (State::Completed(recorded), Finish::Completed(result))
-                | (State::Failed(recorded), Finish::Failed(result)) => match (recorded, result) {
-                    _ if recorded == result => Ruling::Replace(self.clone()),
-                    // Supplied: nobody can have been given another result.
-                    (StoredResult::TooLarge { .. } | StoredResult::Unencodable, StoredResult::Encoded { .. }) => {
-                        Ruling::Replace(resolved(finish))
-                    }
-                    _ => Ruling::Answer(Decided::Finished),
-                },
-                (State::Completed(_) | State::Failed(_), _) => Ruling::Answer(Decided::Finished),
-                _ => Ruling::Replace(resolved(finish)),
-            },
-            Action::BreakLease => match &self.state {
-                State::Pending { on_crash: OnCrash::Retry, .. } => Ruling::Replace(self.with(State::Released)),
-                State::Pending { .. } => Ruling::Replace(self.with(State::Interrupted)),
-                State::Released | State::Interrupted => Ruling::Replace(self.clone()),
-                State::Completed(_) | State::Failed(_) => Ruling::Answer(Decided::Finished),
-            },
-            Action::Forget => Ruling::Remove,
+        // A lease that has lapsed since the operator saw it hold is over, which is all that breaking it asks for.
+        let is_seen = standing == seen.standing || (decision.ends_live_lease() && standing == Standing::Lapsed);
+        if self.owner.tag() != seen.owner || !is_seen {
+            let other = self.owner.tag() != seen.owner;
+            let decided_by = self.trail.decided_by().filter(|_| other).map(Box::from);
+            return Ruling::Answer(Decided::Changed { standing, decided_by });
+        }
+        let decided = |state| {
+            let (owner, trail) = (self.owner.succeeded(), self.trail.with_decision(by, reason));
+            let (attempt, attempts_used, fingerprint) = (self.attempt, self.attempts_used, self.fingerprint);
+            Self { owner, attempt, attempts_used, fingerprint, state, trail }
+        };
+        let released = || Ruling::Replace(Self { attempts_used: 0, ..decided(State::Released) });
+        match (action, &self.state) {
+            (Action::Forget, _) => Ruling::Remove,
+            (Action::Discard, State::Completed(_) | State::Failed(_)) => released(),
+            (Action::Replace(finish), State::Completed(_) | State::Failed(_)) => {
+                Ruling::Replace(decided(finish.state()))
+            }
+            (Action::Discard | Action::Replace(_), _) => Ruling::Answer(Decided::Unfinished),
+            (Action::Resolve(finish), State::Completed(recorded) | State::Failed(recorded)) => {
+                // No duplicate can have been given another result than the one that is missing.
+                let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
+                    && matches!(finish.result(), StoredResult::Encoded { .. })
+                    && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
+                match is_missing || self.state == finish.state() {
+                    true => Ruling::Replace(decided(finish.state())),
+                    false => Ruling::Answer(Decided::Finished),
+                }
+            }
+            (_, State::Completed(_) | State::Failed(_)) => Ruling::Answer(Decided::Finished),
+            (Action::Resolve(finish), _) => Ruling::Replace(decided(finish.state())),
+            (Action::Reopen, _) => released(),
+            (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
+                Ruling::Replace(decided(State::Interrupted))
+            }
+            (Action::BreakLease, _) => Ruling::Replace(decided(State::Released)),
         }
     }
 
-    fn with(&self, state: State) -> Self {
-        Self {
-            owner: self.owner,
-            attempt: self.attempt,
-            attempts_used: self.attempts_used,
-            fingerprint: self.fingerprint,
-            state,
-            trail: self.trail.clone(),
+    /// Whether this is the record that `decision` made, by the same person: it follows the record that they saw.
+    fn is_made_by(&self, decision: &Decision) -> bool {
+        let is_its_end = match &decision.action {
+            Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,
+            Action::Resolve(finish) | Action::Replace(finish) => self.state == finish.state(),
+            Action::BreakLease => matches!(self.state, State::Released | State::Interrupted),
+            Action::Forget => false,
+        };
+        is_its_end
+            && self.owner.preceded().tag() == decision.seen.owner
+            // As a record keeps the name.
+            && Trail::NONE.with_decision(&decision.by, "").decided_by() == self.trail.decided_by()
+    }
+
+    /// Where the operation stands, if the lease of a pending record lapses in `lapses_in`.
+    pub(crate) fn standing(&self, lapses_in: Duration) -> Standing {
+        match &self.state {
+            State::Pending { .. } if lapses_in.is_zero() => Standing::Lapsed,
+            State::Pending { .. } => Standing::Running,
+            State::Released => Standing::Released,
+            State::Interrupted => Standing::Interrupted,
+            State::Completed(_) => Standing::Completed,
+            State::Failed(_) => Standing::Failed,
         }
     }
 }
@@ -224,16 +308,17 @@ impl Record {
 mod tests {
     use super::*;
     use crate::codec::CodecName;
-    use crate::record::{Lease, OwnerToken, ReserveRequest};
+    use crate::record::{Inspection, Lease, OwnerToken, ReserveRequest};
     use bytes::Bytes;
 
     const LIVE: Duration = Duration::from_secs(3);
 
     fn states() -> Vec<State> {
-        let pending = |on_crash| State::Pending { lease: LIVE, ttl: LIVE, on_crash };
+        let pending = |on_crash, begun| State::Pending { lease: LIVE, ttl: LIVE, on_crash, begun };
         vec![
-            pending(OnCrash::Retry),
-            pending(OnCrash::Fail),
+            pending(OnCrash::Retry, false),
+            pending(OnCrash::Fail, false),
+            pending(OnCrash::Fail, true),
             State::Released,
             State::Interrupted,
             State::Completed(StoredResult::Unencodable),
@@ -249,17 +334,28 @@ mod tests {
 
     fn actions() -> Vec<Action> {
         let results = [StoredResult::Unencodable, encoded("1"), encoded("2")];
-        let resolve = |finish: fn(_) -> Finish| results.clone().into_iter().map(finish).map(Action::Resolve);
-        let others = [Action::Reopen, Action::BreakLease, Action::Forget];
-        others.into_iter().chain(resolve(Finish::Completed)).chain(resolve(Finish::Failed)).collect()
+        let ends = |finish: fn(_) -> Finish| results.clone().into_iter().map(finish);
+        let ends: Vec<_> = ends(Finish::Completed).chain(ends(Finish::Failed)).collect();
+        let others = [Action::Reopen, Action::Discard, Action::BreakLease, Action::Forget];
+        let resolved = ends.iter().cloned().map(Action::Resolve);
+        others.into_iter().chain(resolved).chain(ends.iter().cloned().map(Action::Replace)).collect()
+    }
+
+    fn record(state: State) -> Record {
+        Record { attempts_used: 2, ..Record::new(OwnerToken::from_bytes([7; 16]), 3, state) }
+    }
+
+    fn seen(record: &Record, lapses_in: Duration) -> Revision {
+        Inspection::new(record.clone(), LIVE, Some(lapses_in)).revision()
     }
 
     fn each(check: impl Fn(&Record, &Decision, Duration, Ruling)) {
         for state in states() {
-            let record = Record { attempts_used: 2, ..Record::new(OwnerToken::from_bytes([7; 16]), 3, state) };
+            let record = record(state);
             for action in actions() {
-                let decision = Decision::new(&Key::new("test", "k").unwrap(), 3, action);
                 for lapses_in in [Duration::ZERO, LIVE] {
+                    let seen = seen(&record, lapses_in);
+                    let decision = Decision::new(&Key::new("test", "k").unwrap(), seen, action.clone()).by("alice");
                     check(&record, &decision, lapses_in, record.decide(&decision, lapses_in));
                 }
             }
@@ -270,11 +366,35 @@ mod tests {
     fn a_decision_that_is_repeated_changes_nothing() {
         each(|record, decision, _, ruling| {
             if let Ruling::Replace(with) = ruling {
-                assert_eq!(
-                    with.decide(decision, Duration::ZERO),
-                    Ruling::Replace(with.clone()),
-                    "{record:?} {decision:?}"
-                );
+                let again = with.decide(decision, Duration::ZERO);
+                assert_eq!(again, Ruling::Replace(with.clone()), "{record:?} {decision:?}");
+                // Another person's is a decision of its own, about a record that is gone.
+                let other = with.decide(&decision.clone().by("bob"), Duration::ZERO);
+                let (standing, decided_by) = (with.standing(Duration::ZERO), Some("alice".into()));
+                let expected = Ruling::Answer(Decided::Changed { standing, decided_by });
+                assert_eq!(other, expected, "{record:?} {decision:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_decision_is_applied_only_to_the_record_that_was_seen() {
+        each(|before, decision, _, ruling| {
+            let Ruling::Replace(made) = ruling else { return };
+            for action in actions() {
+                for lapses_in in [Duration::ZERO, LIVE] {
+                    let stale = Decision::new(&decision.key, seen(before, lapses_in), action.clone()).by("bob");
+                    let told = made.decide(&stale, lapses_in);
+                    assert!(matches!(told, Ruling::Answer(_)), "{stale:?} of {made:?}, once {before:?}");
+                    // A record of the same attempt in another state has been written since.
+                    for state in states() {
+                        let other = record(state);
+                        if other.state.name() != before.state.name() {
+                            let told = other.decide(&stale, lapses_in);
+                            assert!(matches!(told, Ruling::Answer(_)), "{stale:?} of {other:?}, once {before:?}");
+                        }
+                    }
+                }
             }
         });
     }
@@ -285,31 +405,39 @@ mod tests {
             let refused = ruling == Ruling::Answer(Decided::LiveLease { lapses_in });
             let live = record.is_pending() && !lapses_in.is_zero();
             assert_eq!(refused, live && decision.action != Action::BreakLease, "{record:?} {decision:?}");
-        });
-    }
-
-    #[test]
-    fn a_recorded_result_is_never_replaced_by_another() {
-        each(|record, decision, _, ruling| {
-            if let (Some(recorded @ StoredResult::Encoded { .. }), Ruling::Replace(with)) =
-                (record.state.result(), ruling)
-                && let Some(result) = with.state.result()
-            {
-                assert_eq!(result, recorded, "{record:?} {decision:?}");
+            // A lease that was renewed since it was seen to have lapsed is not broken either.
+            let lapsed = Decision { seen: seen(record, Duration::ZERO), ..decision.clone() };
+            if live {
+                assert!(matches!(record.decide(&lapsed, lapses_in), Ruling::Answer(_)), "{record:?} {lapsed:?}");
             }
         });
     }
 
     #[test]
-    fn whoever_was_decided_about_can_not_write_any_more() {
+    fn only_a_word_of_its_own_gives_up_what_is_recorded() {
+        each(|record, decision, _, ruling| {
+            let gives_up = matches!(decision.action, Action::Discard | Action::Replace(_) | Action::Forget);
+            if let (Some(recorded), Ruling::Replace(with)) = (record.state.result(), &ruling)
+                && !gives_up
+            {
+                let missing = !matches!(recorded, StoredResult::Encoded { .. });
+                let kept = with.state == record.state || (missing && with.state.name() == record.state.name());
+                assert!(kept, "{record:?} {decision:?} {with:?}");
+            }
+            if matches!(decision.action, Action::Discard | Action::Replace(_)) && !record.is_finished() {
+                assert!(matches!(ruling, Ruling::Answer(_)), "{record:?} {decision:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn an_attempt_that_was_decided_about_can_not_write_any_more() {
         each(|record, decision, _, ruling| {
             let Ruling::Replace(with) = ruling else { return };
             let request = ReserveRequest::new(decision.key.clone(), record.owner, LIVE, LIVE);
             let lease = Lease::new(&request, record.attempt);
             assert!(!with.is_pending());
-            if record.is_pending() {
-                assert_eq!(with.ended(&lease, true), Verdict::Refused, "{record:?} {decision:?}");
-            }
+            assert_eq!(with.ended(&lease, true), Verdict::Refused, "{record:?} {decision:?}");
         });
     }
 
@@ -317,7 +445,7 @@ mod tests {
     fn another_attempt_is_refused_by_its_number() {
         each(|record, decision, lapses_in, _| {
             for attempt in [0, 2, 4] {
-                let decision = Decision { attempt, ..decision.clone() };
+                let decision = Decision { seen: decision.seen.with_attempt(attempt), ..decision.clone() };
                 let expected = Ruling::Answer(Decided::OtherAttempt { latest: 3 });
                 assert_eq!(record.decide(&decision, lapses_in), expected);
             }

@@ -5,7 +5,7 @@
 //! | 0–3 | `idem` |
 //! | 4 | version of the format: 1 |
 //! | 5 | state: `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed |
-//! | 6 | flags: 1 somebody waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a trail |
+//! | 6 | flags: 1 a duplicate waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a trail, 16 the body has begun |
 //! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable |
 //! | 8–23 | owner token |
 //! | 24–27 | attempt |
@@ -46,6 +46,8 @@ pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
 const FLAG_TRAIL: u8 = 8;
+/// The flag of a pending record whose body has begun.
+const FLAG_BEGUN: u8 = 16;
 
 /// Bytes that are not a record of this version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -94,12 +96,14 @@ pub(crate) fn len(record: &Record) -> usize {
     room_for(record)
 }
 
-/// What tells one write of a record from another: its state, then owner token and counters. `None` if there are too few bytes.
+/// The bytes that differ between two writes of a record: its state, whether its body has begun, owner token and counters.
+/// `None` if there are too few bytes.
 #[cfg(feature = "redis")]
-pub(crate) fn identity(value: &[u8]) -> Option<[u8; 25]> {
-    let mut identity = [0; 25];
+pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
+    let mut identity = [0; 26];
     identity[0] = *value.get(5)?;
-    identity[1..].copy_from_slice(value.get(8..IDENTITY_END)?);
+    identity[1] = value.get(FLAGS_AT)? & FLAG_BEGUN;
+    identity[2..].copy_from_slice(value.get(8..IDENTITY_END)?);
     Some(identity)
 }
 
@@ -127,8 +131,11 @@ fn room_for(record: &Record) -> usize {
 /// Appends `record` to `out`.
 pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     let (mut flags, tag) = match &record.state {
-        State::Pending { on_crash: OnCrash::Retry, .. } | State::Released | State::Interrupted => (0, 0),
-        State::Pending { .. } => (FLAG_ON_CRASH_FAIL, 0),
+        State::Pending { on_crash, begun, .. } => {
+            let fail = if *on_crash == OnCrash::Fail { FLAG_ON_CRASH_FAIL } else { 0 };
+            (if *begun { fail | FLAG_BEGUN } else { fail }, 0)
+        }
+        State::Released | State::Interrupted => (0, 0),
         State::Completed(payload) | State::Failed(payload) => (0, tag(payload)),
     };
     if record.fingerprint.is_some() {
@@ -289,7 +296,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
     let owner = OwnerToken::from_bytes(rest.array()?);
     let attempt = u32::from_be_bytes(rest.array()?);
     let starts = u32::from_be_bytes(rest.array()?);
-    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_TRAIL;
+    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_TRAIL | FLAG_BEGUN;
     let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
     let pending = (state, tag) == (b'P', 0);
@@ -315,6 +322,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
             lease,
             ttl,
             on_crash: if flags & FLAG_ON_CRASH_FAIL == 0 { OnCrash::Retry } else { OnCrash::Fail },
+            begun: flags & FLAG_BEGUN != 0,
         },
         (b'R', 0) => State::Released,
         (b'I', 0) => State::Interrupted,

@@ -26,10 +26,31 @@ impl OwnerToken {
         &self.0
     }
 
-    /// The token of a record that an operator has resolved: nobody's, so that the attempt before can't write any more.
+    /// The token of the record that a decision about this one's makes. No attempt has it, so the attempt before can't write
+    /// any more.
     pub(super) fn succeeded(self) -> Self {
-        const STEP: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
-        Self(u128::from_be_bytes(self.0).wrapping_add(STEP).to_be_bytes())
+        Self(u128::from_be_bytes(self.0).wrapping_add(Self::DECISION).to_be_bytes())
+    }
+
+    /// The token that this one [succeeded](Self::succeeded), if a decision made it.
+    pub(super) fn preceded(self) -> Self {
+        Self(u128::from_be_bytes(self.0).wrapping_sub(Self::DECISION).to_be_bytes())
+    }
+
+    /// Whether this is the token of the attempt that has `attempt`, or one that decisions about that attempt have made.
+    pub(super) fn is_after(self, attempt: Self) -> bool {
+        // The number of decisions in between: the step is odd, so it has an inverse.
+        let apart = u128::from_be_bytes(self.0).wrapping_sub(u128::from_be_bytes(attempt.0));
+        apart.wrapping_mul(Self::DECISION_INVERSE) <= u128::from(u32::MAX)
+    }
+
+    const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
+    const DECISION_INVERSE: u128 = 0x478a_f0a0_204e_8eda_08ca_6a7f_6727_5521;
+
+    /// The first half of the token: it names a record, and gives no access to it.
+    pub(super) fn tag(self) -> [u8; 8] {
+        let [tag @ .., _, _, _, _, _, _, _, _] = self.0;
+        tag
     }
 
     /// A number that differs between attempts: the seed that spreads their pauses.
@@ -41,7 +62,7 @@ impl OwnerToken {
 /// Shows the first half only: a token in a log must not give access to the record.
 impl fmt::Debug for OwnerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
+        self.tag().iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
         f.write_str("…")
     }
 }
@@ -144,5 +165,15 @@ mod tests {
         let owners = Owners::new(u128::MAX - 5);
         let tokens: HashSet<_> = (0..10_000).map(|_| owners.next()).collect();
         assert_eq!(tokens.len(), 10_000);
+    }
+
+    #[test]
+    fn a_token_is_after_those_that_it_succeeded_and_no_other() {
+        let first = OwnerToken::from_bytes([0xff; 16]);
+        let second = first.succeeded();
+        assert!(first.is_after(first) && second.is_after(first) && second.succeeded().is_after(first));
+        assert!(!first.is_after(second) && !OwnerToken::from_bytes([7; 16]).is_after(first));
+        assert_eq!(second.preceded(), first);
+        assert_ne!(second.tag(), first.tag());
     }
 }

@@ -7,6 +7,7 @@ pub(crate) mod decision;
 pub mod format;
 pub(crate) mod lease;
 pub(crate) mod request;
+pub(crate) mod revision;
 pub(crate) mod trail;
 
 use std::fmt;
@@ -25,6 +26,7 @@ pub(crate) use self::lease::{Lease, OwnerToken};
 pub(crate) use self::lease::{Owners, ReservedAt};
 #[allow(unused_imports, reason = "without a store nobody inspects")]
 pub(crate) use self::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Verdict};
+pub(crate) use self::revision::Revision;
 pub(crate) use self::trail::Holder;
 pub use self::trail::{Traceparent, TraceparentError, Trail};
 use crate::codec::CodecName;
@@ -61,6 +63,9 @@ pub enum State {
         ttl: Duration,
         /// What happens once the lease has lapsed.
         on_crash: OnCrash,
+        /// Whether the store has confirmed that the body begins ([`Store::begin`](crate::Store::begin)). An attempt that lapses
+        /// without that mark is not counted, and not interrupted.
+        begun: bool,
     },
     /// The latest attempt ended without a result to record; the next one may run. The record stays so that attempts
     /// are counted and fencing tokens never repeat.
@@ -148,7 +153,7 @@ impl Record {
         fingerprint: Option<Fingerprint>,
         trail: Trail,
     ) -> Self {
-        let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash };
+        let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash, begun: false };
         Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, trail }
     }
 
@@ -171,7 +176,8 @@ impl Record {
     /// The record that the first reservation of a key wrote for `lease`.
     #[cfg(feature = "redis")]
     pub(crate) fn reserved(lease: &Lease) -> Self {
-        Self::after(lease, State::Pending { lease: lease.duration, ttl: lease.ttl, on_crash: lease.on_crash })
+        let Lease { duration, ttl, on_crash, .. } = *lease;
+        Self::after(lease, State::Pending { lease: duration, ttl, on_crash, begun: false })
     }
 
     /// The record after the attempt that holds `lease` wrote `state`.

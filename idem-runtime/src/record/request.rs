@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::{Holder, Lease, OwnerToken, Record, State, StoredResult, Traceparent, Trail};
+use super::{Holder, Lease, OwnerToken, Record, Revision, State, StoredResult, Traceparent, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
@@ -319,21 +319,19 @@ impl Inspection {
         Self { first_seen, began, ..self }
     }
 
-    /// The number of the latest attempt, which every decision of an operator names.
+    /// The number of the latest attempt.
     pub const fn attempt(&self) -> u32 {
         self.record.attempt
     }
 
     /// Where the operation stands, with what has become of its lease.
     pub fn standing(&self) -> Standing {
-        match &self.record.state {
-            State::Pending { .. } if self.lapses_in.is_some_and(|left| left.is_zero()) => Standing::Lapsed,
-            State::Pending { .. } => Standing::Running,
-            State::Released => Standing::Released,
-            State::Interrupted => Standing::Interrupted,
-            State::Completed(_) => Standing::Completed,
-            State::Failed(_) => Standing::Failed,
-        }
+        self.record.standing(self.lapses_in.unwrap_or(Duration::MAX))
+    }
+
+    /// The name of this record in decisions: they are refused once it has changed.
+    pub fn revision(&self) -> Revision {
+        Revision { owner: self.record.owner.tag(), attempt: self.record.attempt, standing: self.standing() }
     }
 
     /// Who holds the key, or held it last: the handle that made the latest attempt.
