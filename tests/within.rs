@@ -20,8 +20,8 @@ use idem_runtime::codec::ResultProblem;
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Reservation, ReserveRequest};
 use idem_runtime::{
-    Attempt, Codec, CodecError, Disposition, Error, InProgress, Key, Mode, OnCrash, Outcome, Policy, PostgresStore,
-    SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
+    Attempt, Codec, CodecError, Disposition, Error, InProgress, Key, MemoryStore, Mode, OnCrash, Operation, Outcome,
+    Policy, PostgresStore, SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::polls::{dropped_after, poll_once};
@@ -474,6 +474,30 @@ async fn a_duplicate_is_told_to_come_back_soon() {
 }
 
 #[tokio::test]
+async fn the_pauses_of_duplicates_of_an_open_transaction_grow() {
+    let bank = Bank::open().await;
+    let mut first = bank.client().await;
+    let tx = first.transaction().await.unwrap();
+    bank.pay(&tx, "of an open one", POLICY).await.0.unwrap();
+    let mut pauses = Vec::new();
+    for n in 0..6 {
+        let refused = if n % 2 == 0 {
+            let mut client = bank.client().await;
+            let other = client.transaction().await.unwrap();
+            bank.pay(&other, "of an open one", POLICY).await.0
+        } else {
+            let operation = idem_runtime::Operation::new(&bank.store, Ok(key("of an open one")), POLICY);
+            operation.run(async { Ok::<u32, Error>(7) }).await
+        };
+        match refused {
+            Err(Error::InProgress { retry_after, .. }) => pauses.push(retry_after),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(pauses.is_sorted_by(|before, after| before < after), "{pauses:?}");
+}
+
+#[tokio::test]
 async fn a_record_that_somebody_has_locked_is_not_waited_for() {
     for bank in Bank::of_each_kind().await {
         bank.pay_and_commit("a").await.0.unwrap();
@@ -687,30 +711,68 @@ async fn what_the_store_has_recorded_is_replayed_in_a_transaction_and_the_other_
     }
 }
 
+/// Runs `work`, and asserts that no session of the server waits for the transaction of `pid` meanwhile.
+async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output = T>) -> T {
+    let watcher = bank.client().await;
+    let watch = async {
+        loop {
+            let waits = "SELECT query FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))";
+            let waiting = watcher.query(waits, &[&pid]).await.unwrap();
+            assert!(waiting.is_empty(), "waits for the open transaction: {}", waiting[0].get::<_, String>(0));
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        done = work => done,
+        () = watch => unreachable!("it never ends"),
+    }
+}
+
+/// L6 where the record of one key is inserted and not committed: keys that share its batches are reserved, finished and
+/// replayed without a wait, and the key itself is in progress.
 #[tokio::test]
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
-    let bank = Bank::open().await;
-    let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
-    bank.pay(&tx, "0", POLICY).await.0.unwrap();
-    // The store itself can't see that record, and waits for it; requests made at the same moment must not wait.
-    let mut calls = tokio::task::JoinSet::new();
-    for n in 0..64 {
-        let store = bank.store.clone();
-        calls.spawn(async move {
-            let operation = idem_runtime::Operation::new(&store, Ok(key(&n.to_string())), POLICY);
-            (n, operation.run(async { Ok::<u32, Error>(7) }).await)
-        });
-    }
-    for (n, result) in calls.join_all().await {
-        match result {
-            Ok(7) if n > 0 => {}
-            Err(Error::Store { source, .. }) if n == 0 => assert_eq!(source.kind(), StoreErrorKind::Unavailable),
-            other => panic!("{n}: {other:?}"),
+    for bank in Bank::of_each_kind().await {
+        let mut client = bank.client().await;
+        let tx = client.transaction().await.unwrap();
+        bank.pay(&tx, "0", POLICY).await.0.unwrap();
+        let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
+        let all = async || {
+            let mut calls = tokio::task::JoinSet::new();
+            for n in 0..64 {
+                let store = bank.store.clone();
+                calls.spawn(async move {
+                    let operation = idem_runtime::Operation::new(&store, Ok(key(&n.to_string())), POLICY);
+                    (n, operation.run(async { Ok::<u32, Error>(7) }).await)
+                });
+            }
+            calls.join_all().await
+        };
+        without_waiting_for(&bank, pid, async {
+            for _ in 0..4 {
+                for (n, result) in all().await {
+                    match result {
+                        Ok(7) if n > 0 => {}
+                        Err(Error::InProgress { .. }) if n == 0 => {}
+                        other => panic!("{n}: {other:?}"),
+                    }
+                }
+            }
+            // By itself, too, and as one that waits.
+            let waits = POLICY.in_progress(InProgress::Wait(Duration::from_millis(300)));
+            for policy in [POLICY, waits] {
+                let alone = idem_runtime::Operation::new(&bank.store, Ok(key("0")), policy);
+                let result = alone.run(async { Ok::<u32, Error>(7) }).await;
+                assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
+            }
+        })
+        .await;
+        tx.commit().await.unwrap();
+        assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
+        for (n, result) in all().await {
+            assert_eq!(result.unwrap(), if n == 0 { 1 } else { 7 });
         }
     }
-    tx.commit().await.unwrap();
-    assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
 }
 
 #[tokio::test]
@@ -865,8 +927,8 @@ async fn an_outcome_is_pending_until_its_transaction_is_committed() {
         let mut client = bank.client().await;
         let tx = client.transaction().await.unwrap();
         let (_, outcome) = bank.pay(&tx, "a", POLICY).await;
-        assert!(outcome.is_pending_commit() && outcome.replayed() == replayed);
-        assert!(is_retry(&outcome), "{outcome:?}");
+        assert_eq!((outcome.is_pending_commit(), outcome.replayed()), (!replayed, replayed), "a replay is committed");
+        assert_eq!(is_retry(&outcome), !replayed, "{outcome:?}");
         tx.commit().await.unwrap();
         let outcome = outcome.committed();
         assert!(!outcome.is_pending_commit());
@@ -918,7 +980,8 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome) && !outcome.recorded(), "{result:?}, {outcome:?}");
-        assert!(bank.state("a").await.is_none());
+        // The attempt counts where there is a connection left to write it.
+        assert_eq!(bank.state("a").await, Some(State::Released));
     }
     assert_eq!(bank.payments().await, 1);
 }
@@ -951,7 +1014,7 @@ async fn an_error_after_a_successful_handler_is_never_acknowledged() {
         assert!(is_retry(&outcome), "{outcome:?}");
         assert_eq!(outcome.replayed(), sees_replay);
         if !sees_replay {
-            assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "rolled back");
+            assert_eq!((bank.payments().await, bank.state("a").await), (0, Some(State::Released)), "rolled back");
             bank.pay_and_commit("a").await.0.unwrap();
         }
     }
@@ -970,7 +1033,7 @@ async fn a_statement_that_failed_without_notice_is_never_committed() {
     .await;
     // The server answers `COMMIT` with "ROLLBACK", which the driver takes for an ordinary answer.
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
-    assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
+    assert_eq!((bank.payments().await, bank.state("a").await), (0, Some(State::Released)));
 }
 
 #[tokio::test]
@@ -1646,7 +1709,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{result:?}, {outcome:?}");
-        assert_eq!((till.names(), till.state("b").await), (vec!["a".to_owned()], None));
+        assert_eq!((till.names(), till.state("b").await), (vec!["a".to_owned()], Some(State::Released)));
     }
     for replayed in [false, true] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
@@ -1667,6 +1730,92 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
     let (result, outcome) = SqliteStore::transact(&mut other, async |tx| sell_by_attribute(tx, "d").await).await;
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
     drop(holding);
+}
+
+#[tokio::test]
+async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
+    let till = Till::new();
+    let mut connection = till.connection();
+    let name = "a";
+    // Committed: the record takes effect, and the message is done.
+    let (_, outcome) =
+        observe(async { SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, name).await).await.0 })
+            .await;
+    assert_eq!((outcome.disposition(), outcome.is_pending_commit()), (Disposition::Ack, false), "{outcome:?}");
+    let other = MemoryStore::new();
+    let done = async |name| {
+        Operation::new(&other, Key::new("other", name), POLICY).run(async { Ok::<_, Error>(1) }).await.unwrap()
+    };
+    for order in ["before", "after"] {
+        // Rolled back, and the error is swallowed.
+        let (_, outcome) = observe(async {
+            if order == "before" {
+                done("rolled back before").await;
+            }
+            let (result, inner) = SqliteStore::transact(&mut connection, async |tx| {
+                sell_by_attribute(tx, "b").await?;
+                Err::<u32, AnyError>("the outbox is full".into())
+            })
+            .await;
+            assert!(result.is_err() && !inner.recorded() && inner.executed());
+            if order == "after" {
+                done("rolled back after").await;
+            }
+            Ok::<_, Error>(())
+        })
+        .await;
+        assert!(is_retry(&outcome), "{order}: {outcome:?}");
+        // Cut off in the middle, in a call and before the first one.
+        for calls in [true, false] {
+            let (_, outcome) = observe(async {
+                if order == "before" {
+                    done("cut off before").await;
+                }
+                let mut cut_off = Box::pin(SqliteStore::transact(&mut connection, async |tx| {
+                    if calls {
+                        sell_by_attribute(tx, "b").await?;
+                    }
+                    std::future::pending::<Result<u32, AnyError>>().await
+                }));
+                assert!(poll_once(cut_off.as_mut()).await.is_pending());
+                drop(cut_off);
+                if order == "after" {
+                    done("cut off after").await;
+                }
+                Ok::<_, Error>(())
+            })
+            .await;
+            assert!(is_retry(&outcome), "{order}: {outcome:?}");
+        }
+        // Never begun.
+        let holding = begin(&mut connection);
+        let mut busy = till.connection();
+        busy.busy_timeout(Duration::from_millis(1)).unwrap();
+        let (_, outcome) = observe(async {
+            if order == "before" {
+                done("not begun before").await;
+            }
+            let (result, inner) = SqliteStore::transact(&mut busy, async |tx| sell_by_attribute(tx, "b").await).await;
+            assert!(result.is_err() && is_retry(&inner));
+            if order == "after" {
+                done("not begun after").await;
+            }
+            Ok::<_, Error>(())
+        })
+        .await;
+        assert!(is_retry(&outcome), "{order}: {outcome:?}");
+        drop(holding);
+    }
+    assert_eq!(till.names(), ["a"]);
+    // An error that is recorded all the same.
+    let (_, outcome) = observe(async {
+        let failing = async |tx: &rusqlite::Transaction<'_>| {
+            sell_and_end(tx, "c", POLICY, End::Fail, true).await.map_err(|declined| AnyError::from(declined.0))
+        };
+        SqliteStore::transact(&mut connection, failing).await.0
+    })
+    .await;
+    assert_eq!((outcome.disposition(), outcome.recorded()), (Disposition::DeadLetter, true), "{outcome:?}");
 }
 
 // ---- Processes that die ----------------------------------------------------------------------------------------------
@@ -1720,4 +1869,218 @@ async fn in_sqlite_processes_that_die_leave_every_effect_exactly_once() {
     let mut counts = connection.prepare("SELECT count(*) FROM effects GROUP BY n").unwrap();
     let counts = counts.query_map([], |row| row.get(0)).unwrap().collect::<Result<Vec<i64>, _>>().unwrap();
     is_once(&counts);
+}
+
+// ---- What becomes of a message whose handler has a transaction ---------------------------------------------------------
+
+/// A driver, with a table of payments and one of records.
+enum Driver {
+    TokioPostgres(Bank),
+    Sqlx(Bank, sqlx::PgPool),
+    Rusqlite(Till),
+}
+
+impl Driver {
+    async fn all() -> [Self; 3] {
+        let bank = Bank::open().await;
+        let pool = bank.pool().await;
+        [Self::TokioPostgres(Bank::open().await), Self::Sqlx(bank, pool), Self::Rusqlite(Till::new())]
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::TokioPostgres(_) => "tokio-postgres",
+            Self::Sqlx(..) => "sqlx",
+            Self::Rusqlite(_) => "rusqlite",
+        }
+    }
+
+    async fn payments(&self) -> i64 {
+        match self {
+            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.payments().await,
+            Self::Rusqlite(till) => till.payments(),
+        }
+    }
+
+    /// One delivery by `transact`. After the call the delivery fails if it `fails_after`.
+    async fn transact(
+        &self,
+        delivery: u32,
+        policy: Policy,
+        end: End,
+        fails_after: bool,
+    ) -> (Result<u32, AnyError>, Outcome) {
+        let after = |paid: Result<u32, Declined>| -> Result<u32, AnyError> {
+            let paid = paid.map_err(|declined| declined.0)?;
+            if fails_after { Err("the outbox is full".into()) } else { Ok(paid) }
+        };
+        match self {
+            Self::TokioPostgres(bank) => {
+                let mut client = bank.client().await;
+                let work = async |tx: &Transaction<'_>| after(bank.end(tx, "a", policy, end).await);
+                PostgresStore::transact(&mut client, work).delivery(delivery).catch_panics().await
+            }
+            Self::Sqlx(bank, pool) => {
+                let work = async |tx: &SqlxTransaction<'_>| after(bank.end_by_sqlx(tx, "a", policy, end).await);
+                PostgresStore::transact_sqlx(pool, work).delivery(delivery).catch_panics().await
+            }
+            Self::Rusqlite(till) => {
+                let mut connection = till.connection();
+                let work =
+                    async |tx: &rusqlite::Transaction<'_>| after(sell_and_end(tx, "a", policy, end, false).await);
+                SqliteStore::transact(&mut connection, work).delivery(delivery).catch_panics().await
+            }
+        }
+    }
+
+    /// One delivery that begins and commits by hand, as the page about transactions did it.
+    async fn by_hand(&self, policy: Policy) -> (Result<u32, AnyError>, Outcome) {
+        match self {
+            Self::TokioPostgres(bank) => {
+                observe(async {
+                    let mut client = bank.client().await;
+                    let tx = client.transaction().await?;
+                    let paid = bank.end(&tx, "a", policy, End::Succeed).await.map_err(|it| it.0)?;
+                    tx.commit().await?;
+                    Ok(paid)
+                })
+                .await
+            }
+            Self::Sqlx(bank, pool) => {
+                observe(async {
+                    let tx = SqlxTransaction::new(pool.begin().await?);
+                    let paid = bank.end_by_sqlx(&tx, "a", policy, End::Succeed).await.map_err(|it| it.0)?;
+                    tx.into_inner().commit().await?;
+                    Ok(paid)
+                })
+                .await
+            }
+            Self::Rusqlite(till) => {
+                observe(async {
+                    let mut connection = till.connection();
+                    let tx = begin(&mut connection);
+                    let paid = sell_and_end(&tx, "a", policy, End::Succeed, false).await.map_err(|it| it.0)?;
+                    tx.commit()?;
+                    Ok(paid)
+                })
+                .await
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_healthy_message_is_acknowledged() {
+    for driver in Driver::all().await {
+        // By hand nothing says that the first delivery is committed; the next one finds that it is.
+        for (n, expected) in [(1, None), (2, Some(Disposition::Ack)), (3, Some(Disposition::Ack))] {
+            let (paid, outcome) = driver.by_hand(POLICY).await;
+            assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());
+            match expected {
+                Some(expected) => assert_eq!(outcome.disposition(), expected, "{}", driver.name()),
+                None => assert!(is_retry(&outcome), "{}: {outcome:?}", driver.name()),
+            }
+            assert!(outcome.recorded());
+        }
+        assert_eq!(driver.payments().await, 1);
+    }
+    for driver in Driver::all().await {
+        for n in 1..4 {
+            let (paid, outcome) = driver.transact(n, POLICY, End::Succeed, false).await;
+            assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());
+            assert_eq!(outcome.disposition(), Disposition::Ack, "{}", driver.name());
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_attempt_counts_although_its_transaction_is_rolled_back() {
+    for (end, fails_after) in [(End::Fail, false), (End::FailInSql, false), (End::Panic, false), (End::Succeed, true)] {
+        for driver in Driver::all().await {
+            let what = format!("{}, {end:?}", driver.name());
+            let mut pauses = Vec::new();
+            for n in 1..=3 {
+                let (paid, outcome) = driver.transact(1, POLICY.max_attempts(3), end, fails_after).await;
+                assert!(paid.is_err() && outcome.executed() && !outcome.recorded(), "{what}: {outcome:?}");
+                assert_eq!(outcome.attempt(), Some(n), "{what}");
+                match outcome.disposition() {
+                    Disposition::Retry { after } => pauses.push(after),
+                    other => panic!("{what}: {other:?}"),
+                }
+            }
+            assert!(pauses.is_sorted_by(|before, after| before < after), "{what}: {pauses:?}");
+            let (paid, outcome) = driver.transact(4, POLICY.max_attempts(3), end, fails_after).await;
+            assert!(paid.is_err() && !outcome.executed(), "{what}");
+            assert_eq!(outcome.refusal(), Some(idem_runtime::Refusal::AttemptsExhausted), "{what}");
+            assert_eq!(outcome.disposition(), Disposition::DeadLetter, "{what}");
+            assert_eq!(driver.payments().await, 0, "{what}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_limit_of_attempts_that_nothing_would_count_is_refused() {
+    for driver in Driver::all().await {
+        let (paid, outcome) = driver.by_hand(POLICY.max_attempts(3)).await;
+        assert!(paid.unwrap_err().to_string().contains("use `transact`"));
+        assert!(!outcome.executed() && outcome.misconfigured() && is_retry(&outcome), "{outcome:?}");
+        assert_eq!(driver.payments().await, 0);
+    }
+}
+
+#[tokio::test]
+async fn a_replay_of_what_is_rolled_back_is_not_recorded() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
+        bank.pay(tx, "a", POLICY).await.0?;
+        bank.pay(tx, "a", POLICY).await.0?;
+        Err::<(), AnyError>("the outbox is full".into())
+    })
+    .await;
+    assert!(result.is_err() && outcome.replayed() && is_retry(&outcome), "{outcome:?}");
+    assert!(!outcome.recorded() && !outcome.result_stored() && !outcome.is_pending_commit(), "{outcome:?}");
+}
+
+#[tokio::test]
+async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_and_stands_inside_of_one() {
+    let bank = Bank::open().await;
+    let mut client = bank.client().await;
+    let beats = async |_| Ok::<_, Error>(());
+    let (paid, outcome) = observe(async {
+        let work = async |tx: &Transaction<'_>| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?);
+        let (paid, inner) = PostgresStore::transact(&mut client, work)
+            .delivery(2)
+            .delivery_limit(5)
+            .message("kafka", "orders", "17")
+            .on_beat(Duration::from_secs(10), beats)
+            .catch_panics()
+            .await;
+        assert_eq!(inner.disposition(), Disposition::Ack);
+        paid
+    })
+    .await;
+    assert_eq!((paid.unwrap(), outcome.disposition()), (1, Disposition::Ack));
+    assert!(!outcome.is_pending_commit() && outcome.recorded());
+    // A failure that the outer delivery swallows, and a transaction that is cut off.
+    for cut_off in [false, true] {
+        let end = if cut_off { End::Hang } else { End::Fail };
+        let (result, outcome) = observe(async {
+            let work = async |tx: &Transaction<'_>| {
+                Ok::<_, AnyError>(bank.end(tx, "b", POLICY, end).await.map_err(|it| it.0)?)
+            };
+            let mut delivery = Box::pin(PostgresStore::transact(&mut client, work));
+            while cut_off && !bank.hangs.get() {
+                assert!(poll_once(delivery.as_mut()).await.is_pending());
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            if !cut_off {
+                delivery.await.0.unwrap_err();
+            }
+            Ok::<_, AnyError>(())
+        })
+        .await;
+        assert!(result.is_ok() && is_retry(&outcome), "{outcome:?}");
+    }
+    assert_eq!(bank.payments().await, 1);
 }

@@ -9,10 +9,12 @@
 // swallowed error leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
 // turns ([`Turn`]), or the end of one would undo the other.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Weak};
@@ -25,19 +27,16 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use crate::clock::{Clock, SystemClock};
 use crate::codec::Json;
 use crate::combine::race;
-use crate::engine::{Operation, Outcome, RecordValues, Recorder, observe};
-use crate::error::{Disposition, Error};
+use crate::engine::{Operation, RecordValues, Recorder, Settled, settle, unsettled};
+use crate::error::Error;
 use crate::key::{Key, KeyError};
-use crate::policy::{Mode, OnCrash, Policy};
+use crate::policy::{Backoff, Mode, OnCrash, Policy};
 use crate::record::{
     Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::lock;
 
-/// How long a duplicate is told to stay away from a key that another open transaction holds: how long that one stays open
-/// is unknown, but mostly short.
-pub(crate) const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// Results of this size and above may be too large for the server, and are written with a savepoint of their own.
 const LARGE: usize = 1024 * 1024;
 /// How long a call waits for another one in its transaction.
@@ -48,14 +47,18 @@ const TURN_LIMIT: Duration = Duration::from_secs(30);
 ///
 /// The record and what the body writes through the same transaction commit together or not at all, so the effect happens
 /// exactly once, whatever fails when. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and `SqliteStore::transact`
-/// begin, call, commit and say what to do with the message.
+/// begin, call, commit and say what to do with the message: use them wherever a message is handled.
 ///
 /// - *Who commits*: you, after the call has returned `Ok`, or `transact`. The record and the result become visible to
-///   others at the commit; until then it is unknown whether they will. So the [`Outcome`] is
-///   [pending](Outcome::is_pending_commit), and its disposition is to deliver the message again, until
-///   [`Outcome::committed`] says that the commit succeeded. A driver may answer `Ok` to the `COMMIT` of a transaction in
+///   others at the commit; until then it is unknown whether they will. So the [`Outcome`](crate::Outcome) of a call that ran its body in
+///   your transaction is [pending](crate::Outcome::is_pending_commit), and its disposition is to deliver the message again, until
+///   [`Outcome::committed`](crate::Outcome::committed) says that the commit succeeded; a warning says so. The next delivery replays what is
+///   committed, and is acknowledged. A driver may answer `Ok` to the `COMMIT` of a transaction in
 ///   which a statement has failed, although the server has rolled it back; `transact` notices that.
-/// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
+/// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error. After a
+///   rollback `transact` writes the ends of its attempts in a transaction of their own: they have counted, and pauses grow with
+///   them. A process that dies takes its attempt with it. `max_attempts` is refused in a transaction that you begin yourself,
+///   with [`Error::Store`] of kind [`StoreErrorKind::Misconfigured`], as nothing would count there.
 /// - *A swallowed error* leaves nothing of the body: each call has a savepoint, and what its body wrote is undone when it
 ///   returns an error, panics or is cancelled. So is anything else that is written through the transaction while the call
 ///   runs. If you commit then, the record of a body that returned an error says that the attempt ended without a result,
@@ -292,6 +295,10 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn reserve(&self, request: &ReserveRequest) -> impl Future<Output = Result<Reservation, StoreError>>;
 
+    /// Marks that the body of an attempt begins.
+    #[doc(hidden)]
+    fn begin(&self, lease: &Lease) -> impl Future<Output = Result<Verdict, StoreError>>;
+
     #[doc(hidden)]
     fn finish(&self, lease: &Lease, finish: &Finish) -> impl Future<Output = Result<Verdict, StoreError>>;
 
@@ -382,8 +389,13 @@ impl<C: Transaction> Scene<C> {
     }
 
     async fn reserve(&self, request: ReserveRequest) -> Result<Reservation, StoreError> {
+        if self.undoes && request.max_attempts.is_some() && !journal(|_| ()) {
+            let message = "`max_attempts` can't count in a transaction that you begin yourself, as a rollback takes the \
+                           attempt with it; use `transact`, which counts it after the rollback";
+            return Err(StoreError::new(StoreErrorKind::Misconfigured, message));
+        }
         self.save().await?;
-        let reserved = match self.transaction.reserve(&request).await {
+        let reserved = match self.reserve_marked(&request).await {
             Ok(reserved) => reserved,
             Err(error) => {
                 self.undo().await?;
@@ -397,9 +409,27 @@ impl<C: Transaction> Scene<C> {
                     self.keep().await?;
                     self.save().await?;
                 }
+                journal(|journal| {
+                    let place = self.transaction.place().to_owned();
+                    journal.attempts.push(UndoneAttempt { place, request: request.clone(), failure: None });
+                });
                 self.state().reserved = Some(request);
             }
             _ => self.keep().await?,
+        }
+        Ok(reserved)
+    }
+
+    /// Reserves a key. Under `on_crash = fail` the record says at the same time that the body begins: the commit decides
+    /// about both.
+    async fn reserve_marked(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
+        let reserved = self.transaction.reserve(request).await?;
+        if let Reservation::Granted { lease, .. } = &reserved
+            && request.on_crash == OnCrash::Fail
+            && self.transaction.begin(lease).await? == Verdict::Refused
+        {
+            let message = "the lease lapsed before the record could say that the body begins";
+            return Err(StoreError::new(StoreErrorKind::Aborted, message));
         }
         Ok(reserved)
     }
@@ -423,8 +453,10 @@ impl<C: Transaction> Scene<C> {
                     && let Some(request) = self.state().reserved.take()
                 {
                     journal(|journal| {
-                        let place = self.transaction.place().to_owned();
-                        journal.failed.push(FailedRecord { place, request, finish: finish.clone() });
+                        let mut attempts = journal.attempts.iter_mut();
+                        if let Some(attempt) = attempts.find(|it| it.request.owner == request.owner) {
+                            attempt.failure = Some(finish.clone());
+                        }
                     });
                 }
                 Ok(written)
@@ -696,8 +728,8 @@ impl Drop for Turn {
 /// What must be known of a transaction after its rollback.
 #[derive(Default)]
 pub(crate) struct Journal {
-    /// The errors that were recorded in it.
-    pub(crate) failed: Vec<FailedRecord>,
+    /// The attempts that began in it, the earliest first.
+    pub(crate) attempts: Vec<UndoneAttempt>,
     /// Whether a statement of the library's met another transaction, so that the whole transaction is best tried again.
     #[cfg_attr(
         not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
@@ -706,86 +738,130 @@ pub(crate) struct Journal {
     pub(crate) conflict: bool,
 }
 
-/// A recorded error whose record was rolled back with its transaction.
-pub(crate) struct FailedRecord {
+/// An attempt whose record was rolled back with its transaction.
+pub(crate) struct UndoneAttempt {
     pub(crate) place: String,
     request: ReserveRequest,
-    finish: Finish,
+    /// The error that it recorded. `None`: its key is free.
+    failure: Option<Finish>,
 }
 
-impl FailedRecord {
-    /// Writes the record, and nothing else. Returns whether it was written.
+impl UndoneAttempt {
+    /// Whether the attempt recorded an error.
+    pub(crate) fn has_failure(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// Writes the end of the attempt, and nothing else: it counts, and the next one has another number. Returns whether it
+    /// was written; it is not if another attempt has the key by now.
     pub(crate) async fn write<C: Transaction>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
             Reservation::Granted { lease, .. } => {
-                Ok(transaction.finish(&lease, &self.finish).await? == Verdict::Applied)
+                let written = match &self.failure {
+                    Some(failure) => transaction.finish(&lease, failure).await?,
+                    None => transaction.release(&lease, Release::Returned).await?,
+                };
+                Ok(written == Verdict::Applied)
             }
             _ => Ok(false),
         }
     }
 }
 
-/// Notes something in the journal of the transaction that is being polled, if it has one.
-pub(crate) fn journal(note: impl FnOnce(&mut Journal)) {
-    JOURNAL.with_borrow(|journal| {
-        if let Some(journal) = journal {
-            note(&mut lock(journal));
-        }
-    });
+/// Notes something in the journal of the transaction that is being polled. Returns whether it has one: whether the library
+/// began the transaction.
+pub(crate) fn journal(note: impl FnOnce(&mut Journal)) -> bool {
+    JOURNAL.with_borrow(|journal| journal.as_ref().map(|journal| note(&mut lock(journal))).is_some())
 }
 
-pin_project! {
-    struct Journaled<F> {
-        #[pin]
-        work: F,
-        journal: Arc<Mutex<Journal>>,
+/// How the work in a transaction failed.
+pub(crate) enum Failed<E> {
+    Error(E),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl<E> Failed<E> {
+    /// The error.
+    ///
+    /// # Panics
+    /// If the work did.
+    pub(crate) fn into_error(self) -> E {
+        match self {
+            Self::Error(error) => error,
+            Self::Panic(panic) => resume_unwind(panic),
+        }
     }
 }
 
-impl<F: Future> Future for Journaled<F> {
-    type Output = F::Output;
+struct Journaled<F> {
+    /// `None` once it has ended.
+    work: Option<Pin<Box<F>>>,
+    journal: Arc<Mutex<Journal>>,
+}
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+impl<F: Future<Output = Result<T, E>>, T, E> Future for Journaled<F> {
+    type Output = Result<T, Failed<E>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         struct Entered(Option<Arc<Mutex<Journal>>>);
         impl Drop for Entered {
             fn drop(&mut self) {
                 JOURNAL.set(self.0.take());
             }
         }
-        let this = self.project();
-        let _entered = Entered(JOURNAL.replace(Some(Arc::clone(this.journal))));
-        this.work.poll(cx)
+        let _entered = Entered(JOURNAL.replace(Some(Arc::clone(&self.journal))));
+        let Self { work, .. } = &mut *self;
+        let polling = work.as_mut().expect("polled after it was ready").as_mut();
+        // A panic is not the end of the transaction: the attempt that panicked is written after the rollback.
+        let ended = match catch_unwind(AssertUnwindSafe(|| polling.poll(cx))) {
+            Ok(Poll::Pending) => return Poll::Pending,
+            Ok(Poll::Ready(result)) => result.map_err(Failed::Error),
+            Err(panic) => Err(Failed::Panic(panic)),
+        };
+        *work = None;
+        Poll::Ready(ended)
     }
 }
 
-/// Runs `work` in a transaction. Returns its result, how the calls in it ended, and its journal.
-pub(crate) async fn observe_journaled<T, E>(
-    work: impl Future<Output = Result<T, E>>,
-) -> (Result<T, E>, Outcome, Journal) {
+/// Runs `work` in a transaction. Returns its result, and the journal of the transaction.
+///
+/// Boxed: a call in a transaction is large, and its caller's future would store it more than once.
+pub(crate) async fn journaled<T, E>(work: impl Future<Output = Result<T, E>>) -> (Result<T, Failed<E>>, Journal) {
     let journal = Arc::new(Mutex::new(Journal::default()));
-    let (result, outcome) = observe(Journaled { work, journal: Arc::clone(&journal) }).await;
+    let ended = Journaled { work: Some(Box::pin(work)), journal: Arc::clone(&journal) }.await;
     let journal = std::mem::take(&mut *lock(&journal));
-    (result, outcome, journal)
+    (ended, journal)
 }
 
-/// The outcome after a transaction that was not committed.
-pub(crate) fn not_committed(outcome: Outcome) -> Outcome {
-    let disposition = match outcome.disposition() {
-        Disposition::Retry { after } => Disposition::Retry { after },
-        _ => Disposition::Retry { after: HELD_BY_ANOTHER },
-    };
-    Outcome { recorded: false, result_stored: false, disposition, ..outcome }
+/// The transaction of the delivery is committed.
+pub(crate) fn committed() {
+    settle(Settled::Committed);
 }
 
-/// The outcome after a transaction that was rolled back. `recorded`: whether the failures of its handlers are recorded now,
-/// are not to be, or can't be.
-pub(crate) fn rolled_back(outcome: Outcome, recorded: &Result<bool, StoreError>) -> Outcome {
-    match recorded {
-        Ok(true) => outcome.committed(),
-        Ok(false) => outcome,
-        Err(_) => not_committed(outcome),
-    }
+/// The transaction of the delivery was rolled back. `recorded`: whether the errors that its calls had recorded are recorded
+/// now.
+pub(crate) fn rolled_back(recorded: Result<bool, StoreError>) {
+    let failures_recorded = recorded.unwrap_or_else(|error| {
+        tracing::warn!(%error, "a transaction was rolled back, and its attempts could not be counted");
+        false
+    });
+    settle(Settled::RolledBack { failures_recorded });
 }
+
+/// No transaction could be begun for the delivery: no connection, mostly.
+pub(crate) fn not_begun() {
+    let seed = CONNECTIONS.new_owner().seed();
+    settle(Settled::NotBegun { again: Backoff::DEFAULT.during(CONNECTIONS.store_failed(), seed) });
+}
+
+/// The transaction of the delivery has begun, for the first time or once more.
+pub(crate) fn begun() {
+    CONNECTIONS.store_answered();
+    unsettled();
+}
+
+/// Since when no transaction could be begun.
+static CONNECTIONS: LazyLock<Heartbeats> = LazyLock::new(|| Heartbeats::none(Arc::new(SystemClock::default())));
 
 /// How often a transaction is tried that conflicts with others.
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
@@ -856,6 +932,11 @@ impl Store for Mailbox {
     }
 
     /// The transaction holds its keys for as long as it is open.
+    /// The reservation has marked it.
+    fn begin<'a>(&'a self, _: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::ready(Ok(if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied }))
+    }
+
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let held = if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied };
         (0..leases.len()).for_each(|at| answer(at, held));

@@ -19,11 +19,11 @@ use super::sql::{Cells, Statement};
 use super::within::{InPostgres, Refused, Session};
 use crate::clock::{Clock, SystemClock};
 use crate::combine::race;
-use crate::engine::Outcome;
+use crate::engine::{Observe, observe};
 use crate::record::format::FormatError;
 use crate::store::StoreError;
 use crate::within::sealed::Sealed;
-use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
+use crate::within::{self, Failed, Journal, TRIES, Within, journaled};
 
 /// How long to wait for the connection: a body that holds it while it calls a handler that needs it waits for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -173,36 +173,41 @@ impl PostgresStore {
     ///
     /// # Cancel safety
     /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
-    pub async fn transact_sqlx<T, E, W>(pool: &PgPool, work: W) -> (Result<T, E>, Outcome)
+    pub fn transact_sqlx<T, E, W>(pool: &PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
         W: AsyncFnOnce(&Mutex<sqlx::Transaction<'_, Postgres>>) -> Result<T, E> + Clone,
         E: From<sqlx::Error>,
     {
-        let mut next = 1;
-        loop {
-            let tx = match pool.begin().await {
-                Ok(tx) => Mutex::new(tx),
-                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
-            };
-            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
-            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
-            let tx = tx.into_inner();
-            match result {
-                Ok(done) => match commit(tx).await {
-                    Ok(()) => return (Ok(done), outcome.committed()),
-                    Err(error) if is_conflict(&error) && next < TRIES => {}
-                    Err(error) => return (Err(error.into()), not_committed(outcome)),
-                },
-                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
-                Err(error) => {
-                    tx.rollback().await.ok();
-                    let recorded = record_failed(pool, &journal).await;
-                    return (Err(error), rolled_back(outcome, &recorded));
+        observe(async move {
+            let mut next = 1;
+            loop {
+                let tx = Mutex::new(pool.begin().await.inspect_err(|_| within::not_begun())?);
+                within::begun();
+                let (ended, journal) = journaled(work.clone()(&tx)).await;
+                let tx = tx.into_inner();
+                let failed = match ended {
+                    Ok(done) => match commit(tx).await {
+                        Ok(()) => {
+                            within::committed();
+                            return Ok(done);
+                        }
+                        Err(error) if is_conflict(&error) && next < TRIES => None,
+                        Err(error) => Some(Failed::Error(error.into())),
+                    },
+                    Err(failed) => {
+                        tx.rollback().await.ok();
+                        let again = journal.conflict && next < TRIES && matches!(failed, Failed::Error(_));
+                        (!again).then_some(failed)
+                    }
+                };
+                if let Some(failed) = failed {
+                    within::rolled_back(count(pool, &journal).await);
+                    return Err(failed.into_error());
                 }
+                within::pause_before(next).await;
+                next += 1;
             }
-            within::pause_before(next).await;
-            next += 1;
-        }
+        })
     }
 }
 
@@ -217,18 +222,19 @@ async fn commit(mut tx: sqlx::Transaction<'static, Postgres>) -> Result<(), sqlx
     tx.commit().await
 }
 
-/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
-async fn record_failed(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
-    if journal.failed.is_empty() {
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+async fn count(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.attempts.is_empty() {
         return Ok(false);
     }
     let tx = Mutex::new(pool.begin().await.map_err(Refused::from)?);
-    for failed in &journal.failed {
-        let Within(at) = Within(InPostgres::new(InSqlx(&tx))).schema(&failed.place);
-        failed.write(&at).await?;
+    let mut recorded = true;
+    for attempt in &journal.attempts {
+        let Within(at) = Within(InPostgres::new(InSqlx(&tx))).schema(&attempt.place);
+        recorded &= attempt.write(&at).await? || !attempt.has_failure();
     }
     commit(tx.into_inner()).await.map_err(Refused::from)?;
-    Ok(true)
+    Ok(recorded)
 }
 
 /// A parameter in the binary format of the server.

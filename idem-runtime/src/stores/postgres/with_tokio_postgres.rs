@@ -10,10 +10,10 @@ use super::PostgresStore;
 use super::failure::told;
 use super::sql::Statement;
 use super::within::{InPostgres, Refused, Session, is_conflict};
-use crate::engine::Outcome;
+use crate::engine::{Observe, observe};
 use crate::store::StoreError;
 use crate::within::sealed::Sealed;
-use crate::within::{self, Journal, TRIES, Within, not_committed, observe_journaled, rolled_back};
+use crate::within::{self, Failed, Journal, TRIES, Within, journaled};
 
 impl Sealed for &Transaction<'_> {}
 
@@ -100,11 +100,18 @@ impl PostgresStore {
     /// Begins a transaction, does `work` in it and commits it. Returns how the delivery ended and what to do with its
     /// message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit is refused, everything is rolled back and
-    /// the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
-    /// alone. If the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was
-    /// committed.
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) say
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error or panics, or the commit is refused, everything is rolled back
+    /// and the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
+    /// alone. The attempts that began are written after the rollback, so that `max_attempts` counts them, and pauses grow. If
+    /// the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was committed.
+    ///
+    /// It is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`, `on_beat`, `catch_panics`,
+    /// `message`. It may stand inside of another one.
+    ///
+    /// `client` may be one of a pool. A connection that has died makes `transact` return the driver's error, and the message
+    /// is delivered again after a pause that grows with the outage: let the pool check connections that it hands out, and put
+    /// `transact` where the connection is taken anew for each delivery.
     ///
     /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit
     /// or in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
@@ -131,36 +138,41 @@ impl PostgresStore {
     ///
     /// # Cancel safety
     /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
-    pub async fn transact<T, E, W>(client: &mut Client, work: W) -> (Result<T, E>, Outcome)
+    pub fn transact<T, E, W>(client: &mut Client, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
         W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E> + Clone,
         E: From<tokio_postgres::Error>,
     {
-        let is_conflict = |error: &tokio_postgres::Error| error.code().is_some_and(|code| is_conflict(code.code()));
-        let mut next = 1;
-        loop {
-            let tx = match client.transaction().await {
-                Ok(tx) => tx,
-                Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
-            };
-            // Boxed: a call in a transaction is large, and its caller's future would store it more than once.
-            let (result, outcome, journal) = observe_journaled(Box::pin(work.clone()(&tx))).await;
-            match result {
-                Ok(done) => match commit(tx).await {
-                    Ok(()) => return (Ok(done), outcome.committed()),
-                    Err(error) if is_conflict(&error) && next < TRIES => {}
-                    Err(error) => return (Err(error.into()), not_committed(outcome)),
-                },
-                Err(_) if journal.conflict && next < TRIES => drop(tx.rollback().await),
-                Err(error) => {
-                    tx.rollback().await.ok();
-                    let recorded = record_failed(client, &journal).await;
-                    return (Err(error), rolled_back(outcome, &recorded));
+        observe(async move {
+            let is_conflict = |error: &tokio_postgres::Error| error.code().is_some_and(|code| is_conflict(code.code()));
+            let mut next = 1;
+            loop {
+                let tx = client.transaction().await.inspect_err(|_| within::not_begun())?;
+                within::begun();
+                let (ended, journal) = journaled(work.clone()(&tx)).await;
+                let failed = match ended {
+                    Ok(done) => match commit(tx).await {
+                        Ok(()) => {
+                            within::committed();
+                            return Ok(done);
+                        }
+                        Err(error) if is_conflict(&error) && next < TRIES => None,
+                        Err(error) => Some(Failed::Error(error.into())),
+                    },
+                    Err(failed) => {
+                        tx.rollback().await.ok();
+                        let again = journal.conflict && next < TRIES && matches!(failed, Failed::Error(_));
+                        (!again).then_some(failed)
+                    }
+                };
+                if let Some(failed) = failed {
+                    within::rolled_back(count(client, &journal).await);
+                    return Err(failed.into_error());
                 }
+                within::pause_before(next).await;
+                next += 1;
             }
-            within::pause_before(next).await;
-            next += 1;
-        }
+        })
     }
 }
 
@@ -170,16 +182,17 @@ async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
     tx.commit().await
 }
 
-/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
-async fn record_failed(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
-    if journal.failed.is_empty() {
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+async fn count(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.attempts.is_empty() {
         return Ok(false);
     }
     let tx = client.transaction().await.map_err(Refused::from)?;
-    for failed in &journal.failed {
-        let Within(at) = Within(InPostgres::new(&tx)).schema(&failed.place);
-        failed.write(&at).await?;
+    let mut recorded = true;
+    for attempt in &journal.attempts {
+        let Within(at) = Within(InPostgres::new(&tx)).schema(&attempt.place);
+        recorded &= attempt.write(&at).await? || !attempt.has_failure();
     }
     commit(tx).await.map_err(Refused::from)?;
-    Ok(true)
+    Ok(recorded)
 }

@@ -4,14 +4,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sha2::{Digest, Sha256};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
 use super::client::{Effect, Hidden};
 use super::failure::meaning;
 use super::sql::{self, Ask, Cells, Found, Meeting, Met, Statement, Statements, corrupt};
-use super::{LOOKS, PostgresStore, looked_in_vain, pause};
+use super::{LOOKS, MEETINGS, PostgresStore, held_by_another, looked_in_vain, pause};
 use crate::clock::SystemClock;
 use crate::key::Key;
 use crate::record::format::FormatError;
@@ -20,7 +19,7 @@ use crate::record::{
 };
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
-use crate::within::{self, HELD_BY_ANOTHER, Within};
+use crate::within::{self, Within};
 
 /// How many tables keep their statements. With a schema for each tenant, each call may need another one.
 const TABLES: usize = 16;
@@ -177,7 +176,6 @@ impl From<Refused> for StoreError {
 /// The table of records in one schema.
 struct Table {
     statements: Statements,
-    /// Part of every lock's name, so that two schemas share no locks.
     schema: String,
 }
 
@@ -198,17 +196,6 @@ impl Table {
         latest.truncate(TABLES - 1);
         latest.insert(0, Arc::clone(&table));
         table
-    }
-
-    /// The lock on `key`. It is practically impossible that another key, or another lock of the user's, has the same
-    /// number, and would only cause a wait.
-    fn lock(&self, key: &Key) -> i64 {
-        let digest = Sha256::new()
-            .chain_update((self.schema.len() as u64).to_be_bytes())
-            .chain_update(&self.schema)
-            .chain_update(key.as_str())
-            .finalize();
-        i64::from_be_bytes(*digest.first_chunk().expect("a digest is longer"))
     }
 }
 
@@ -325,11 +312,10 @@ impl<S: Session> within::Transaction for InPostgres<S> {
     async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let first = Record::first(request);
         let parts = Parts::of(&first);
-        let held_by_another = |attempt| Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER };
         let clock = SystemClock::default();
         for look in 0..LOOKS {
             pause(&clock, look).await;
-            let params: [&(dyn ToSql + Sync); 9] = [
+            let params: [&(dyn ToSql + Sync); 8] = [
                 &request.key.as_str(),
                 &Hidden(parts.owner),
                 &Hidden(parts.fingerprint),
@@ -338,18 +324,20 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 &sql::millis(request.ttl),
                 &parts.holder,
                 &parts.traceparent,
-                &self.table.lock(&request.key),
             ];
             let rows = self.rows(&self.table.statements.reserve_within, &params, Effect::Writes).await?;
             let Some(said) = rows.first().map(sql::within) else {
                 return Err(StoreError::new(StoreErrorKind::Aborted, "the server returned no row for a reservation"));
             };
             let said = said.map_err(corrupt)?;
+            if said.is_held {
+                MEETINGS.forget(request.key.seed());
+            }
             let found = match said.met {
                 Met::Made => return Ok(Reservation::Granted { lease: first.lease(request), takeover: false }),
                 Met::Found(found) => found.map_err(corrupt)?,
                 Met::Unseen if said.is_held => continue,
-                Met::Unseen => return Ok(held_by_another(1)),
+                Met::Unseen => return Ok(held_by_another(&request.key, 1)),
                 Met::LeftOut => return Err(corrupt(FormatError::Damaged)),
             };
             let (met, with, takeover) = match found.meet(request) {
@@ -357,13 +345,20 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 Meeting::Replace { met, with, takeover } => (met, with, takeover),
             };
             if !said.is_held {
-                return Ok(held_by_another(with.attempt));
+                return Ok(held_by_another(&request.key, with.attempt));
             }
             if self.table.statements.replace_met(self, request, &met, &with).await? {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
         Err(looked_in_vain(StoreErrorKind::Aborted))
+    }
+
+    async fn begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
+        let (keys, owners) = (vec![lease.key.as_str()], vec![&lease.owner.as_bytes()[..]]);
+        let params: [&(dyn ToSql + Sync); 3] = [&keys, &Hidden(owners), &vec![i64::from(lease.attempt)]];
+        let rows = self.rows(&self.table.statements.begin, &params, Effect::Writes).await?;
+        Ok(if rows.is_empty() { Verdict::Refused } else { Verdict::Applied })
     }
 
     async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
@@ -380,8 +375,8 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         let rows = self.rows(&self.table.statements.lock_timeout, &[], Effect::Reads).await?;
         let before: Option<String> = rows.first().map(|row| row.cell(0)).transpose().map_err(corrupt)?;
         self.session.execute(&format!("SET LOCAL lock_timeout = {millis}")).await?;
-        match self.session.execute(&format!("SELECT pg_advisory_xact_lock({})", self.table.lock(key))).await {
-            Ok(()) => {
+        match self.session.rows(&self.table.statements.hold, &[&key.as_str()]).await {
+            Ok(_) => {
                 let before = before.unwrap_or_default().replace('\'', "''");
                 self.session.execute(&format!("SET LOCAL lock_timeout = '{before}'")).await?;
                 Ok(true)

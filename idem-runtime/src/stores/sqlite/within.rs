@@ -9,11 +9,11 @@ use super::SqliteStore;
 use super::failure::{failed, misconfigured};
 use super::sql::{self, Form, Table, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
-use crate::engine::Outcome;
+use crate::engine::{Observe, observe};
 use crate::key::Key;
 use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{StoreError, StoreErrorKind};
-use crate::within::{self, Journal, Within, not_committed, observe_journaled, rolled_back};
+use crate::within::{self, Failed, Journal, Within, journaled};
 
 /// The interval at which a call looks whether another one in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
@@ -198,6 +198,10 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.reserve(request, now))
     }
 
+    async fn begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
+        self.on_table(|table, now| table.begin(lease, now))
+    }
+
     async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         self.on_table(|table, now| table.finish(lease, finish, now))
     }
@@ -225,9 +229,13 @@ impl SqliteStore {
     /// Begins a transaction that may write, does `work` in it and commits it. Returns how the delivery ended and what to do
     /// with its message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`] say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error, or the commit fails, everything is rolled back and the
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) say
+    /// [`Ack`](crate::Disposition::Ack). If it returns an error or panics, or the commit fails, everything is rolled back and the
     /// message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded, alone.
+    /// The attempts that began are written after the rollback, so that `max_attempts` counts them, and pauses grow.
+    ///
+    /// It is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`, `on_beat`, `catch_panics`,
+    /// `message`. It may stand inside of another one.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
@@ -253,41 +261,49 @@ impl SqliteStore {
     ///
     /// # Cancel safety
     /// Dropping the future rolls the transaction back.
-    pub async fn transact<T, E, W>(connection: &mut Connection, work: W) -> (Result<T, E>, Outcome)
+    pub fn transact<T, E, W>(connection: &mut Connection, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
         W: AsyncFnOnce(&Transaction<'_>) -> Result<T, E>,
         E: From<rusqlite::Error>,
     {
-        let tx = match connection.transaction_with_behavior(TransactionBehavior::Immediate) {
-            Ok(tx) => tx,
-            Err(error) => return (Err(error.into()), Outcome::UNKNOWN),
-        };
-        let (result, outcome, journal) = observe_journaled(Box::pin(work(&tx))).await;
-        match result {
-            Ok(done) => match tx.commit() {
-                Ok(()) => (Ok(done), outcome.committed()),
-                Err(error) => (Err(error.into()), not_committed(outcome)),
-            },
-            Err(error) => {
-                drop(tx);
-                let recorded = record_failed(connection, &journal).await;
-                (Err(error), rolled_back(outcome, &recorded))
+        observe(async move {
+            let begun = connection.transaction_with_behavior(TransactionBehavior::Immediate);
+            let tx = begun.inspect_err(|_| within::not_begun())?;
+            within::begun();
+            let (ended, journal) = journaled(work(&tx)).await;
+            let ended = match ended {
+                Ok(done) => tx.commit().map(|()| done).map_err(|error| Failed::Error(error.into())),
+                Err(failed) => {
+                    drop(tx);
+                    Err(failed)
+                }
+            };
+            match ended {
+                Ok(done) => {
+                    within::committed();
+                    Ok(done)
+                }
+                Err(failed) => {
+                    within::rolled_back(count(connection, &journal).await);
+                    Err(failed.into_error())
+                }
             }
-        }
+        })
     }
 }
 
-/// Records the errors that handlers recorded in a transaction that was rolled back. Returns whether there were any.
-async fn record_failed(connection: &mut Connection, journal: &Journal) -> Result<bool, StoreError> {
-    if journal.failed.is_empty() {
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+async fn count(connection: &mut Connection, journal: &Journal) -> Result<bool, StoreError> {
+    if journal.attempts.is_empty() {
         return Ok(false);
     }
     let failed = |error: rusqlite::Error| aborted(&error.into());
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
-    for record in &journal.failed {
-        let Within(at) = Within(InSqlite::new(&tx)).table(&record.place);
-        record.write(&at).await?;
+    let mut recorded = true;
+    for attempt in &journal.attempts {
+        let Within(at) = Within(InSqlite::new(&tx)).table(&attempt.place);
+        recorded &= attempt.write(&at).await? || !attempt.has_failure();
     }
     tx.commit().map_err(failed)?;
-    Ok(true)
+    Ok(recorded)
 }
