@@ -1,6 +1,7 @@
 //! What keeps a store from an answer.
 
 use std::fmt;
+use std::sync::Arc;
 
 /// What kind of failure a [`StoreError`] is: kinds differ where a caller acts differently.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,25 +26,27 @@ pub enum StoreErrorKind {
     Aborted,
 }
 
-/// A store that did not do what it was asked for.
-pub struct StoreError(Box<Failure>);
+/// A store that did not do what it was asked for. Clones share what it says: one failed call may be about many leases.
+#[derive(Clone)]
+pub struct StoreError(Arc<Failure>);
 
+#[derive(Clone)]
 struct Failure {
     kind: StoreErrorKind,
     message: String,
-    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 impl StoreError {
     /// A failure of `kind`; `message` says what failed, without secrets and payloads.
     pub fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
-        Self(Box::new(Failure { kind, message: message.into(), source: None }))
+        Self(Arc::new(Failure { kind, message: message.into(), source: None }))
     }
 
     /// The failure with what caused it.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
-        self.0.source = Some(source.into());
+        Arc::make_mut(&mut self.0).source = Some(source.into().into());
         self
     }
 
@@ -60,6 +63,11 @@ impl StoreError {
     /// Whether the same call may succeed if it is repeated.
     pub fn is_transient(&self) -> bool {
         matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed)
+    }
+
+    /// Whether only a person can make the same call succeed: something is damaged, forbidden or wrongly set up.
+    pub(crate) fn is_for_good(&self) -> bool {
+        matches!(self.kind(), StoreErrorKind::Corrupt | StoreErrorKind::Misconfigured | StoreErrorKind::Unsupported)
     }
 }
 

@@ -22,7 +22,7 @@ use super::Store;
 /// }
 ///
 /// impl Store for Counted {
-///     forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, reserve, renew, release, wait, inspect, decide, purge, list, ping }
+///     forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, reserve, begin, renew, release, wait, inspect, decide, purge, list, ping }
 ///
 ///     fn handle(&self) -> Arc<dyn Store> {
 ///         Arc::new(self.clone())
@@ -87,6 +87,15 @@ macro_rules! __forward {
         ) -> $crate::store::StoreFuture<'a, $crate::store::Reservation> {
             let $this = self;
             $store.reserve(request)
+        }
+    };
+    (@begin $this:ident $store:tt) => {
+        fn begin<'a>(
+            &'a self,
+            lease: &'a $crate::store::Lease,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Verdict> {
+            let $this = self;
+            $store.begin(lease)
         }
     };
     (@renew $this:ident $store:tt) => {
@@ -177,7 +186,7 @@ macro_rules! store_of_shared {
         impl $crate::store::Store for $store {
             $crate::store::forward! {
                 |store| store.0 =>
-                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, renew, finish, release, wait, inspect,
+                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, begin, renew, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }
@@ -197,7 +206,7 @@ macro_rules! pointers {
         impl<S: Store + ?Sized> Store for $pointer<S> {
             forward! {
                 |store| store.as_ref() =>
-                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, renew, finish, release, wait, inspect,
+                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, begin, renew, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }

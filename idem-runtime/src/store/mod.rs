@@ -9,6 +9,7 @@ pub(crate) mod heartbeat;
 mod listing;
 pub(crate) mod operator;
 mod outage;
+mod repeats;
 mod watch;
 
 use std::fmt;
@@ -24,15 +25,18 @@ pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
 pub use self::health::{Health, HealthProblem};
 pub use self::heartbeat::Heartbeats;
-pub(crate) use self::heartbeat::{Beat, Beating, Callback, LeaseStanding, Timer};
+pub(crate) use self::heartbeat::{Beat, Beating, Callback, LastWait, LeaseStanding, Limits, Timer, UnderWay};
 pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
 use self::operator::Operator;
+#[cfg(feature = "postgres")]
+pub(crate) use self::repeats::Repeats;
 use crate::key::Key;
 use crate::metrics::{Snapshot, StoreOp};
 use crate::policy::{Policy, PolicyProblem};
 pub use crate::record::decision::{Action, Decided, Decision};
 pub use crate::record::lease::{Lease, OwnerToken};
 pub use crate::record::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Standing, Verdict};
+pub use crate::record::revision::{Revision, RevisionError};
 pub use crate::record::trail::Holder;
 use crate::sync::lock;
 
@@ -43,9 +47,9 @@ use crate::sync::lock;
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
 ///   one is answered [`Reservation::Granted`]. What a reservation does with the record it meets is decided by
 ///   [`Record::admit`](crate::record::Record::admit); the store makes that decision atomic.
-/// - **Compare-and-set.** [`renew`](Store::renew), [`finish`](Store::finish) and [`release`](Store::release) change a
-///   pending record only, and only if its owner token is the one presented; a renewal and a finish also compare the
-///   number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
+/// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
+///   [`release`](Store::release) change a pending record only, and only if its owner token is the one presented; all but a
+///   release also compare the number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token; one that took effect although its answer
 ///   got lost is recognised as done.
 /// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released one is kept for `ttl` from
@@ -96,6 +100,18 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not answer; it is never an answer such as "no record".
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation>;
 
+    /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and where
+    /// `max_attempts` counts, the engine polls no body before this write is confirmed: an attempt that lapses without the mark
+    /// is neither interrupted nor counted.
+    ///
+    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish). A lease that has lapsed by the store's
+    /// clock is refused, unless the record is marked already: so a request that arrives late marks nothing. The condition is
+    /// [`Record::may_begin`](crate::record::Record::may_begin).
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict>;
+
     /// Renews the leases and calls `answer` for each, by its place in `leases`, as soon as the store has answered for it. A
     /// lease that has lapsed is renewed if nobody took over.
     ///
@@ -145,7 +161,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Does with a record what an operator has decided, in one atomic step, and wakes its waiters.
     ///
     /// What that is, and when it is refused, is decided by [`Record::decide`](crate::record::Record::decide); the store
-    /// makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision
+    /// makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
+    /// applied only to the record that its operator saw: of two decisions about the same record one is applied. A decision
     /// may be repeated: it then changes nothing.
     ///
     /// # Errors

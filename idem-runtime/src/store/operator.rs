@@ -8,17 +8,20 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Decided, Decision, Filter, Finish, Inspection, Page, Stats, Store, StoreError, StoreErrorKind};
+use super::{
+    Decided, Decision, Filter, Finish, Inspection, Page, Revision, Standing, Stats, Store, StoreError, StoreErrorKind,
+};
 use crate::codec::{self, Codec, CodecError, Json};
 use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
-use crate::record::{Action, StoredResult};
+use crate::record::StoredResult;
 
 /// What a person does about records: made by [`StoreExt::operator`](super::StoreExt::operator).
 ///
-/// Each decision names the attempt that the person has looked at, and is refused once there is another one. It may be
-/// repeated: a second time it changes nothing. Who decided and why is kept in the record, until the next decision, and is in
-/// an event of `tracing` (level INFO).
+/// Each decision takes what the person has looked at, an [`Inspection`] or its [`Revision`], and is refused once that record has
+/// changed: of two people who look at the same record, one decides. A decision may be repeated by the same person: a second
+/// time it changes nothing. Who decided and why is kept in the record, until the next decision, and is in an event of
+/// `tracing` (level INFO).
 ///
 /// ```
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -39,7 +42,7 @@ use crate::record::{Action, StoredResult};
 /// let operator = store.operator().by("alice").reason("INC-7");
 /// let key = operator.key("pay/42")?;
 /// let found = operator.inspect(&key).await?.expect("the key of the error");
-/// operator.resolve(&key, found.attempt(), Resolution::completed(&"receipt 7".to_owned())?).await?;
+/// operator.resolve(&key, &found, Resolution::completed(&"receipt 7".to_owned())?).await?;
 /// assert_eq!(pay(&store, 42).await?, "receipt 7");
 /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// # }).unwrap();
@@ -94,25 +97,55 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
             .map_err(|source| self.failed(Some(key), source))
     }
 
-    /// Says what became of attempt `attempt`: its operation has ended like this, and every duplicate is told so.
+    /// Says what became of the attempt that was `seen`: its operation has ended like this, and every duplicate is told so.
     ///
     /// For an attempt that was interrupted, has lapsed, or has ended without a result. An operation that completed without
-    /// a result that could be stored is given one. A result that an attempt recorded is never replaced.
+    /// a result that could be stored is given one. A recorded result stands; [`replace`](Self::replace) corrects one.
     ///
     /// # Errors
     /// [`OperatorError`] says why it was refused. Nothing was changed then; after [`OperatorError::Store`] it may be: repeat
     /// it.
-    pub async fn resolve(&self, key: &Key, attempt: u32, resolution: Resolution) -> Result<(), OperatorError> {
-        self.decide(Decision::resolve(key, attempt, resolution.0)).await
+    pub async fn resolve(
+        &self,
+        key: &Key,
+        seen: impl Into<Revision>,
+        resolution: Resolution,
+    ) -> Result<(), OperatorError> {
+        self.decide(Decision::resolve(key, seen, resolution.0)).await
     }
 
-    /// Lets the next delivery run again. No attempt counts against `max_attempts` any more, and a recorded result is given
-    /// up.
+    /// Corrects what a finished operation has recorded: duplicates are told this from now on. The handler does not run in
+    /// between. Callers that have had the recorded result keep it.
     ///
     /// # Errors
     /// As for [`resolve`](Self::resolve).
-    pub async fn reopen(&self, key: &Key, attempt: u32) -> Result<(), OperatorError> {
-        self.decide(Decision::reopen(key, attempt)).await
+    pub async fn replace(
+        &self,
+        key: &Key,
+        seen: impl Into<Revision>,
+        resolution: Resolution,
+    ) -> Result<(), OperatorError> {
+        self.decide(Decision::replace(key, seen, resolution.0)).await
+    }
+
+    /// Lets the next delivery run again. No attempt counts against `max_attempts` any more.
+    ///
+    /// For an attempt that was interrupted, has lapsed, or has ended without a result. A recorded result stands;
+    /// [`discard`](Self::discard) gives one up.
+    ///
+    /// # Errors
+    /// As for [`resolve`](Self::resolve).
+    pub async fn reopen(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.decide(Decision::reopen(key, seen)).await
+    }
+
+    /// Gives up what a finished operation has recorded, and lets the next delivery run again. No attempt counts against
+    /// `max_attempts` any more.
+    ///
+    /// # Errors
+    /// As for [`resolve`](Self::resolve).
+    pub async fn discard(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.decide(Decision::discard(key, seen)).await
     }
 
     /// Ends a lease whose holder is gone for sure. What follows is what follows a crash: under `on_crash = retry` the next
@@ -122,16 +155,16 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     ///
     /// # Errors
     /// As for [`resolve`](Self::resolve).
-    pub async fn break_lease(&self, key: &Key, attempt: u32) -> Result<(), OperatorError> {
-        self.decide(Decision::break_lease(key, attempt)).await
+    pub async fn break_lease(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.decide(Decision::break_lease(key, seen)).await
     }
 
     /// Removes the record, result included: the next delivery runs as the first one. Returns whether there was one.
     ///
     /// # Errors
     /// As for [`resolve`](Self::resolve).
-    pub async fn forget(&self, key: &Key, attempt: u32) -> Result<bool, OperatorError> {
-        match self.decide(Decision::forget(key, attempt)).await {
+    pub async fn forget(&self, key: &Key, seen: impl Into<Revision>) -> Result<bool, OperatorError> {
+        match self.decide(Decision::forget(key, seen)).await {
             Ok(()) => Ok(true),
             Err(OperatorError::NoRecord { .. }) => Ok(false),
             Err(error) => Err(error),
@@ -209,22 +242,25 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
 
     async fn decide(&self, decision: Decision) -> Result<(), OperatorError> {
         let decision = decision.by(&*self.by).reason(&*self.reason);
-        let Decision { key, attempt, action, .. } = &decision;
-        let (key, attempt, store) = (key.clone(), *attempt, self.store.name());
+        let Decision { key, seen, action, .. } = &decision;
+        let (key, seen, action, store) = (key.clone(), *seen, action.name(), self.store.name());
+        let attempt = seen.attempt();
         let deciding = self.store.decide(&decision).watched(self.store, StoreOp::Decide);
         let decided = deciding.await.map_err(|source| self.failed(Some(&key), source))?;
         match decided {
             Decided::Applied => {
                 let Self { by, reason, .. } = self;
-                tracing::info!(%key, store, attempt, action = action.name(), by, reason, "an operator has decided");
+                tracing::info!(%key, store, attempt, action, by, reason, "an operator has decided");
                 Ok(())
             }
             Decided::LiveLease { lapses_in } => Err(OperatorError::LiveLease { key, store, attempt, lapses_in }),
             Decided::OtherAttempt { latest } => Err(OperatorError::OtherAttempt { key, store, attempt, latest }),
-            Decided::Finished => {
-                let reopens = matches!(action, Action::Resolve(_));
-                Err(OperatorError::Finished { key, store, attempt, reopens })
+            Decided::Changed { standing, decided_by } => {
+                let (seen, decided_by) = (seen.standing(), decided_by.map(String::from));
+                Err(OperatorError::Changed { key, store, attempt, seen, standing, decided_by })
             }
+            Decided::Finished => Err(OperatorError::Finished { key, store, attempt, action }),
+            Decided::Unfinished => Err(OperatorError::Unfinished { key, store, attempt, action }),
             Decided::NoRecord => Err(OperatorError::NoRecord { key, store }),
         }
     }
@@ -331,7 +367,23 @@ pub enum OperatorError {
         /// The latest attempt.
         latest: u32,
     },
-    /// The attempt has finished, and what it recorded stands.
+    /// The record of the attempt has changed since the person looked at it.
+    #[non_exhaustive]
+    Changed {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The attempt.
+        attempt: u32,
+        /// Where the operation stood when the person looked.
+        seen: Standing,
+        /// Where it stands.
+        standing: Standing,
+        /// The person who decided meanwhile, if one did and gave a name.
+        decided_by: Option<String>,
+    },
+    /// The operation has finished, and what is recorded stands.
     #[non_exhaustive]
     Finished {
         /// The key.
@@ -340,8 +392,20 @@ pub enum OperatorError {
         store: &'static str,
         /// The attempt.
         attempt: u32,
-        /// Whether another result was to be recorded, for which the record would have to be reopened.
-        reopens: bool,
+        /// The [name](crate::store::Action::name) of the action that was refused.
+        action: &'static str,
+    },
+    /// The operation has not finished: no result can be discarded or replaced.
+    #[non_exhaustive]
+    Unfinished {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The attempt.
+        attempt: u32,
+        /// The [name](crate::store::Action::name) of the action that was refused.
+        action: &'static str,
     },
     /// There is no record.
     #[non_exhaustive]
@@ -384,9 +448,26 @@ impl fmt::Display for OperatorError {
                 "key `{key}` in {store}: the latest attempt is {latest}, not {attempt}; nothing was changed; look at the \
                  record again"
             ),
-            Self::Finished { key, store, attempt, reopens } => {
+            Self::Changed { key, store, attempt, seen, standing, decided_by } => {
+                write!(f, "key `{key}` in {store}: attempt {attempt} has changed since you looked: ")?;
+                match (decided_by, seen == standing) {
+                    (Some(by), _) => write!(f, "{by} has decided about it, and it is {standing}")?,
+                    (None, true) => write!(f, "somebody has decided about it, and it is {standing} as before")?,
+                    (None, false) => write!(f, "it was {seen}, and is {standing}")?,
+                }
+                f.write_str("; nothing was changed; look at the record again")
+            }
+            Self::Finished { key, store, attempt, action } => {
                 write!(f, "key `{key}` in {store}: attempt {attempt} has finished; what it recorded stands")?;
-                f.write_str(if *reopens { "; reopen the key if that is to be given up" } else { "" })
+                f.write_str(match *action {
+                    "resolve" => "; replace the result if it is wrong",
+                    "reopen" => "; discard the result if that is to be given up",
+                    _ => "",
+                })
+            }
+            Self::Unfinished { key, store, attempt, action } => {
+                write!(f, "key `{key}` in {store}: attempt {attempt} has recorded no result; nothing was changed; ")?;
+                f.write_str(if *action == "replace" { "resolve it" } else { "reopen it" })
             }
             Self::NoRecord { key, store } => write!(
                 f,

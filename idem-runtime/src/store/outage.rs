@@ -147,10 +147,10 @@ impl Outage {
     }
 }
 
-/// The kinds of operations that are counted: reservations, renewals, what ends an attempt, and others.
+/// The kinds of operations that are counted: those that begin an attempt, renewals, those that end one, and others.
 const fn kind_of(op: StoreOp) -> usize {
     match op {
-        StoreOp::Reserve => 0,
+        StoreOp::Reserve | StoreOp::Begin => 0,
         StoreOp::Renew => 1,
         StoreOp::Finish | StoreOp::Release => 2,
         _ => 3,

@@ -10,9 +10,7 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
 use crate::key::Key;
-use crate::record::{
-    Action, Decided, Decision, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict,
-};
+use crate::record::{Decided, Decision, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{Store, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
@@ -208,7 +206,7 @@ impl Store for Shared {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
     }
 
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, purge, list, ping }
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, begin, renew, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
@@ -239,15 +237,15 @@ impl Store for Shared {
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        let packed = match &decision.action {
-            Action::Resolve(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
+        let packed = match decision.action.finish() {
+            Some(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
                 self.pack(finish.result()).map(|packed| envelope::replaced(finish, packed))
             }
             _ => None,
         };
         let Some(packed) = packed else { return self.inner.decide(decision) };
         StoreFuture::new(async move {
-            self.inner.decide(&Decision { action: Action::Resolve(packed), ..decision.clone() }).await
+            self.inner.decide(&Decision { action: decision.action.with_finish(packed), ..decision.clone() }).await
         })
     }
 

@@ -13,7 +13,7 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::Key;
 use crate::record::{
-    Action, Decided, Decision, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
+    Decided, Decision, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
@@ -286,26 +286,26 @@ impl Shared {
     /// A decision whose result is not part of the record, or not in its original form. Unlike an attempt, which must end, an
     /// operator can repeat it: an object that can't be written is an error.
     async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<Decided, StoreError> {
-        let resolve = |finish| Decision { action: Action::Resolve(finish), ..decision.clone() };
+        let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
         if bytes.len() <= self.options.above {
             return match as_it_was(finish) {
-                Some(sealed) => self.inner.decide(&resolve(sealed)).await,
+                Some(sealed) => self.inner.decide(&with(sealed)).await,
                 None => self.inner.decide(decision).await,
             };
         }
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
         // The same path at each repetition, so that it is the same result. An object whose decision is refused is left to
         // the lifecycle rule: an earlier copy of the decision may refer to it.
-        let path = self.path(&decision.key, &decision.attempt.to_be_bytes(), &digest);
+        let path = self.path(&decision.key, &decision.seen.attempt().to_be_bytes(), &digest);
         self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
             StoreError::new(StoreErrorKind::Unavailable, message)
         })?;
-        let decided = self.inner.decide(&resolve(in_object(finish, *codec, bytes.len(), &digest, &path))).await?;
+        let decided = self.inner.decide(&with(in_object(finish, *codec, bytes.len(), &digest, &path))).await?;
         if decided == Decided::Finished
             && let Some(found) = self.inspect(&decision.key).await?
-            && found.record.attempt == decision.attempt
+            && found.record.attempt == decision.seen.attempt()
             && found.record.state == finish.state()
         {
             // The attempt has recorded the same result, in an object of its own.
@@ -382,7 +382,7 @@ impl Store for Shared {
         Arc::clone(self.upkeep.get_or_init(|| options.open(self.inner.upkeep(), Arc::clone(objects)))) as _
     }
 
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, purge, list, ping }
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, begin, renew, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
@@ -406,8 +406,8 @@ impl Store for Shared {
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        match &decision.action {
-            Action::Resolve(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
+        match decision.action.finish() {
+            Some(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
                 StoreFuture::new(self.decide_offloaded(decision, finish))
             }
             _ => self.inner.decide(decision),

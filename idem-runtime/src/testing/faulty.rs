@@ -36,6 +36,8 @@ pub enum Fault {
 pub enum Call {
     /// [`Store::reserve`].
     Reserve,
+    /// [`Store::begin`].
+    Begin,
     /// [`Store::renew`].
     Renew,
     /// [`Store::finish`].
@@ -196,6 +198,10 @@ impl Store for FaultyStore {
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         lock(&self.plan).reserves.push(request.clone());
         self.through(Call::Reserve, move || self.inner.reserve(request))
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        self.through(Call::Begin, move || self.inner.begin(lease))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -377,6 +377,10 @@ impl Store for Shared {
         })
     }
 
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        self.ask("begin", move |memory| memory.begin(lease))
+    }
+
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::renewed(answer, self.ask("renew", move |memory| StoreFuture::new(renew_all(memory, leases))))
     }

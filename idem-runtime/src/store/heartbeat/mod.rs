@@ -12,9 +12,11 @@ use tokio::sync::Notify;
 
 use super::flight::Flights;
 use super::outage::Outage;
+use super::repeats::Repeats;
 use super::{Store, StoreError, StoreErrorKind};
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
+use crate::key::Key;
 use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
 use crate::record::trail::{self, Holder};
 use crate::record::{Lease, OwnerToken, Owners, Trail, Verdict};
@@ -37,6 +39,8 @@ const LOOKING: u64 = NEVER - 1;
 const SHARDS: usize = 16;
 /// The renewal task wakes at least this often, so that it ends soon after the last handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(10);
+/// How many leases, of those that have lapsed and were refused together with others, are asked for by themselves in one look.
+const ALONE_AT_ONCE: usize = 32;
 /// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
 const OVERDUE: Duration = Duration::from_secs(1);
 
@@ -88,6 +92,12 @@ struct Leases {
     /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
+    /// The failures of bodies that run without a record, by key.
+    failures: Repeats,
+    /// How often duplicates have met an attempt, by key and attempt.
+    meetings: Repeats,
+    /// The duplicates that wait only because their broker delivers them for the last times.
+    last_waits: AtomicUsize,
     /// Made by the first that counts: the name of the store is known then.
     metrics: OnceLock<Arc<Metrics>>,
     /// What the store has not answered.
@@ -130,6 +140,27 @@ pub(crate) enum LeaseStanding {
     Lost,
     /// The body has run for longer than its policy allows; its lease is no longer renewed.
     TimedOut,
+    /// Its lease has lapsed, and the store refuses for good to renew it, or has not renewed it for longer than a body may be
+    /// paused; see [`Heartbeats::why_unrenewed`].
+    Unrenewed,
+}
+
+/// For how long a body may run, and wait for its lease.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) timeout: Duration,
+    /// How long it may wait for a renewal after its lease has lapsed; `None` if it does not wait for that.
+    pub(crate) pause: Option<Duration>,
+}
+
+/// Renewals that fail.
+struct Failing {
+    /// When the first of them was sent.
+    since: Instant,
+    /// What the store said last.
+    error: StoreError,
+    /// Whether that was said of this lease alone.
+    is_its_own: bool,
 }
 
 struct Registered {
@@ -142,6 +173,10 @@ struct Registered {
     /// When the last renewal was sent, answered or not.
     asked_at: Instant,
     stop_at: Instant,
+    /// How long the body may wait for a renewal after its lease has lapsed; `None` if there is no body that waits.
+    pause: Option<Duration>,
+    /// The renewals since the last one that was confirmed, if any failed.
+    failing: Option<Failing>,
     /// Never [`LeaseStanding::Lapsed`]: that follows from the clock.
     standing: LeaseStanding,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
@@ -157,9 +192,24 @@ impl Registered {
         self.confirmed_at.saturating_add(self.lease.duration)
     }
 
+    /// Whether the store has refused for good to renew this lease, or others together with it.
+    fn is_refused(&self) -> bool {
+        self.failing.as_ref().is_some_and(|failing| failing.error.is_for_good())
+    }
+
+    /// When the body has waited in vain for a renewal, unless one comes before. A process that stood still has asked for none
+    /// meanwhile: the time counts from the first that failed.
+    fn give_up_at(&self) -> Instant {
+        match (&self.failing, self.pause) {
+            (Some(Failing { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
+            (Some(Failing { since, .. }), Some(pause)) => self.held_until().max(*since).saturating_add(pause),
+            _ => Instant::new(Duration::MAX),
+        }
+    }
+
     /// When the renewal task must look at this lease again.
     fn next(&self) -> Instant {
-        self.due.min(self.stop_at)
+        self.due.min(self.stop_at).min(self.give_up_at())
     }
 
     fn turn(&mut self, standing: LeaseStanding) -> Option<Waker> {
@@ -203,6 +253,9 @@ impl Heartbeats {
             flushed: Notify::new(),
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
+            failures: Repeats::default(),
+            meetings: Repeats::default(),
+            last_waits: AtomicUsize::new(0),
             metrics: OnceLock::new(),
             outage: Outage::default(),
             broker_outage: Outage::default(),
@@ -316,6 +369,31 @@ impl Heartbeats {
         Duration::from_nanos(now - down_since)
     }
 
+    /// Notes how a body of `key` ended that ran without a record. Returns how often it has failed in a row, as far as that is
+    /// remembered.
+    pub(crate) fn unrecorded_failures(&self, key: &Key, is_ok: bool) -> u32 {
+        match is_ok {
+            true => {
+                self.0.failures.forget(key.seed());
+                0
+            }
+            false => self.0.failures.again(key.seed()),
+        }
+    }
+
+    /// A duplicate has met attempt number `attempt` of `key`. Returns how often that happened here, as far as it is remembered.
+    pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
+        // An odd multiplier spreads the numbers over all bits of the tag.
+        self.0.meetings.again(key.seed() ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    /// The right of a duplicate to wait on its last deliveries; `None` if enough of them wait.
+    pub(crate) fn last_wait(&self) -> Option<LastWait> {
+        let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
+        let waits = self.0.last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
+        waits.then(|| LastWait(Arc::clone(&self.0)))
+    }
+
     /// Whether this is the first call: a warning is logged once.
     pub(crate) fn warns_now(&self) -> bool {
         !self.0.warned.swap(true, Ordering::Relaxed)
@@ -372,8 +450,8 @@ impl Heartbeats {
         UnderWay::new(&self.0)
     }
 
-    /// Keeps `lease` alive until it is deregistered, and for at most `timeout`.
-    pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, timeout: Duration) {
+    /// Keeps `lease` alive until it is deregistered, within `limits`.
+    pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, limits: Limits) {
         // In the child of a `fork()`, a store in memory is a copy, as are its parent's records: only a late beat reveals
         // the fork.
         let planned = self.0.next_beat.load(Ordering::SeqCst);
@@ -387,7 +465,9 @@ impl Heartbeats {
             confirmed_at,
             due: confirmed_at.saturating_add(lease.duration / 3),
             asked_at: confirmed_at,
-            stop_at: confirmed_at.saturating_add(timeout),
+            stop_at: confirmed_at.saturating_add(limits.timeout),
+            pause: limits.pause,
+            failing: None,
             standing: LeaseStanding::Held,
             waker: None,
         };
@@ -438,8 +518,38 @@ impl Heartbeats {
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
+            registered.pause = None;
             registered.waker = None;
         }
+    }
+
+    /// From here on the body of `owner` is not polled again, and its values are being dropped. Their drop may take as long as
+    /// the body might have: the lease is kept alive for `timeout` from now, also if the body has reached its time-out.
+    pub(crate) fn drops_values(&self, owner: OwnerToken, timeout: Duration) {
+        let stop_at = self.0.clock.now().saturating_add(timeout);
+        let resumes = {
+            let mut shard = lock(self.0.shard(owner));
+            let Some(registered) = shard.get_mut(&owner) else { return };
+            registered.stop_at = stop_at;
+            registered.pause = None;
+            registered.waker = None;
+            let resumes = matches!(registered.standing, LeaseStanding::TimedOut | LeaseStanding::Unrenewed);
+            if resumes {
+                registered.standing = LeaseStanding::Held;
+            }
+            resumes
+        };
+        // The renewal task may sleep beyond the next beat of this lease, which it had given up.
+        if resumes && self.0.beats {
+            self.0.expect_beat();
+        }
+    }
+
+    /// Why the lease of `owner` was not renewed the last time.
+    pub(crate) fn why_unrenewed(&self, owner: OwnerToken) -> StoreError {
+        let shard = lock(self.0.shard(owner));
+        let failing = shard.get(&owner).and_then(|registered| registered.failing.as_ref());
+        failing.map_or_else(no_answer, |failing| failing.error.clone())
     }
 
     /// Stops the heartbeat. Returns when the lease was last confirmed.
@@ -598,13 +708,23 @@ impl Leases {
                     over.extend(registered.turn(LeaseStanding::TimedOut));
                     continue;
                 }
+                if registered.give_up_at() <= now {
+                    over.extend(registered.turn(LeaseStanding::Unrenewed));
+                    continue;
+                }
                 // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease that could
                 // not be renewed would be due at once.
                 let beat = registered.beat();
                 if registered.due <= now.saturating_add(beat / 8) {
                     due.lag = due.lag.max(now.saturating_since(registered.due));
                     due.store.get_or_insert_with(|| Arc::clone(&registered.store));
-                    due.leases.push(registered.lease.clone());
+                    // A call for several leases does not say which of them it could not renew for good, and a body is ended for
+                    // what was said of its own lease only.
+                    let is_alone = registered.is_refused() && registered.held_until() <= now;
+                    match is_alone && due.alone.len() < ALONE_AT_ONCE {
+                        true => due.alone.push(registered.lease.clone()),
+                        false => due.leases.push(registered.lease.clone()),
+                    }
                     // Due again before the answer comes: this call may be stuck at another lease.
                     registered.due = now.saturating_add(beat / 2);
                     registered.asked_at = now;
@@ -629,6 +749,7 @@ impl Leases {
                 let lapsed = registered.held_until() <= self.clock.now();
                 registered.confirmed_at = registered.confirmed_at.max(asked_at);
                 registered.due = registered.confirmed_at.saturating_add(registered.beat());
+                registered.failing = None;
                 if lapsed { registered.waker.take() } else { None }
             }
             Verdict::Refused => registered.turn(LeaseStanding::Lost),
@@ -639,8 +760,9 @@ impl Leases {
         }
     }
 
-    /// Makes those of `leases` that got no answer due again, sooner than while their call was under way.
-    fn unanswered(&self, leases: &[Lease], asked_at: Instant) {
+    /// Makes those of `leases` that got no answer due again, sooner than while their call was under way; `error` is what
+    /// the store said of the call.
+    fn unanswered(&self, leases: &[Lease], asked_at: Instant, error: Option<&StoreError>) {
         let now = self.clock.now();
         let mut sooner = false;
         for lease in leases {
@@ -648,6 +770,9 @@ impl Leases {
                 && registered.confirmed_at < asked_at
             {
                 registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
+                let since = registered.failing.as_ref().map_or(asked_at, |failing| failing.since);
+                let error = error.cloned().unwrap_or_else(no_answer);
+                registered.failing = Some(Failing { since, error, is_its_own: leases.len() == 1 });
                 self.count_beat(BeatResult::Failed);
                 sooner = true;
             }
@@ -662,6 +787,11 @@ impl fmt::Debug for Heartbeats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Heartbeats").field("live", &self.live()).finish_non_exhaustive()
     }
+}
+
+/// The error of a renewal of which the store has said nothing.
+fn no_answer() -> StoreError {
+    StoreError::new(StoreErrorKind::Unconfirmed, "the store did not answer the renewal of a lease")
 }
 
 fn span(duration: Duration) -> u64 {
@@ -719,6 +849,8 @@ impl Drop for Running {
 struct Due {
     store: Option<Arc<dyn Store>>,
     leases: Vec<Lease>,
+    /// Those that are each asked for in a call of its own.
+    alone: Vec<Lease>,
     /// By how much the latest of them is overdue.
     lag: Duration,
     deliveries: Vec<DueBeat>,
@@ -735,8 +867,11 @@ async fn beat(mut running: Running) {
             if let Some(metrics) = leases.metrics.get() {
                 metrics.beat_was_late(due.lag);
             }
-            let under_way = UnderWay::new(leases);
-            leases.clock.spawn(Box::pin(renew(under_way, store, due.leases, now)));
+            let alone = due.alone.into_iter().map(|lease| vec![lease]);
+            for together in [due.leases].into_iter().filter(|leases| !leases.is_empty()).chain(alone) {
+                let under_way = UnderWay::new(leases);
+                leases.clock.spawn(Box::pin(renew(under_way, Arc::clone(&store), together, now)));
+            }
         }
         due.deliveries.into_iter().for_each(|delivery| leases.call(delivery));
         if Arc::strong_count(leases) == 1 {
@@ -769,15 +904,34 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
     let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
-    if race(renewing, leases.clock.sleep(longest)).await.is_none() {
-        let late = StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease");
-        store.heartbeats().operation_failed(store.name(), StoreOp::Renew, &late);
-    }
-    leases.unanswered(&due, asked_at);
+    let error = match race(renewing, leases.clock.sleep(longest)).await {
+        Some(renewed) => renewed.err(),
+        None => {
+            let late = StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease");
+            store.heartbeats().operation_failed(store.name(), StoreOp::Renew, &late);
+            Some(late)
+        }
+    };
+    leases.unanswered(&due, asked_at, error.as_ref());
 }
 
 /// Counts work that [`Heartbeats::flush`] waits for.
 pub(crate) struct UnderWay(Arc<Leases>);
+
+/// A duplicate that waits only because its broker delivers it for the last times. Each takes a place of its consumer for as long
+/// as an attempt may run, so there is a limit.
+pub(crate) struct LastWait(Arc<Leases>);
+
+impl LastWait {
+    /// How many of them one store handle has at a time.
+    pub(crate) const MOST: usize = 4;
+}
+
+impl Drop for LastWait {
+    fn drop(&mut self) {
+        self.0.last_waits.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 impl UnderWay {
     fn new(leases: &Arc<Leases>) -> Self {

@@ -573,7 +573,7 @@ impl Store for Shared {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
     }
 
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, renew, release, inspect, purge, list, ping }
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, begin, renew, release, inspect, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")

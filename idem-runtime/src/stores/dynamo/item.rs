@@ -23,6 +23,8 @@ pub(super) const ATTEMPT: &str = "attempt";
 pub(super) const ATTEMPTS_USED: &str = "attempts_used";
 pub(super) const FINGERPRINT: &str = "fingerprint";
 pub(super) const ON_CRASH_FAIL: &str = "on_crash_fail";
+/// Whether the body has begun; present while the record is pending.
+pub(super) const BEGUN: &str = "begun";
 pub(super) const LEASE_MS: &str = "lease_ms";
 pub(super) const TTL_MS: &str = "ttl_ms";
 pub(super) const CODEC: &str = "codec";
@@ -106,6 +108,7 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
         (ATTEMPTS_USED, Some(number(parts.attempts_used))),
         (FINGERPRINT, parts.fingerprint.map(binary)),
         (ON_CRASH_FAIL, pending.then_some(AttributeValue::Bool(parts.on_crash_fail))),
+        (BEGUN, pending.then_some(AttributeValue::Bool(parts.begun))),
         (LEASE_MS, parts.lease_ms.map(number)),
         (TTL_MS, parts.ttl_ms.map(number)),
         (CODEC, parts.codec.map(text)),
@@ -181,6 +184,10 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         None => Some(None),
         Some(text) => Some(Some(text.as_s().ok()?.as_str())),
     };
+    let flag = |name: &str| match item.get(name) {
+        None => Some(false),
+        Some(flag) => flag.as_bool().ok().copied(),
+    };
     // A later version may keep anything under these names: only its format number is looked at.
     let ours = format == Parts::VERSION;
     let (empty, nothing): (&[u8], _) = (&[], 0);
@@ -194,10 +201,8 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
             None => None,
             Some(fingerprint) => Some(fingerprint.as_b().ok()?.as_ref()),
         },
-        on_crash_fail: match item.get(ON_CRASH_FAIL) {
-            None => false,
-            Some(fail) => *fail.as_bool().ok()?,
-        },
+        on_crash_fail: flag(ON_CRASH_FAIL)?,
+        begun: flag(BEGUN)?,
         lease_ms: optional(LEASE_MS)?,
         ttl_ms: optional(TTL_MS)?,
         codec: words(CODEC)?,

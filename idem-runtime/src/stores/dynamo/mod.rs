@@ -25,7 +25,7 @@ use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValu
 
 use self::answer::{Tries, Written};
 use self::item::{
-    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, CODEC, DECIDED_BY, DECIDED_REASON, EXPIRES_AT, FINGERPRINT,
+    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, DECIDED_BY, DECIDED_REASON, EXPIRES_AT, FINGERPRINT,
     FIRST_SEEN_AT, FORMAT, Found, HOLDER, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT,
     RESULT_BYTES, STATE, TRACEPARENT, TTL_MS, Times, binary, integer, number, text,
 };
@@ -465,11 +465,14 @@ impl Shared {
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
         match met.record.state {
-            // A record that was renewed meanwhile is its owner's again.
+            // A record that was marked or renewed meanwhile is its owner's again.
             State::Pending { .. } => (
                 "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
-                 AND #lapses_at = :lapses_at",
-                terms.names(&[LAPSES_AT]).value("lapses_at", number(met.lapses_at)),
+                 AND #begun = :begun AND #lapses_at = :lapses_at",
+                terms
+                    .names(&[BEGUN, LAPSES_AT])
+                    .value("begun", AttributeValue::Bool(parts.begun))
+                    .value("lapses_at", number(met.lapses_at)),
             ),
             _ => (
                 "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used",
@@ -513,10 +516,10 @@ impl Shared {
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, finished)))
     }
 
-    async fn renew_one(&self, lease: &Lease) -> Result<Verdict, StoreError> {
-        let (name, until) = (self.name_of(&lease.key), self.deadline());
-        let now = self.now();
-        let state = State::Pending { lease: lease.duration, ttl: lease.ttl, on_crash: lease.on_crash };
+    /// The terms and the times of a write that keeps the lease.
+    fn keeping(&self, lease: &Lease, now: i64) -> (Terms, Times) {
+        let Lease { duration, ttl, on_crash, .. } = *lease;
+        let state = State::Pending { lease: duration, ttl, on_crash, begun: false };
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .held_terms(lease, now)
@@ -524,6 +527,36 @@ impl Shared {
             .value("lapses_at", number(times.lapses_at))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
+        (terms, times)
+    }
+
+    /// Marks that the body of the attempt begins. The sender's clock says whether the lease holds: the service has none.
+    async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
+        let now = self.now();
+        let (terms, times) = self.keeping(lease, now);
+        let terms = terms.names(&[BEGUN]).value("true", AttributeValue::Bool(true)).value("now", number(now));
+        let update = "SET #begun = :true, #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
+        // A mark that arrives late must not shorten what a renewal has confirmed.
+        let condition = format!("{} AND #lapses_at <= :lapses_at AND (#begun = :true OR #lapses_at > :now)", held());
+        let met = match self.update(until, &name, update, &condition, terms).await? {
+            Written::Done => return Ok(Verdict::Applied),
+            Written::Refused(met) => met,
+        };
+        let found = self.refusing(until, &name, met).await?;
+        if !found.is_some_and(|found| found.record.is_of(lease) && found.lapses_at > times.lapses_at) {
+            return Ok(Verdict::Refused);
+        }
+        let terms = self.held_terms(lease, now).names(&[BEGUN]).value("true", AttributeValue::Bool(true));
+        match self.update(until, &name, "SET #begun = :true", &held(), terms).await? {
+            Written::Done => Ok(Verdict::Applied),
+            Written::Refused(_) => Ok(Verdict::Refused),
+        }
+    }
+
+    async fn renew_one(&self, lease: &Lease) -> Result<Verdict, StoreError> {
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
+        let (terms, times) = self.keeping(lease, self.now());
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
         // A renewal that arrives late must not shorten what a later one has confirmed.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
@@ -643,7 +676,7 @@ impl Shared {
         let parts = Parts::of(record);
         let terms = self
             .held_terms(lease, now)
-            .names(&[PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
+            .names(&[PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL, BEGUN])
             .value("state", text(parts.state))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
@@ -659,7 +692,7 @@ impl Shared {
         };
         let update = format!(
             "SET #state = :state, #expires_at = :expires_at, #purge_at = :purge_at{result} \
-             REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail"
+             REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #begun"
         );
         self.update(until, name, &update, &held(), terms).await
     }
@@ -711,13 +744,13 @@ impl Shared {
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
-            .names(&[ATTEMPTS_USED, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL])
+            .names(&[ATTEMPTS_USED, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL, BEGUN])
             .value("state", state_name)
             .value("refund", number(i64::from(release == Release::NotStarted)))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
         let update = "SET #state = :state, #attempts_used = #attempts_used - :refund, #expires_at = :expires_at, \
-                      #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail";
+                      #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #begun";
         match self.update(until, &name, update, OWNED, terms).await? {
             Written::Done => {
                 self.waiting.wake(&name);
@@ -801,7 +834,7 @@ const BESIDE: usize = 4 * 1024;
 const READ_AT_ONCE: i32 = 1000;
 
 /// What a list shows of an item: all but its result.
-const LISTED: [&str; 20] = [
+const LISTED: [&str; 21] = [
     KEY,
     FORMAT,
     STATE,
@@ -810,6 +843,7 @@ const LISTED: [&str; 20] = [
     ATTEMPTS_USED,
     FINGERPRINT,
     ON_CRASH_FAIL,
+    BEGUN,
     LEASE_MS,
     TTL_MS,
     CODEC,
@@ -863,6 +897,10 @@ impl Store for Shared {
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.try_begin(lease))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -353,6 +353,15 @@ impl Shared {
         Ok(page)
     }
 
+    fn begin_one(&self, lease: &Lease, now: Nanos) -> Verdict {
+        let mut shard = lock(self.shard(&lease.key));
+        let slot = shard.get(&lease.key, now).filter(|it| it.owner() == lease.owner && it.attempt() == lease.attempt);
+        match slot.is_some_and(|slot| slot.mark_begun(now)) {
+            true => Verdict::Applied,
+            false => Verdict::Refused,
+        }
+    }
+
     fn renew_one(&self, lease: &Lease, now: Nanos) -> Verdict {
         match lock(self.shard(&lease.key)).get(&lease.key, now) {
             Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
@@ -399,6 +408,10 @@ impl Store for Shared {
             answer = self.try_reserve(request, now);
         }
         StoreFuture::ready(answer)
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::ready(Ok(self.begin_one(lease, self.now())))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -84,9 +84,37 @@ enum Body {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    Pending(OnCrash),
+    Pending(Pending),
     Released,
     Interrupted,
+}
+
+/// A pending attempt, by its `on_crash` and whether its body is marked as begun, in one byte.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pending {
+    Retry,
+    Fail,
+    RetryBegun,
+    FailBegun,
+}
+
+impl Pending {
+    fn new(on_crash: OnCrash, begun: bool) -> Self {
+        match (on_crash, begun) {
+            (OnCrash::Retry, false) => Self::Retry,
+            (OnCrash::Retry, true) => Self::RetryBegun,
+            (OnCrash::Fail, false) => Self::Fail,
+            (OnCrash::Fail, true) => Self::FailBegun,
+        }
+    }
+
+    fn on_crash(self) -> OnCrash {
+        if matches!(self, Self::Fail | Self::FailBegun) { OnCrash::Fail } else { OnCrash::Retry }
+    }
+
+    fn begun(self) -> bool {
+        matches!(self, Self::RetryBegun | Self::FailBegun)
+    }
 }
 
 /// The start of a slot's bytes: a fingerprint, if there is one, and the stored form of the key. And where its trail is.
@@ -241,7 +269,7 @@ impl Slot {
     /// Counts lease and retention from `now`; `ttl` is that of a record that isn't pending.
     pub(super) fn date(&mut self, ttl: Nanos, now: Nanos) {
         self.expires_at = match self.body {
-            Body::Open { stage: Stage::Pending(_), lease, ttl, .. } => now + lease + ttl,
+            Body::Open { stage: Stage::Pending(..), lease, ttl, .. } => now + lease + ttl,
             _ => now + ttl,
         };
     }
@@ -249,9 +277,22 @@ impl Slot {
     /// Restarts lease and retention of a pending record. `now` may be an old reading of the clock: what a later one has
     /// confirmed is never shortened.
     pub(super) fn renew(&mut self, now: Nanos) {
-        if let Body::Open { stage: Stage::Pending(_), lease, ttl, .. } = self.body {
+        if let Body::Open { stage: Stage::Pending(..), lease, ttl, .. } = self.body {
             self.expires_at = self.expires_at.max(now + lease + ttl);
         }
+    }
+
+    /// Marks that the body of the pending attempt begins, unless the lease has lapsed at `now`, and renews the lease. Returns
+    /// whether the record is marked.
+    pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
+        let live = !self.lapses_in(now).is_zero();
+        let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
+        let begun = pending.begun() || live;
+        if begun {
+            *pending = Pending::new(pending.on_crash(), true);
+            self.renew(now);
+        }
+        begun
     }
 
     pub(super) fn owner(&self) -> OwnerToken {
@@ -263,7 +304,7 @@ impl Slot {
     }
 
     pub(super) fn is_pending(&self) -> bool {
-        matches!(self.body, Body::Open { stage: Stage::Pending(_), .. })
+        matches!(self.body, Body::Open { stage: Stage::Pending(..), .. })
     }
 
     /// How long until the lease of a pending record lapses: its retention is a `ttl` longer.
@@ -357,7 +398,9 @@ impl Body {
             Some(fingerprint) => fingerprint.as_bytes().iter().chain(key.as_str().as_bytes()).copied().collect(),
         };
         let (stage, lease, ttl) = match of {
-            State::Pending { lease, ttl, on_crash } => (Stage::Pending(*on_crash), span(*lease), span(*ttl)),
+            State::Pending { lease, ttl, on_crash, begun } => {
+                (Stage::Pending(Pending::new(*on_crash, *begun)), span(*lease), span(*ttl))
+            }
             State::Interrupted => (Stage::Interrupted, 0, 0),
             State::Released => (Stage::Released, 0, 0),
             State::Completed(payload) => {
@@ -376,8 +419,10 @@ impl Body {
 impl Stage {
     fn state(self, lease: Nanos, ttl: Nanos) -> State {
         match self {
-            Self::Pending(on_crash) => {
-                State::Pending { lease: Duration::from_nanos(lease), ttl: Duration::from_nanos(ttl), on_crash }
+            Self::Pending(pending) => {
+                let (on_crash, begun) = (pending.on_crash(), pending.begun());
+                let [lease, ttl] = [lease, ttl].map(Duration::from_nanos);
+                State::Pending { lease, ttl, on_crash, begun }
             }
             Self::Released => State::Released,
             Self::Interrupted => State::Interrupted,
@@ -590,7 +635,7 @@ mod tests {
     #[test]
     fn a_renewal_by_an_old_reading_of_the_clock_cuts_nothing_short() {
         let (lease, ttl) = (Duration::from_nanos(100), Duration::from_nanos(1001));
-        let state = State::Pending { lease, ttl, on_crash: OnCrash::Retry };
+        let state = State::Pending { lease, ttl, on_crash: OnCrash::Retry, begun: false };
         let record = Record {
             owner: OwnerToken::from_bytes([0; OwnerToken::BYTES]),
             attempt: 1,

@@ -20,14 +20,14 @@ mod within;
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
 use self::batch::Lanes;
-use self::batch::operations::{End, Ends, Reserves, by_key};
+use self::batch::operations::{Begins, End, Ends, Reserves, by_key};
 use self::client::{Database, Effect, Hidden};
 use self::failure::Failure;
 pub use self::options::PostgresOptions;
@@ -48,13 +48,21 @@ use crate::record::{
     Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Filter, Heartbeats, Page, Repeats, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::{PerProcess, Process};
 
 /// How often a call looks at a record before it gives up. Each retry means that another attempt won, or that another
 /// session has locked the row.
 const LOOKS: u32 = 20;
+/// How many looks a record gets that can't be seen, within some 60 ms: it is about to be committed, mostly. A transaction of the
+/// user's may keep it invisible for long.
+const LOOKS_AT_UNSEEN: u32 = 8;
+/// How long a duplicate is told to stay away from a key that an open transaction of the user's holds: how long that one stays
+/// open is unknown, but mostly short. It doubles with each duplicate in this process, up to 6.4 s.
+const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
+/// How often each key was met while a transaction held it.
+static MEETINGS: LazyLock<Repeats> = LazyLock::new(Repeats::default);
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
 /// How many leases one statement renews: it bounds how long their rows are locked against attempts that finish.
@@ -70,6 +78,12 @@ const UPKEEP_CONNECTIONS: usize = 2;
 fn looked_in_vain(kind: StoreErrorKind) -> StoreError {
     let message = format!("the record stayed locked by another session, or kept changing; gave up after {LOOKS} looks");
     StoreError::new(kind, message)
+}
+
+/// The answer about a key that an open transaction of the user's holds.
+fn held_by_another(key: &Key, attempt: u32) -> Reservation {
+    let doublings = MEETINGS.again(key.seed()).saturating_sub(1).min(6);
+    Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER * (1 << doublings) }
 }
 
 /// The pause before look number `look`, counted from zero. The second look comes at once: a row that the first could not
@@ -184,6 +198,7 @@ struct Common {
 struct Local {
     server: Arc<Server>,
     reserves: Lanes<Reserves>,
+    begins: Lanes<Begins>,
     ends: Lanes<Ends>,
     wakeups: Wakeups,
 }
@@ -234,6 +249,7 @@ impl Common {
         let server = Arc::new(Server { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
         Local {
             reserves: Lanes::new(Reserves::new(Arc::clone(&server))),
+            begins: Lanes::new(Begins::new(Arc::clone(&server))),
             ends: Lanes::new(Ends::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
@@ -274,6 +290,22 @@ impl Shared {
         self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
 
+    /// Marks that the body of the attempt of `lease` begins.
+    async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
+        for look in 0..LOOKS {
+            pause(&*self.common.clock, look).await;
+            if self.lanes()?.begins.call(lease.clone()).await? {
+                return Ok(Verdict::Applied);
+            }
+            let found = Box::pin(self.look(&lease.key)).await?;
+            // Otherwise another session has locked the row.
+            if !found.is_some_and(|found| found.record.may_begin(lease, found.lapses_in())) {
+                return Ok(Verdict::Refused);
+            }
+        }
+        Err(looked_in_vain(StoreErrorKind::Unavailable))
+    }
+
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         for look in 0..LOOKS {
             pause(&*self.common.clock, look).await;
@@ -282,8 +314,9 @@ impl Shared {
                     return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
                 }
                 Met::Found(found) => *found.map_err(corrupt)?,
-                // The next statement sees the record.
-                Met::Unseen => continue,
+                // The next statement sees the record, unless it is of an open transaction.
+                Met::Unseen if look + 1 < LOOKS_AT_UNSEEN => continue,
+                Met::Unseen => return Ok(held_by_another(&request.key, 1)),
                 Met::LeftOut => {
                     let here = self.here()?;
                     // Boxed, as below: most calls don't get here, but would carry its size inline.
@@ -529,6 +562,10 @@ impl Store for Shared {
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.try_begin(lease))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -17,6 +17,7 @@ CREATE TABLE IF NOT EXISTS "idem".records (
     result_bytes  bigint,
     format        smallint NOT NULL,
     on_crash_fail boolean NOT NULL,
+    begun         boolean NOT NULL DEFAULT false,
     waited        boolean NOT NULL DEFAULT false,
     state         text NOT NULL,
     owner         bytea NOT NULL,
@@ -55,6 +56,7 @@ COMMENT ON COLUMN "idem".records.ttl_ms IS 'pending: how long the record is kept
 COMMENT ON COLUMN "idem".records.result_bytes IS 'the size of a result that was too large to be stored';
 COMMENT ON COLUMN "idem".records.format IS 'the version of the row';
 COMMENT ON COLUMN "idem".records.on_crash_fail IS 'pending: whether a lapsed lease is left to an operator (on_crash = fail)';
+COMMENT ON COLUMN "idem".records.begun IS 'pending: whether the body has begun, where that is marked (on_crash = fail, max_attempts)';
 COMMENT ON COLUMN "idem".records.waited IS 'whether a duplicate waits for the end of the attempt';
 COMMENT ON COLUMN "idem".records.state IS 'pending, released, interrupted, completed or failed';
 COMMENT ON COLUMN "idem".records.owner IS 'the random identity of the latest attempt';

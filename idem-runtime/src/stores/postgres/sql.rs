@@ -5,19 +5,21 @@
 //! which may be before the lapse of the lease that it has to take over.
 //!
 //! An expired record counts as absent in every statement, whether or not it was purged. A row of another format is never
-//! written to. No statement waits for a row that another session has locked: it leaves the row alone and says so.
+//! written to. No statement waits for a row that another session has locked, nor for a record that a transaction of the user's
+//! has not committed yet: it leaves the key alone and says so.
 
 use std::error::Error;
 
 use bytes::{Bytes, BytesMut};
+use sha2::{Digest, Sha256};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
 use super::client::{Effect, Hidden};
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decided, Decision, Inspection, Parts, Reading, Record, Reservation, ReserveRequest, Ruling,
-    State, StoredResult, signed_millis,
+    Admission, Decided, Decision, Inspection, Parts, Reading, Record, Reservation, ReserveRequest, Ruling, State,
+    StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 use std::time::Duration;
@@ -78,8 +80,12 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
 
 /// The same, safe to run from many processes at once. It is one text, so that it is one transaction.
 pub(super) fn ensure(schema: &str, partitions: u16) -> String {
-    // `IF NOT EXISTS` alone looks before it creates: two processes that look at once both create.
-    format!("BEGIN; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;", ddl(schema, partitions))
+    // `IF NOT EXISTS` alone looks before it creates: two processes that look at once both create. Many processes that start
+    // together wait for one another, for longer than a statement about a record waits for a lock.
+    format!(
+        "BEGIN; SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;",
+        ddl(schema, partitions)
+    )
 }
 
 /// Refuses a result that no row can hold.
@@ -99,6 +105,11 @@ pub(super) fn channel(schema: &str) -> String {
 
 pub(super) fn listen(channel: &str) -> String {
     format!("LISTEN {}", quoted(channel))
+}
+
+/// The seed of the locks on keys, so that two schemas share no locks.
+fn lock_seed(schema: &str) -> i64 {
+    i64::from_be_bytes(*Sha256::digest(schema).first_chunk().expect("a digest is longer"))
 }
 
 /// Milliseconds as a parameter.
@@ -128,8 +139,8 @@ pub(super) struct Statements {
     pub(super) reserve: Statement,
     /// The same for arrays of them, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
-    /// The columns of [`RESERVE`] and the number of a lock: the same inside the user's transaction, unless another
-    /// transaction holds the key. Always one row; see [`Within`].
+    /// The columns of [`RESERVE`]: the same inside the user's transaction, unless another transaction holds the key. Always
+    /// one row; see [`Within`].
     pub(super) reserve_within: Statement,
     /// Replaces a record by that of a new attempt, if it is still the one that was met.
     pub(super) replace: Statement,
@@ -139,6 +150,8 @@ pub(super) struct Statements {
     pub(super) end_many: Statement,
     /// `keys, owners, attempts`: renews leases. Answers the places of those that it has renewed, counted from 1.
     pub(super) renew: Statement,
+    /// The same: marks that the bodies of attempts begin, and renews their leases.
+    pub(super) begin: Statement,
     /// The same: the places of leases whose renewal was prevented only by a lock on their row.
     pub(super) held: Statement,
     /// `key, attempt`: marks the row, so that the end of the attempt is published. Answers whether it is pending, and
@@ -159,6 +172,8 @@ pub(super) struct Statements {
     pub(super) ping: Statement,
     /// The lock timeout of this session.
     pub(super) lock_timeout: Statement,
+    /// `key`: waits until no other transaction of a user holds it, and holds it until this one ends.
+    pub(super) hold: Statement,
     /// The name of the schema: what the server is, and what the table is.
     pub(super) check: Statement,
 }
@@ -169,11 +184,11 @@ const IN_A_BATCH: usize = 4096;
 /// The columns that a reservation is answered from, in this order.
 const ANSWER: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
                       r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp(), \
-                      r.began_at, r.traceparent, r.decided_by, r.decided_reason";
+                      r.began_at, r.traceparent, r.decided_by, r.decided_reason, r.begun";
 /// The same for a record that was just made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
-                    NULL::timestamptz, NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text";
+                    NULL::timestamptz, NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text, NULL::boolean";
 /// The columns that follow [`ANSWER`] where a person may look at the record: many replays would carry them in vain.
 const REST: &str = "r.holder, r.first_seen_at";
 /// Which columns a row has.
@@ -185,20 +200,20 @@ pub(super) enum Columns {
     All,
 }
 
+/// The index of the first column of [`REST`].
+const REST_AT: usize = 20;
 /// The index of the key, where it follows [`ANSWER`].
-const KEY_OF_MANY_AT: usize = 19;
+const KEY_OF_MANY_AT: usize = 20;
 /// In a statement that reads many records, the index of whether the result was left out.
-const LEFT_OUT_AT: usize = 20;
+const LEFT_OUT_AT: usize = 21;
 /// The index of the key, where it follows [`ANSWER`] and [`REST`].
-const KEY_AT: usize = 21;
+const KEY_AT: usize = 22;
 /// In a list, the index of the size of a result; in its last row, of how many rows were looked at.
-const SIZE_AT: usize = 22;
+const SIZE_AT: usize = 23;
 
 /// The parameters of a reservation.
 const RESERVE: [Type; 8] =
     [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::TEXT, Type::TEXT];
-const RESERVE_WITHIN: [Type; 9] =
-    [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::TEXT, Type::TEXT, Type::INT8];
 const RESERVE_MANY: [Type; 8] = [
     Type::TEXT_ARRAY,
     Type::BYTEA_ARRAY,
@@ -223,7 +238,7 @@ const END_MANY: [Type; 9] = [
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
-const REPLACE: [Type; 16] = [
+const REPLACE: [Type; 17] = [
     Type::TEXT,
     Type::BYTEA,
     Type::BYTEA,
@@ -240,11 +255,12 @@ const REPLACE: [Type; 16] = [
     Type::TEXT,
     Type::TEXT,
     Type::TEXT,
+    Type::BOOL,
 ];
 
 /// The parameters of a decision: key, new owner, state, attempts, codec, result and its size, then those of [`FORGET`] from the
-/// second on, and who decided and why.
-const DECIDE: [Type; 14] = [
+/// second on, and who decided and why; last, whether the body had begun.
+const DECIDE: [Type; 15] = [
     Type::TEXT,
     Type::BYTEA,
     Type::TEXT,
@@ -259,9 +275,11 @@ const DECIDE: [Type; 14] = [
     Type::BOOL,
     Type::TEXT,
     Type::TEXT,
+    Type::BOOL,
 ];
-/// The parameters of a removal: key, then owner, attempt, state and attempts that were met, and whether the lease may be live.
-const FORGET: [Type; 6] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL];
+/// The parameters of a removal: key, then owner, attempt, state and attempts that were met, whether the lease may be live, and
+/// whether the body had begun.
+const FORGET: [Type; 7] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL, Type::BOOL];
 
 /// The parameters of a list: after which key, before which key, how many rows to look at, states.
 const LIST: [Type; 4] = [Type::TEXT, Type::TEXT, Type::INT8, Type::TEXT_ARRAY];
@@ -276,14 +294,25 @@ impl Statements {
         let channel = channel(schema).replace('\'', "''");
         let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
         let now = "statement_timestamp()";
+        // The lock, and not the row, says whether a transaction of the user's has the key: its row is invisible, and can't be
+        // waited for with a time limit. The lock ends with its transaction. Another key with the same hash only causes a
+        // wait.
+        let lock_number = |key: &str| format!("hashtextextended({key} COLLATE \"C\", '{}'::bigint)", lock_seed(schema));
+        // An insert would wait for that transaction, and all other keys of the statement with it. The lock is given back at
+        // once: one lock for each key of a batch could exhaust the server's memory for locks. A transaction that takes the key
+        // between this look and the insert is waited for under the `lock_timeout`.
+        let is_free = format!(
+            "CASE WHEN pg_try_advisory_lock_shared({0}) THEN pg_advisory_unlock_shared({0}) ELSE false END",
+            lock_number("u.key")
+        );
         let asked = "(key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, holder, traceparent)";
-        let make = |from: &str| {
+        let make = |from: &str, condition: &str| {
             format!(
                 "INSERT INTO {table} AS r (key, owner, fingerprint, on_crash_fail, lease_ms, ttl_ms, holder, traceparent, \
                  format, state, attempt, attempts_used, first_seen_at, began_at, lapses_at, expires_at, listed_at) \
                  SELECT u.key, u.owner, u.fingerprint, u.on_crash_fail, u.lease_ms, u.ttl_ms, u.holder, u.traceparent, \
                  {VERSION}, 'pending', 1, 1, {now}, {now}, {now} + {}, {now} + {}, {now} + {} FROM {from} AS u {asked} \
-                 ON CONFLICT (key) DO NOTHING RETURNING r.key",
+                 WHERE {condition} ON CONFLICT (key) DO NOTHING RETURNING r.key",
                 ms("u.lease_ms"),
                 ms("u.lease_ms + u.ttl_ms"),
                 ms("u.ttl_ms"),
@@ -307,7 +336,7 @@ impl Statements {
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
-                 on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
+                 on_crash_fail = false, begun = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
                  result_bytes = u.result_bytes, lapses_at = {now}, expires_at = {now} + {ttl}, \
                  listed_at = least(r.listed_at, {now} + {ttl}) FROM {from} \
                  AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
@@ -327,27 +356,26 @@ impl Statements {
         let reserve = format!(
             "WITH made AS ({}) SELECT {ANSWER} FROM {table} AS r WHERE r.key = $1 \
              UNION ALL SELECT {MADE} FROM made",
-            make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))"),
+            make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", &is_free),
         );
         let reserve_many = format!(
             "WITH made AS ({}) SELECT {many} UNION ALL SELECT {MADE}, made.key, false FROM made",
-            make("unnest($1, $2, $3, $4, $5, $6, $7, $8)"),
+            make("unnest($1, $2, $3, $4, $5, $6, $7, $8)", &is_free),
         );
-        // The lock, and not the row, tells whether another transaction is using the key: its row is invisible, and can't be
-        // waited for with a time limit. The lock ends with its transaction.
         let reserve_within = format!(
-            "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9) AS is_held), made AS ({}) \
+            "WITH held AS MATERIALIZED (SELECT pg_try_advisory_xact_lock({}) AS is_held), made AS ({}) \
              SELECT {ANSWER}, {REST}, made.key IS NOT NULL, held.is_held \
              FROM held LEFT JOIN made ON true LEFT JOIN {table} AS r ON r.key = $1",
-            make("(SELECT $1, $2, $3, $4, $5, $6, $7, $8 FROM held WHERE held.is_held)"),
+            lock_number("$1"),
+            make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", "(SELECT is_held FROM held)"),
         );
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
-             attempt = $7, attempts_used = $8, state = 'pending', codec = NULL, result = NULL, result_bytes = NULL, \
+             attempt = $7, attempts_used = $8, state = 'pending', begun = false, codec = NULL, result = NULL, result_bytes = NULL, \
              holder = $13, traceparent = $14, decided_by = $15, decided_reason = $16, began_at = {now}, \
              first_seen_at = CASE WHEN $12 THEN {now} ELSE r.first_seen_at END, \
              lapses_at = {now} + {}, expires_at = {now} + {}, listed_at = least(r.listed_at, {now} + {}) \
-             WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND \
+             WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND r.begun = $17 AND \
              CASE WHEN $12 THEN r.expires_at <= {now} \
              ELSE r.expires_at > {now} AND (r.state <> 'pending' OR r.lapses_at <= {now}) END AND {free_one} RETURNING {wake}",
             ms("$5"),
@@ -365,6 +393,14 @@ impl Statements {
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
+        // A request that arrives after the lease marks nothing.
+        let begin = format!(
+            "UPDATE {table} AS r SET begun = true, lapses_at = greatest(r.lapses_at, {now} + {}), \
+             expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} \
+             WHERE {held} AND (r.begun OR r.lapses_at > {now}) AND {free_many} RETURNING u.place",
+            ms("r.lease_ms"),
+            ms("r.lease_ms + r.ttl_ms"),
+        );
         let held = format!("SELECT u.place FROM {asked} JOIN {table} AS r ON {held}");
         let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'pending' AND {there}");
         let mark = format!(
@@ -375,10 +411,10 @@ impl Statements {
         );
         let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
         // The last parameter says whether its lease may be live.
-        let met = |first: u32| {
+        let met = |first: u32, begun: u32| {
             format!(
                 "r.key = $1 AND r.owner = ${first} AND r.attempt = ${} AND r.state = ${} AND r.attempts_used = ${} \
-                 AND {there} AND (${} OR r.state <> 'pending' OR r.lapses_at <= {now}) AND {free_one}",
+                 AND r.begun = ${begun} AND {there} AND (${} OR r.state <> 'pending' OR r.lapses_at <= {now}) AND {free_one}",
                 first + 1,
                 first + 2,
                 first + 3,
@@ -387,11 +423,11 @@ impl Statements {
         };
         let decide = format!(
             "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, result = $6, \
-             result_bytes = $7, on_crash_fail = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
+             result_bytes = $7, on_crash_fail = false, begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
              decided_reason = $14 WHERE {} RETURNING {wake}",
-            met(8),
+            met(8, 15),
         );
-        let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2));
+        let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
         // Rows that another session is writing are left for the next time, so that a purge never waits.
         let purge = format!(
             "WITH due AS MATERIALIZED (SELECT r.key, r.listed_at, r.expires_at <= {now} AS is_over FROM {table} AS r \
@@ -406,7 +442,7 @@ impl Statements {
         let none = "NULL::text, NULL::timestamptz";
         let list = format!(
             "WITH looked AS MATERIALIZED (SELECT r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, \
-             r.on_crash_fail, r.lease_ms, r.ttl_ms, r.codec, r.result_bytes, r.lapses_at, r.expires_at, r.holder, \
+             r.on_crash_fail, r.begun, r.lease_ms, r.ttl_ms, r.codec, r.result_bytes, r.lapses_at, r.expires_at, r.holder, \
              r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at, r.key, \
              octet_length(r.result)::bigint AS size FROM {table} AS r WHERE r.key > $1 AND r.key < $2 ORDER BY r.key \
              LIMIT $3) SELECT {unread}, r.key, r.size FROM looked AS r WHERE r.format <> {VERSION} \
@@ -436,11 +472,12 @@ impl Statements {
             look_many: statement(look_many, &[Type::TEXT_ARRAY]),
             reserve: statement(reserve, &RESERVE),
             reserve_many: statement(reserve_many, &RESERVE_MANY),
-            reserve_within: statement(reserve_within, &RESERVE_WITHIN),
+            reserve_within: statement(reserve_within, &RESERVE),
             replace: statement(replace, &REPLACE),
             end: statement(end("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9))", &free_one), &END),
             end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)", &free_many), &END_MANY),
             renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
+            begin: statement(begin, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
@@ -450,6 +487,7 @@ impl Statements {
             list: statement(list, &LIST),
             ping: statement(ping.to_owned(), &[]),
             lock_timeout: statement("SELECT current_setting('lock_timeout')".to_owned(), &[]),
+            hold: statement(format!("SELECT pg_advisory_xact_lock({})", lock_number("$1")), &[Type::TEXT]),
             check: statement(check.to_owned(), &[Type::TEXT]),
         }
     }
@@ -493,7 +531,7 @@ impl Statements {
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 16] = [
+        let params: [&(dyn ToSql + Sync); 17] = [
             &request.key.as_str(),
             &Hidden(parts.owner),
             &Hidden(parts.fingerprint),
@@ -510,6 +548,7 @@ impl Statements {
             &parts.traceparent,
             &parts.decided_by,
             &parts.decided_reason,
+            &seen.begun,
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
@@ -528,11 +567,11 @@ impl Statements {
             Ruling::Remove => None,
         };
         let seen = Parts::of(&found.record);
-        let may_live = decision.action == Action::BreakLease;
+        let may_live = decision.ends_live_lease();
         let rows = match &with {
             Some(with) => {
                 let parts = Parts::of(with);
-                let params: [&(dyn ToSql + Sync); 14] = [
+                let params: [&(dyn ToSql + Sync); 15] = [
                     &key,
                     &Hidden(parts.owner),
                     &parts.state,
@@ -547,13 +586,21 @@ impl Statements {
                     &may_live,
                     &parts.decided_by,
                     &parts.decided_reason,
+                    &seen.begun,
                 ];
                 let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
                 at.rows(&self.decide, &params, Effect::Records(bytes)).await?
             }
             None => {
-                let params: [&(dyn ToSql + Sync); 6] =
-                    [&key, &Hidden(seen.owner), &seen.attempt, &seen.state, &seen.attempts_used, &may_live];
+                let params: [&(dyn ToSql + Sync); 7] = [
+                    &key,
+                    &Hidden(seen.owner),
+                    &seen.attempt,
+                    &seen.state,
+                    &seen.attempts_used,
+                    &may_live,
+                    &seen.begun,
+                ];
                 at.rows(&self.forget, &params, Effect::Writes).await?
             }
         };
@@ -708,7 +755,7 @@ pub(super) enum Met {
     Made,
     /// There is a record, or a row that is no record.
     Found(Result<Box<Found>, FormatError>),
-    /// Another session made a record that this statement could not see yet.
+    /// Another session made a record that this statement could not see yet, or that is not committed.
     Unseen,
     /// There is a record, but its result was left out.
     LeftOut,
@@ -776,7 +823,7 @@ pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
 fn found(row: &impl Cells, format: i16, reading: Reading, columns: Columns) -> Result<Found, FormatError> {
     let (holder, first_seen_at) = match columns {
         Columns::Answer => (None, None),
-        Columns::All => (row.cell(19)?, Some(row.cell(20)?)),
+        Columns::All => (row.cell(REST_AT)?, Some(row.cell(REST_AT + 1)?)),
     };
     let record = Parts { reading, holder, ..parts(row, format)? }.record()?;
     let time = |at: usize| row.cell::<Micros>(at);
@@ -831,6 +878,7 @@ fn parts(row: &impl Cells, format: i16) -> Result<Parts<'_>, FormatError> {
         traceparent: row.cell(16)?,
         decided_by: row.cell(17)?,
         decided_reason: row.cell(18)?,
+        begun: row.cell(19)?,
         format: format.into(),
         state: row.cell(1)?,
         owner: row.cell(2)?,

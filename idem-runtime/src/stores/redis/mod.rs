@@ -45,8 +45,8 @@ use crate::key::Key;
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::format::{self, millis};
 use crate::record::{
-    Action, Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation,
-    ReserveRequest, ReservedAt, Ruling, State, Verdict,
+    Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest,
+    ReservedAt, Ruling, State, Verdict,
 };
 use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -449,7 +449,7 @@ impl Shared {
             limits.check(value.len(), clock)?;
             let seen = format::identity(&found).unwrap_or_default();
             let lapsed = match record.state {
-                State::Pending { ttl, .. } if decision.action != Action::BreakLease => millis(ttl).to_string(),
+                State::Pending { ttl, .. } if !decision.ends_live_lease() => millis(ttl).to_string(),
                 _ => String::new(),
             };
             let asked = ask(&self.core.scripts().decide, name, |command| {
@@ -490,14 +490,19 @@ impl Shared {
         let names = some().map(|lease| self.name_of(&lease.key));
         let asked = Ask::script(&self.core.scripts().renew, names, |command| {
             for lease in some() {
-                let mut attempt = [0; 20];
-                attempt[..16].copy_from_slice(lease.owner.as_bytes());
-                attempt[16..].copy_from_slice(&lease.attempt.to_be_bytes());
-                command.arg(&attempt[..]).arg(millis(lease.duration.saturating_add(lease.ttl)));
+                command.arg(&attempt_of(lease)[..]).arg(millis(lease.duration.saturating_add(lease.ttl)));
             }
         });
         line.route.run(self.name_of(&leases[group[0].1].key), Op::Renew(asked))
     }
+}
+
+/// Owner token and number of an attempt, side by side as in its record.
+fn attempt_of(lease: &Lease) -> [u8; 20] {
+    let mut attempt = [0; 20];
+    attempt[..16].copy_from_slice(lease.owner.as_bytes());
+    attempt[16..].copy_from_slice(&lease.attempt.to_be_bytes());
+    attempt
 }
 
 /// The slot of a lease's key, if that matters, and the lease's place among all.
@@ -664,6 +669,18 @@ impl Store for Shared {
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         StoreFuture::new(self.try_reserve(request))
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(async move {
+            let line = self.line()?;
+            let name = self.name_of(&lease.key);
+            let asked = ask(&self.core.scripts().begin, name, |command| {
+                command.arg(&attempt_of(lease)[..]);
+                command.arg(millis(lease.ttl)).arg(millis(lease.duration.saturating_add(lease.ttl)));
+            });
+            written(&line.route.run(name, Op::Write(asked)).await.map_err(failed)?)
+        })
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

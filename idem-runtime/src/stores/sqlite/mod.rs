@@ -240,6 +240,10 @@ impl Store for Shared {
         })
     }
 
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.write(Ask::Begin(lease.clone())))
+    }
+
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move { self.core().renew(self.lane, leases, answer).await })
     }

@@ -8,7 +8,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rusqlite::types::{FromSqlError, Value};
+use rusqlite::types::{FromSqlError, Value, ValueRef};
 use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 
 use crate::key::Key;
@@ -27,7 +27,7 @@ const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
 const NOT_OURS: i64 = 24 * 3600 * 1000;
 
 /// The columns of version 1, in their order. A later version adds at least one, by which this release refuses it.
-const COLUMNS: [&str; 22] = [
+const COLUMNS: [&str; 23] = [
     "key",
     "format",
     "state",
@@ -36,6 +36,7 @@ const COLUMNS: [&str; 22] = [
     "attempts_used",
     "fingerprint",
     "on_crash_fail",
+    "begun",
     "lease_ms",
     "ttl_ms",
     "lapses_at",
@@ -54,14 +55,14 @@ const COLUMNS: [&str; 22] = [
 
 /// What a replay is read from, in this order, before its result.
 const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
-                      lapses_at, traceparent, began_at, codec, result_bytes";
+                      lapses_at, traceparent, began_at, begun, codec, result_bytes";
 /// What follows the result in every other row.
 const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
 /// The index of the result, of the rest, of the size of the result where it is left out, and of the key in a list.
-const RESULT_AT: usize = 15;
-const REST_AT: usize = 16;
-const SIZE_AT: usize = 20;
-const KEY_AT: usize = 21;
+const RESULT_AT: usize = 16;
+const REST_AT: usize = 17;
+const SIZE_AT: usize = 21;
+const KEY_AT: usize = 22;
 /// The longest result that a lone caller reads itself: a few pages.
 pub(super) const SMALL_RESULT: usize = 16 * 1024;
 /// How many rows a page of a list is made from at most.
@@ -163,6 +164,7 @@ pub(super) fn ddl(name: &str) -> String {
     attempts_used INTEGER NOT NULL,
     fingerprint   BLOB,
     on_crash_fail INTEGER NOT NULL,
+    begun         INTEGER NOT NULL DEFAULT 0,
     lease_ms      INTEGER,
     ttl_ms        INTEGER,
     lapses_at     INTEGER,
@@ -191,6 +193,7 @@ enum Sql {
     AnswerSmall,
     Finish,
     Release,
+    Begin,
     Renew,
     Decide,
     Forget,
@@ -202,7 +205,7 @@ enum Sql {
 }
 
 impl Sql {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Insert,
         Self::Replace,
         Self::Select,
@@ -210,6 +213,7 @@ impl Sql {
         Self::AnswerSmall,
         Self::Finish,
         Self::Release,
+        Self::Begin,
         Self::Renew,
         Self::Decide,
         Self::Forget,
@@ -234,7 +238,7 @@ impl Sql {
             ),
             Self::Replace => format!(
                 r#"UPDATE "{table}" SET owner = ?2, format = ?3, state = ?4, attempt = ?5, attempts_used = ?6, fingerprint = ?7,
-                on_crash_fail = ?8, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
+                on_crash_fail = ?8, begun = 0, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
                 traceparent = ?14, decided_by = ?15, decided_reason = ?16, began_at = ?17,
                 first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
@@ -250,20 +254,25 @@ impl Sql {
             ),
             Self::Ping => format!(r#"SELECT 1 FROM "{table}" LIMIT 1"#),
             Self::Finish => format!(
-                r#"UPDATE "{table}" SET state = ?5, on_crash_fail = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
+                r#"UPDATE "{table}" SET state = ?5, on_crash_fail = 0, begun = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
                 expires_at = ?6, codec = ?7, result_bytes = ?8, result = ?9 WHERE {held}"#
             ),
             Self::Release => format!(
-                r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, lease_ms = NULL,
-                ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
+                r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
+                lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
+            ),
+            // A request that arrives after the lease marks nothing.
+            Self::Begin => format!(
+                r#"UPDATE "{table}" SET begun = 1, lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6)
+                WHERE {held} AND (begun OR lapses_at > ?3)"#
             ),
             // A renewal never shortens what was confirmed, whatever the clock does.
             Self::Renew => format!(
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
             ),
             Self::Decide => format!(
-                r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4, on_crash_fail = 0, lease_ms = NULL,
-                ttl_ms = NULL, lapses_at = NULL, codec = ?5, result_bytes = ?6, result = ?7, decided_by = ?8,
+                r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4, on_crash_fail = 0, begun = 0,
+                lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, codec = ?5, result_bytes = ?6, result = ?7, decided_by = ?8,
                 decided_reason = ?9 WHERE key = ?1"#
             ),
             Self::Forget => format!(r#"DELETE FROM "{table}" WHERE key = ?1"#),
@@ -527,12 +536,21 @@ impl<'c> Table<'c> {
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, with_result)))
     }
 
+    /// Marks that the body begins, and renews the lease.
+    pub(crate) fn begin(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
+        self.keep(Sql::Begin, lease, now)
+    }
+
     /// Restarts the lease and the retention.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
+        self.keep(Sql::Renew, lease, now)
+    }
+
+    fn keep(&mut self, sql: Sql, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
         let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.duration));
         let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl)];
-        let renewed = self.sql(Sql::Renew)?.execute(columns)?;
-        Ok(if renewed == 1 { Verdict::Applied } else { Verdict::Refused })
+        let kept = self.sql(sql)?.execute(columns)?;
+        Ok(if kept == 1 { Verdict::Applied } else { Verdict::Refused })
     }
 
     /// Does what an operator has decided.
@@ -628,6 +646,14 @@ impl<'c> Table<'c> {
     }
 }
 
+fn flag(value: ValueRef<'_>) -> Result<bool, Trouble> {
+    match value.as_i64()? {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(FormatError::Damaged.into()),
+    }
+}
+
 /// The record in a row; `None` if its retention has ended. A row of another version is not judged by its times.
 fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     let column = |index| row.get_ref(index);
@@ -636,11 +662,8 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     if format == Parts::VERSION && expires_at <= now {
         return Ok(None);
     }
-    let on_crash_fail = match column(7)?.as_i64()? {
-        0 => false,
-        1 => true,
-        _ => return Err(FormatError::Damaged.into()),
-    };
+    let on_crash_fail = flag(column(7)?)?;
+    let begun = flag(column(13)?)?;
     let lapses_at = column(10)?.as_i64_or_null()?;
     let columns = row.as_ref().column_count();
     let text = |index| Ok::<_, Trouble>(column(index)?.as_str_or_null()?);
@@ -656,14 +679,15 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
         attempts_used: column(5)?.as_i64()?,
         fingerprint: column(6)?.as_blob_or_null()?,
         on_crash_fail,
+        begun,
         lease_ms: column(8)?.as_i64_or_null()?,
         ttl_ms: column(9)?.as_i64_or_null()?,
         holder,
         traceparent: text(11)?,
         decided_by,
         decided_reason,
-        codec: text(13)?,
-        result_bytes: column(14)?.as_i64_or_null()?,
+        codec: text(14)?,
+        result_bytes: column(15)?.as_i64_or_null()?,
         result: column(RESULT_AT)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
         reading: match columns > SIZE_AT {
             true => {

@@ -279,7 +279,8 @@ impl<W: Work> Shared<W> {
         }
         if batch.len() > 1 {
             let mut answer = self.work.many(&batch).await;
-            if matches!(&answer, Err(failure) if failure.is_deadlock) {
+            // What another session locked while the statement was under way, the next statement leaves alone.
+            if matches!(&answer, Err(failure) if failure.is_deadlock || failure.is_locked) {
                 answer = self.work.many(&batch).await;
             }
             match answer {

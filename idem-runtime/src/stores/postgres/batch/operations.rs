@@ -14,7 +14,7 @@ use super::super::sql::{self, Ask as _, Columns, Found, Met};
 use super::{Waiting, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
-use crate::record::{Parts, Record, ReserveRequest, StoredResult};
+use crate::record::{Lease, Parts, Record, ReserveRequest, StoredResult};
 
 /// Reservations.
 pub(in super::super) struct Reserves {
@@ -185,6 +185,66 @@ impl Work for Reserves {
             }
         }
         Ok(answers)
+    }
+}
+
+/// Marks that bodies begin.
+pub(in super::super) struct Begins(Arc<Server>);
+
+impl Begins {
+    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+        Self(server)
+    }
+
+    /// Of each lease, whether its record is marked. No key occurs twice with one attempt: an attempt has one caller.
+    async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, Failure> {
+        let order = by_key(leases, |lease| lease.key.as_str());
+        let sorted = || order.iter().map(|place| leases[*place]);
+        let keys: Vec<&str> = sorted().map(|lease| lease.key.as_str()).collect();
+        let owners: Vec<&[u8]> = sorted().map(|lease| &lease.owner.as_bytes()[..]).collect();
+        let attempts: Vec<i64> = sorted().map(|lease| lease.attempt.into()).collect();
+        let params: [&(dyn ToSql + Sync); 3] = [&keys, &Hidden(owners), &attempts];
+        let mut marked = vec![false; leases.len()];
+        for row in &self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await? {
+            let at = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
+            if let Some(place) = at.and_then(|at| order.get(at)) {
+                marked[*place] = true;
+            }
+        }
+        Ok(marked)
+    }
+}
+
+impl Work for Begins {
+    type Operation = Lease;
+    /// Whether the record is marked.
+    type Answer = bool;
+
+    const LANES: usize = 1;
+    const OUTLIVES: bool = false;
+
+    fn database(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(lease: &Lease) -> &str {
+        lease.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(lease: &Lease) -> usize {
+        lease.key.as_str().len() + 80
+    }
+
+    async fn one(&self, lease: &Lease) -> Result<bool, Failure> {
+        Ok(self.mark(&[lease]).await?.contains(&true))
+    }
+
+    async fn many(&self, leases: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
+        self.mark(&leases.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
     }
 }
 

@@ -1,10 +1,11 @@
 -- Replaces or removes a record as an operator has decided, if it is still the record that was met. It keeps its retention.
--- KEYS: record. ARGV: the record that was met (state, then bytes 9 to 32), its ttl in milliseconds if its lease must have
+-- KEYS: record. ARGV: the record that was met (state, whether its body
+-- has begun, then bytes 9 to 32), its ttl in milliseconds if its lease must have
 -- lapsed ('' otherwise), new record ('' to remove it), wake channel.
 -- Answers 1 done, 0 another record is there, or its lease was renewed.
 local record = redis.call('GET', KEYS[1])
 if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
-if string.sub(record, 6, 6) .. string.sub(record, 9, 32) ~= ARGV[1] then return 0 end
+if identity(record) ~= ARGV[1] then return 0 end
 if ARGV[2] ~= '' then
   -- A pending record is retained for its lease and its ttl: the lease holds while more than the ttl is left.
   local left = redis.call('PTTL', KEYS[1])

@@ -22,6 +22,7 @@ impl fmt::Debug for Script {
 /// The scripts as the server knows them.
 #[derive(Debug)]
 pub(super) struct Scripts {
+    pub(super) begin: Script,
     pub(super) decide: Script,
     pub(super) finish: Script,
     pub(super) finish_one: Script,
@@ -34,7 +35,8 @@ pub(super) struct Scripts {
 }
 
 impl Scripts {
-    pub(super) const SOURCES: [&str; 9] = [
+    pub(super) const SOURCES: [&str; 10] = [
+        concat!(include_str!("times.lua"), include_str!("begin.lua")),
         concat!(include_str!("times.lua"), include_str!("decide.lua")),
         concat!(include_str!("times.lua"), include_str!("finish.lua")),
         concat!(include_str!("times.lua"), include_str!("finish_one.lua")),
@@ -47,8 +49,8 @@ impl Scripts {
     ];
 
     /// The scripts by the results of loading [`Scripts::SOURCES`], in their order.
-    pub(super) fn new(scripts: [Script; 9]) -> Self {
-        let [decide, finish, finish_one, glance, inspect, release, renew, take, watch] = scripts;
-        Self { decide, finish, finish_one, glance, inspect, release, renew, take, watch }
+    pub(super) fn new(scripts: [Script; 10]) -> Self {
+        let [begin, decide, finish, finish_one, glance, inspect, release, renew, take, watch] = scripts;
+        Self { begin, decide, finish, finish_one, glance, inspect, release, renew, take, watch }
     }
 }

@@ -1,6 +1,6 @@
 -- Replaces the record that was met by a new pending one, or returns how long its lease still holds.
--- KEYS: record. ARGV: the record that was met (state, then bytes 9 to 32), its lease and retention, new record ('' to only
--- ask), its retention, wake channel. All times in milliseconds.
+-- KEYS: record. ARGV: the record that was met (state, whether its body has begun, then bytes 9 to 32), its lease and
+-- retention, new record ('' to only ask), its retention, wake channel. All times in milliseconds.
 -- Answers what is left of the lease; 0 lapsed and left alone; -2 replaced; -1 no record; or, if another record is there now,
 -- that record and what is left of its lease (0 unless it is pending).
 local record = redis.call('GET', KEYS[1])
@@ -11,7 +11,7 @@ if ours and pending then
   retention = redis.call('PTTL', KEYS[1])
   if retention == -1 then return redis.error_reply('DAMAGED no expiry') end
 end
-if not ours or string.sub(record, 6, 6) .. string.sub(record, 9, 32) ~= ARGV[1] then
+if not ours or identity(record) ~= ARGV[1] then
   local left = 0
   if retention then
     local fingerprint = bit.band(string.byte(record, 7), 4) * 8

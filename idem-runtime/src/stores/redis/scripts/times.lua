@@ -21,3 +21,7 @@ local function timed(key, record, new)
   if string.sub(record, 33, 48) == UNKNOWN and string.sub(new, 41, 48) ~= NEVER then return new end
   return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
 end
+-- The bytes that differ between two writes of a record: its state, whether its body has begun, owner token and counters.
+local function identity(record)
+  return string.sub(record, 6, 6) .. string.char(bit.band(string.byte(record, 7) or 0, 16)) .. string.sub(record, 9, 32)
+end

@@ -24,6 +24,7 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 pub(in super::super) enum Ask {
     /// With whether to spare a lease that lapsed while the lock was held.
     Reserve(ReserveRequest, bool),
+    Begin(Lease),
     Renew(Lease),
     Finish(Lease, Finish),
     Release(Lease, Release),

@@ -332,6 +332,7 @@ impl<'c> Session<'c> {
                 Answer::Spared
             }
             Ask::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
+            Ask::Begin(lease) => Answer::Write(table.begin(lease, now)?),
             Ask::Renew(lease) => Answer::Write(table.renew(lease, now)?),
             Ask::Finish(_, finish) if !self.core.database.holds(finish) => {
                 return Err(Trouble::TooLarge(finish.result().stored_bytes()));

@@ -1,0 +1,48 @@
+//! How often something happened in a row that no record counts.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::sync::atomic::{AtomicU64, Ordering};
+
+/// How many things are remembered. Of two that share a slot, the later one is.
+const SLOTS: usize = 256;
+/// The bits of a slot that hold the count; the others are those of the tag.
+const COUNT: u64 = 0xffff;
+
+/// Counts by tag, in a fixed amount of memory: a count may be forgotten, and then begins anew.
+#[derive(Default)]
+pub(crate) struct Repeats(OnceLock<Box<[AtomicU64]>>);
+
+impl Repeats {
+    /// It happened once more. Returns how often it has, from 1.
+    pub(crate) fn again(&self, tag: u64) -> u32 {
+        let slots = self.0.get_or_init(|| (0..SLOTS).map(|_| AtomicU64::new(0)).collect());
+        let slot = &slots[slot_of(tag)];
+        let known = slot.load(Ordering::Relaxed);
+        let before = if known & !COUNT == tag & !COUNT { known & COUNT } else { 0 };
+        let count = (before + 1).min(COUNT);
+        // A race loses a count, which shortens a pause.
+        slot.store(tag & !COUNT | count, Ordering::Relaxed);
+        u32::try_from(count).unwrap_or(u32::MAX)
+    }
+
+    /// It is over.
+    pub(crate) fn forget(&self, tag: u64) {
+        let Some(slot) = self.0.get().map(|slots| &slots[slot_of(tag)]) else { return };
+        if slot.load(Ordering::Relaxed) & !COUNT == tag & !COUNT {
+            slot.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Chosen by bits that the tag in the slot does not have.
+fn slot_of(tag: u64) -> usize {
+    usize::try_from(tag & COUNT).unwrap_or(0) % SLOTS
+}
+
+impl fmt::Debug for Repeats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Repeats")
+    }
+}
