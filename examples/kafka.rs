@@ -5,7 +5,8 @@
 //!
 //! - *Key*: the order, from the payload. Offsets count from 0 again in a topic that is made anew.
 //! - *Offsets*: several messages of a partition are handled at a time, and settle out of order; `OffsetTracker` says which offset
-//!   may be stored. A rebalance makes it forget the partition.
+//!   may be stored. A rebalance begins or ends the generation of a partition, and a message settled after its generation stores
+//!   nothing.
 //! - *Slow handlers*: the consumer is polled all the time, with its partitions paused while there is no room, so
 //!   `max.poll.interval.ms` is kept however long a handler takes. There is nothing to extend.
 //! - *Retry*: to a retry topic, which says when; order is lost for that message. (To keep it, pause the partition, wait and seek:
@@ -73,8 +74,7 @@ async fn deliver(app: App, message: OwnedMessage) -> Result<(), Failure> {
             app.send("retry", payload, with_header(headers, NOT_BEFORE, not_before)).await
         }
         Disposition::DeadLetter => {
-            let error = result.expect_err("only errors are set aside");
-            eprintln!("{}/{} is set aside: {error}", message.partition(), message.offset());
+            eprintln!("{}/{} is set aside: {}", message.partition(), message.offset(), fleet::reason(result));
             app.run.set_aside(Some(&event))?;
             app.send("dead", payload, OwnedHeaders::new()).await
         }
@@ -103,7 +103,7 @@ async fn work(run: Run) -> Result<(), Failure> {
             message = consumer.recv() => {
                 let message = message?.detach();
                 let partition = (message.topic().to_owned(), message.partition());
-                let started = lock(&offsets.tracker).started(&partition, message.offset());
+                let Some(started) = lock(&offsets.tracker).started(&partition, message.offset()) else { continue };
                 let app = app.clone();
                 handlers.spawn(async move { (partition, started, deliver(app, message).await) });
             }
@@ -160,13 +160,22 @@ impl ClientContext for Offsets {}
 
 impl ConsumerContext for Offsets {
     fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
-        if let Rebalance::Revoke(partitions) = rebalance {
-            // They would still be paused when they come back.
-            let _ = consumer.resume(partitions);
-            self.is_paused.store(false, Ordering::Relaxed);
-            for partition in partitions.elements() {
-                lock(&self.tracker).revoked(&(partition.topic().to_owned(), partition.partition()));
+        let name = |topic: &str, partition| (topic.to_owned(), partition);
+        match rebalance {
+            Rebalance::Assign(partitions) => {
+                for partition in partitions.elements() {
+                    lock(&self.tracker).assigned(&name(partition.topic(), partition.partition()));
+                }
             }
+            Rebalance::Revoke(partitions) => {
+                // They would still be paused when they come back.
+                let _ = consumer.resume(partitions);
+                self.is_paused.store(false, Ordering::Relaxed);
+                for partition in partitions.elements() {
+                    lock(&self.tracker).revoked(&name(partition.topic(), partition.partition()));
+                }
+            }
+            Rebalance::Error(_) => {}
         }
     }
 }

@@ -79,7 +79,7 @@ async fn deliver(app: App, message: Message) -> Result<(), Failure> {
         }
         Disposition::Retry { after } => acker.ack_with(AckKind::Nak(Some(after))).await,
         Disposition::DeadLetter => {
-            eprintln!("message {sequence} is set aside: {}", result.expect_err("only errors are set aside"));
+            eprintln!("message {sequence} is set aside: {}", fleet::reason(result));
             set_aside(Some(&event)).await
         }
     }

@@ -74,8 +74,7 @@ async fn deliver(app: App, channel: Channel, message: Delivery) -> Result<(), Fa
             message.ack(BasicAckOptions::default()).await?;
         }
         Disposition::DeadLetter => {
-            let error = result.expect_err("only errors are set aside");
-            eprintln!("delivery {} is set aside: {error}", message.delivery_tag);
+            eprintln!("delivery {} is set aside: {}", message.delivery_tag, fleet::reason(result));
             app.run.set_aside(Some(&event))?;
             refuse(&message).await?;
         }

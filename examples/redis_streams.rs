@@ -70,7 +70,7 @@ async fn deliver(app: App, message: StreamId) -> Result<(), Failure> {
         }
         Disposition::Retry { .. } => {}
         Disposition::DeadLetter => {
-            eprintln!("entry {} is set aside: {}", message.id, result.expect_err("only errors are set aside"));
+            eprintln!("entry {} is set aside: {}", message.id, fleet::reason(result));
             app.run.set_aside(Some(&event))?;
             app.set_aside(&message).await?;
         }

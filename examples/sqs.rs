@@ -100,7 +100,7 @@ async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<
                 later.push(entry.visibility_timeout(seconds(after)).build()?);
             }
             Disposition::DeadLetter => {
-                eprintln!("message {id} is set aside: {}", item.result.expect_err("only errors are set aside"));
+                eprintln!("message {id} is set aside: {}", fleet::reason(item.result));
                 app.run.set_aside(Some(event))?;
                 app.set_aside(message).await?;
             }

@@ -12,12 +12,14 @@ mod brokers {
     mod budgets;
     mod offsets;
     mod redelivery;
+    mod turns;
 }
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::task::Poll;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use idem_runtime::clock::ManualClock;
@@ -82,16 +84,32 @@ impl World {
     /// Polls `future` to its end, and lets time pass while nothing else can happen.
     async fn drive<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
         for _ in 0..20_000 {
-            if let Poll::Ready(output) = poll_once(future.as_mut()).await {
+            woken.0.store(false, Ordering::SeqCst);
+            if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
                 return output;
             }
             settle().await;
+            if woken.0.load(Ordering::SeqCst) {
+                continue;
+            }
             if let Some(next) = self.clock.next_wake() {
                 self.clock.advance(next);
             }
         }
         panic!("hangs");
+    }
+}
+
+/// Whether a future is to be polled again.
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::SeqCst);
     }
 }
 

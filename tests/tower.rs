@@ -151,12 +151,69 @@ async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
     assert_eq!(inner.runs.load(Ordering::SeqCst), 2);
 }
 
+const WAITING: Policy = POLICY.in_progress(idem_runtime::InProgress::Wait(Duration::from_secs(60)));
+
+/// A service whose body goes on when it is told to.
+#[derive(Clone)]
+struct Gated(Arc<tokio::sync::Semaphore>, Strict);
+
+impl Service<Order> for Gated {
+    type Response = Receipt;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Receipt, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.1.poll_ready(cx)
+    }
+
+    fn call(&mut self, order: Order) -> Self::Future {
+        let (gate, body) = (Arc::clone(&self.0), self.1.call(order));
+        Box::pin(async move {
+            gate.acquire().await?.forget();
+            body.await
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() {
+    let store = MemoryStore::new();
+    let layer = OperationLayer::new(&store, WAITING, |order: &Order| Key::new("tower", order.id));
+    let gate = Arc::new(tokio::sync::Semaphore::new(0));
+    let inner = Gated(Arc::clone(&gate), Strict { fails_at: 1, ..Strict::default() });
+    let mut service = ServiceBuilder::new().layer(layer).concurrency_limit(3).service(inner.clone());
+    let mut calls = Vec::new();
+    // One that runs, and more duplicates of it than there are permits.
+    for _ in 0..6 {
+        let mut call = service.ready().await.unwrap().call(ORDER);
+        assert!(futures::poll!(&mut call).is_pending());
+        calls.push(call);
+    }
+    // Three bodies at a time: each duplicate has given its permit back, so two more may run, and no third one.
+    for id in [43, 44] {
+        let mut ready = Box::pin(service.ready());
+        let std::task::Poll::Ready(ready) = futures::poll!(&mut ready) else { panic!("a duplicate holds a permit") };
+        let mut call = ready.unwrap().call(Order { id, ..ORDER });
+        assert!(futures::poll!(&mut call).is_pending());
+        calls.push(call);
+    }
+    {
+        let mut ready = Box::pin(service.ready());
+        assert!(futures::poll!(&mut ready).is_pending(), "a fourth body would run");
+    }
+    // The first one fails, so one of its duplicates runs the body: with a permit of its own.
+    gate.add_permits(16);
+    let ended = futures::future::join_all(calls).await;
+    assert_eq!(inner.1.runs.load(Ordering::SeqCst), 4);
+    let failed = ended.iter().filter(|ended| ended.is_err()).count();
+    assert_eq!(failed, 1, "{ended:?}");
+}
+
 #[tokio::test]
 async fn duplicates_at_once_through_a_buffer_run_once() {
     let store = MemoryStore::new();
     let inner = Strict::default();
-    let waiting = POLICY.in_progress(idem_runtime::InProgress::Wait(Duration::from_secs(60)));
-    let layer = OperationLayer::new(&store, waiting, |order: &Order| Key::new("tower", order.id));
+    let layer = OperationLayer::new(&store, WAITING, |order: &Order| Key::new("tower", order.id));
     let service = ServiceBuilder::new().buffer(8).layer(layer).service(inner.clone());
     let calls: Vec<_> = (0..8).map(|_| tokio::spawn(service.clone().oneshot(ORDER))).collect();
     for call in calls {

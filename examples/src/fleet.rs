@@ -19,6 +19,11 @@ use tokio::time::{Instant, sleep};
 /// Why an example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
+/// Why a delivery is not acknowledged: its error. A delivery without one swallowed the refusal of a call.
+pub fn reason<T>(result: Result<T, Failure>) -> Failure {
+    result.err().unwrap_or_else(|| "the handler returned a value, and a call in it was refused".into())
+}
+
 /// After how long each broker here takes an unacknowledged message for lost. The slow handler takes three times as long.
 pub const BROKER_TIMEOUT: Duration = Duration::from_secs(2);
 const SLOW: Duration = Duration::from_secs(6);

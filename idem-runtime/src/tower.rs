@@ -4,23 +4,26 @@
 //! codec and replayed; an error frees the key.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::marker::PhantomData;
 use std::mem;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use pin_project_lite::pin_project;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::codec::{Codec, Json};
-use crate::engine::{Operation, RecordValues};
+use crate::engine::{Operation, RecordValues, has_begun_to_wait};
 use crate::error::Error;
 use crate::key::{Key, KeyError};
 use crate::policy::Policy;
 use crate::store::Store;
+use crate::sync::{Mutex, lock};
 
 /// Runs each request of a service once for its key, and replays the recorded response to every duplicate.
 ///
@@ -28,8 +31,9 @@ use crate::store::Store;
 /// boxed errors do. Around `call`, [`observe`](crate::observe) tells what to do with the message.
 ///
 /// - *Readiness* is that of the inner service. A request takes it along: it is spent when the body runs, and given back when the
-///   answer is a replay. So a concurrency limit or a buffer belongs inside of this layer if it is to count bodies, and outside
-///   if it is to count calls of the store.
+///   answer is a replay, or once the request waits for another attempt. So a concurrency limit or a buffer belongs inside of this
+///   layer if it is to count bodies, and outside if it is to count calls of the store. A request that has waited and runs the body
+///   after all waits for the readiness of the service again, with its key reserved.
 /// - *A middleware that retries* belongs outside: each try is an attempt of its own.
 ///
 /// # Cancel safety
@@ -188,9 +192,53 @@ where
         let operation = (self.layer.operation)(&request);
         // The one that was polled is the one that is ready; a clone of it may not be.
         let clone = self.inner.clone();
-        let mut ready = mem::replace(&mut self.inner, clone);
-        let body = async move { ready.call(request).await };
-        OperationFuture(Box::pin(operation.recorded_by(RecordValues::<C>::new()).run(body)))
+        let ready = mem::replace(&mut self.inner, clone);
+        let waiting = Arc::new(Mutex::new(Some(Inner { service: ready, is_ready: true })));
+        let inner = Arc::clone(&waiting);
+        let body = async move {
+            let Inner { mut service, is_ready } = lock(&inner).take().expect("taken by the body only");
+            if !is_ready {
+                poll_fn(|cx| service.poll_ready(cx)).await?;
+            }
+            service.call(request).await
+        };
+        let call = operation.recorded_by(RecordValues::<C>::new()).run(body);
+        OperationFuture(Box::pin(Call { call, waiting }))
+    }
+}
+
+/// The inner service of a call whose body has not begun.
+struct Inner<S> {
+    service: S,
+    is_ready: bool,
+}
+
+pin_project! {
+    /// A call that holds the readiness of its service until its body begins, or until it waits for another attempt.
+    struct Call<F, S> {
+        #[pin]
+        call: F,
+        waiting: Arc<Mutex<Option<Inner<S>>>>,
+    }
+}
+
+impl<F: Future, S: Clone> Future for Call<F, S> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let this = self.project();
+        // Of a call that was polled before on this thread.
+        let _ = has_begun_to_wait();
+        let polled = this.call.poll(cx);
+        if has_begun_to_wait()
+            && let Some(inner) = &mut *lock(this.waiting)
+            && inner.is_ready
+        {
+            // A clone has no permit of the one that was ready.
+            let clone = inner.service.clone();
+            *inner = Inner { service: clone, is_ready: false };
+        }
+        polled
     }
 }
 

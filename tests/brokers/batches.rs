@@ -1,9 +1,11 @@
 //! Many messages at once.
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
-use idem_runtime::{Disposition, InProgress, Mode, Refusal, observe, observe_all};
+use idem_runtime::brokers::{Batch, KafkaRecord};
+use idem_runtime::record::State;
+use idem_runtime::{Disposition, InProgress, Mode, Refusal, StoreExt as _, observe, observe_all};
 
 use super::super::*;
 
@@ -169,4 +171,215 @@ async fn each_item_keeps_what_its_delivery_was_told() {
     let mut beats = beats.lock().unwrap().clone();
     beats.sort_unstable();
     assert_eq!(beats, ["a", "a", "b", "b"], "the one that waits for its turn is extended as well");
+}
+
+/// Ten thousand at a time, of one key and of a key each: every item is polled a few times, however many others there are.
+#[tokio::test]
+async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
+    const ITEMS: usize = 10_000;
+    for keys in [1, ITEMS] {
+        let store = MemoryStore::new();
+        let polls = Cell::new(0_usize);
+        let calls = (0..ITEMS).map(|id| {
+            let body = async {
+                tokio::task::yield_now().await;
+                Ok(1_u8)
+            };
+            let call = Operation::new(&store, Key::new("brokers", id % keys), POLICY).run::<_, Error, _>(body);
+            let polls = &polls;
+            let counted = async move {
+                let mut call = pin!(call);
+                poll_fn(|cx| {
+                    polls.set(polls.get() + 1);
+                    call.as_mut().poll(cx)
+                })
+                .await
+            };
+            (id, observe(counted))
+        });
+        let batch = observe_all(calls).limit(ITEMS).await;
+        assert_eq!(batch.acknowledged().count(), ITEMS);
+        assert!(polls.get() <= 6 * ITEMS, "{} polls", polls.get());
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_is_kept_and_not_polled_holds_up_another_item_for_its_time_limit_only() {
+    const LIMIT: Duration = Duration::from_secs(60);
+    let world = World::new();
+    let policy = POLICY.timeout(LIMIT);
+    let keeping = async |first: &'static str, second: &'static str| -> Result<u32, Error> {
+        let mut kept = Box::pin(world.lasting(first, policy, Duration::from_secs(1)));
+        assert!(poll_once(kept.as_mut()).await.is_pending());
+        world.lasting(second, policy, Duration::from_secs(1)).await
+    };
+    let calls = [(1, observe(keeping("a", "b"))), (2, observe(keeping("b", "a")))];
+    let batch = world.drive(observe_all(calls)).await;
+    assert_eq!(batch.items().len(), 2);
+    assert!(world.now() <= LIMIT + LEASE + Duration::from_secs(2), "{:?}", world.now());
+}
+
+/// How many items of a batch ended how.
+fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
+    let count = |is: &dyn Fn(&Result<T, Error>) -> bool| batch.items().iter().filter(|item| is(&item.result)).count();
+    (
+        count(&|result| result.is_ok()),
+        count(&|result| matches!(result, Err(Error::DeadlinePassed { attempt: Some(_), .. }))),
+        count(&|result| matches!(result, Err(Error::DeadlinePassed { attempt: None, .. }))),
+    )
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_its_deadline_a_batch_answers_for_what_is_done() {
+    let store = MemoryStore::new();
+    let runs = Cell::new(0);
+    let call = |id: u64| {
+        let runs = &runs;
+        let body = async move {
+            runs.set(runs.get() + 1);
+            tokio::time::sleep(Duration::from_secs(id)).await;
+            Ok::<_, Error>(id)
+        };
+        (id, observe(Operation::new(&store, Key::new("deadline", id), POLICY).run(body)))
+    };
+    // Two run at a time: 1 and 3 end, 5 and 7 run, 9 and 11 have not begun.
+    let batch = observe_all([1, 3, 5, 7, 9, 11].map(call)).limit(2).deadline(Duration::from_millis(5_500)).await;
+    assert_eq!(counted(&batch), (2, 2, 2));
+    assert_eq!(runs.get(), 4);
+    let ids: Vec<_> = batch.items().iter().map(|item| item.id).collect();
+    assert_eq!(ids, [1, 3, 5, 7, 9, 11], "in their order");
+    let failed: Vec<_> = batch.item_failures().batch_item_failures.into_iter().map(|it| it.item_identifier).collect();
+    assert_eq!(failed, ["5", "7", "9", "11"]);
+    for item in &batch.items()[2..] {
+        assert!(matches!(item.disposition(), Disposition::Retry { after } if !after.is_zero()), "{item:?}");
+        assert_eq!(item.outcome.cancelled(), item.id < 9);
+        assert_eq!(item.outcome.uncertain(), item.id < 9);
+    }
+    store.flush().await;
+    let record = store.inspect(&Key::new("deadline", 5).unwrap()).await.unwrap().unwrap().record;
+    assert_eq!(record.state, State::Released, "the next delivery runs at once");
+    // A batch that is done earlier does not wait for its deadline.
+    let batch = observe_all([1, 3].map(call)).deadline(LEASE).await;
+    assert_eq!(counted(&batch), (2, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_ends_items_that_have_made_no_call_and_groups_that_wait() {
+    let calls = [("a", "g"), ("b", "g"), ("c", "h")].map(|(id, group)| {
+        let never: Pin<Box<dyn Future<Output = Result<u8, Error>>>> = Box::pin(std::future::pending());
+        (id, observe(never).group(group))
+    });
+    let batch = observe_all(calls).deadline(Duration::from_secs(1)).await;
+    assert_eq!(counted(&batch), (0, 0, 3));
+    assert_eq!(batch.item_failures().batch_item_failures.len(), 3);
+    assert_eq!(batch.items().iter().map(|item| item.id).collect::<String>(), "abc");
+}
+
+/// One message of a batch: its group, whether its handler ends in an error, and how long it takes.
+type Message = (Option<u8>, End, u64);
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum End {
+    Done,
+    Failed,
+    Poison,
+}
+
+mod groups {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn message() -> impl Strategy<Value = Message> {
+        let end = prop_oneof![5 => Just(End::Done), 1 => Just(End::Failed), 1 => Just(End::Poison)];
+        (prop::option::weighted(0.8, 0..3_u8), end, 0..5_u64)
+    }
+
+    async fn handled(messages: &[Message], limit: usize) -> (Vec<(usize, bool)>, usize, Vec<String>, Vec<bool>) {
+        let world = World::new();
+        let (events, running, most) = (Mutex::new(Vec::new()), Cell::new(0_usize), Cell::new(0_usize));
+        let calls = messages.iter().enumerate().map(|(id, &(group, end, seconds))| {
+            let (world, events, running, most) = (&world, &events, &running, &most);
+            let body = async move {
+                running.set(running.get() + 1);
+                most.set(most.get().max(running.get()));
+                events.lock().unwrap().push((id, true));
+                world.sleep(Duration::from_secs(seconds)).await;
+                events.lock().unwrap().push((id, false));
+                running.set(running.get() - 1);
+                if end == End::Failed { Err(Error::NoAttempt) } else { Ok(id) }
+            };
+            let key = if end == End::Poison { String::new() } else { id.to_string() };
+            let call = async move {
+                if end == End::Poison {
+                    // It is refused for its key; this is what its handler does before.
+                    events.lock().unwrap().push((id, true));
+                    world.sleep(Duration::from_secs(seconds)).await;
+                    events.lock().unwrap().push((id, false));
+                }
+                world.operation(&key, POLICY).run(body).await
+            };
+            let observed = observe(call);
+            let observed = match group {
+                Some(group) => observed.group(group.to_string()),
+                None => observed,
+            };
+            (id, observed)
+        });
+        let batch = world.drive(observe_all(calls).limit(limit)).await;
+        let failures = batch.item_failures().batch_item_failures.into_iter().map(|it| it.item_identifier).collect();
+        let held_back = batch.items().iter().map(|item| matches!(item.result, Err(Error::HeldBack { .. }))).collect();
+        (events.into_inner().unwrap(), most.get(), failures, held_back)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+        #[test]
+        fn messages_of_a_group_run_in_order_up_to_the_first_failure(
+            messages in prop::collection::vec(message(), 1..14),
+            limit in 1..6_usize,
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            let (events, most, failures, held_back) = runtime.block_on(handled(&messages, limit));
+            prop_assert!(most <= limit);
+            let mut expected = Vec::new();
+            for (id, &(group, end, _)) in messages.iter().enumerate() {
+                let before = messages[..id].iter().filter(|message| group.is_some() && message.0 == group);
+                let follows_a_failure = before.clone().any(|(_, end, _)| *end != End::Done);
+                prop_assert_eq!(held_back[id], follows_a_failure);
+                prop_assert_eq!(events.contains(&(id, true)), !follows_a_failure, "what follows a failure does not begin");
+                if follows_a_failure || end != End::Done {
+                    expected.push(id.to_string());
+                }
+            }
+            prop_assert_eq!(failures, expected);
+            for group in 0..3 {
+                let of_group: Vec<_> = events.iter().filter(|(id, _)| messages[*id].0 == Some(group)).collect();
+                for pair in of_group.chunks(2) {
+                    prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "one at a time");
+                }
+                prop_assert!(of_group.is_sorted_by_key(|(id, _)| *id), "in their order");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_message_that_is_set_aside_is_no_failure_of_its_stream() {
+    let world = World::new();
+    let call = |offset: i64, key: &'static str| {
+        (KafkaRecord::new("orders-0", offset), observe(world.lasting(key, POLICY, Duration::ZERO)).group("orders-0"))
+    };
+    let failures = |batch: &Batch<KafkaRecord, u32, Error>| serde_json::to_value(batch.kafka_failures()).unwrap();
+    let record = |offset: i64| serde_json::json!({ "itemIdentifier": { "partition": "orders-0", "offset": offset } });
+    let mut batch = world.drive(observe_all([call(7, "a"), call(8, ""), call(9, "b")])).await;
+    assert_eq!(failures(&batch), serde_json::json!({ "batchItemFailures": [record(8), record(9)] }));
+    for item in batch.dead_letters() {
+        assert_eq!(item.id.offset, 8);
+        item.set_aside();
+    }
+    assert_eq!(failures(&batch), serde_json::json!({ "batchItemFailures": [record(9)] }), "9 has not begun");
+    assert_eq!(batch.dead_letters().count(), 0);
+    assert_eq!(batch.acknowledged().map(|record| record.offset).collect::<Vec<_>>(), [7, 8]);
 }

@@ -230,3 +230,46 @@ async fn every_failure_is_tried_again_later_and_later() {
     let (_, outcome) = observe(async { Ok::<_, Error>(1) }).delivery(9).await;
     assert!(matches!(outcome.disposition(), Disposition::Retry { after } if after >= Duration::from_secs(100)));
 }
+
+#[tokio::test]
+async fn the_pauses_of_a_duplicate_count_its_meetings_with_this_attempt() {
+    let world = World::new();
+    let mut handler = pin!(world.lasting("k", POLICY, LEASE * 10));
+    assert!(poll_once(handler.as_mut()).await.is_pending());
+    // Deliveries 1 to 8 failed for other reasons.
+    let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(9).await;
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE }, "the first meeting");
+    let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(10).await;
+    assert!(matches!(outcome.disposition(), Disposition::Retry { after } if after <= LEASE * 2), "{outcome:?}");
+}
+
+#[tokio::test]
+async fn duplicates_on_their_last_deliveries_leave_room_for_other_work() {
+    const SLOTS: u32 = 10;
+    for delivery in [4, 5] {
+        let world = World::new();
+        let names = (0..SLOTS).map(|at| format!("held {at}")).collect::<Vec<_>>();
+        let mut handlers = names.iter().map(|it| Box::pin(world.lasting(it, POLICY, LEASE))).collect::<Vec<_>>();
+        for handler in &mut handlers {
+            assert!(poll_once(handler.as_mut()).await.is_pending());
+        }
+        let mut waiting = Vec::new();
+        for name in &names {
+            let mut duplicate =
+                Box::pin(observe(world.lasting(name, POLICY, LEASE)).delivery(delivery).delivery_limit(5));
+            match poll_once(duplicate.as_mut()).await {
+                Poll::Pending => waiting.push(duplicate),
+                Poll::Ready((_, outcome)) => match outcome.disposition() {
+                    Disposition::DeadLetter => assert_eq!(delivery, 5, "nothing is lost: it is set aside"),
+                    other => assert!(matches!(other, Disposition::Retry { .. }) && delivery == 4, "{other:?}"),
+                },
+            }
+        }
+        assert_eq!(waiting.len(), 4, "places of the consumer that wait");
+        // A place that ends is free for the next one.
+        waiting.pop();
+        let mut duplicate =
+            Box::pin(observe(world.lasting(&names[9], POLICY, LEASE)).delivery(delivery).delivery_limit(5));
+        assert!(poll_once(duplicate.as_mut()).await.is_pending());
+    }
+}

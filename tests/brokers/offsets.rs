@@ -11,8 +11,11 @@ enum Step {
     Receive { partition: u8, gap: i64 },
     /// One of the handlers ends, by its place among all that were ever started.
     Settle { which: prop::sample::Index },
-    /// A rebalance takes the partition away; it comes back at what has been committed.
+    /// A rebalance takes the partition away.
     Revoke { partition: u8 },
+    /// A rebalance gives the partition to this consumer: again, or although it knows of no loss. Others have handled messages in
+    /// between.
+    Assign { partition: u8, others: i64 },
     /// The consumer is sent back by some messages, and tells nobody.
     Rewind { partition: u8, by: i64 },
 }
@@ -22,6 +25,7 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (0..3_u8, 0..3_i64).prop_map(|(partition, gap)| Step::Receive { partition, gap }),
         6 => any::<prop::sample::Index>().prop_map(|which| Step::Settle { which }),
         1 => (0..3_u8).prop_map(|partition| Step::Revoke { partition }),
+        1 => (0..3_u8, 0..4_i64).prop_map(|(partition, others)| Step::Assign { partition, others }),
         1 => (0..3_u8, 1..5_i64).prop_map(|(partition, by)| Step::Rewind { partition, by }),
     ]
 }
@@ -30,7 +34,7 @@ fn step() -> impl Strategy<Value = Step> {
 #[derive(Debug)]
 struct Fact {
     partition: u8,
-    assignment: u32,
+    generation: u32,
     offset: i64,
     settled: bool,
 }
@@ -39,14 +43,18 @@ struct Fact {
 #[derive(Default)]
 struct Account {
     facts: Vec<Fact>,
-    assignment: BTreeMap<u8, u32>,
+    /// The generations that there have been.
+    generations: u32,
+    /// The present generation of each partition that is assigned.
+    generation: BTreeMap<u8, u32>,
+    /// What this consumer or another one has committed.
     committed: BTreeMap<u8, i64>,
 }
 
 impl Account {
     fn present(&self, partition: u8) -> impl Iterator<Item = &Fact> {
-        let assignment = self.assignment.get(&partition).copied().unwrap_or_default();
-        self.facts.iter().filter(move |fact| fact.partition == partition && fact.assignment == assignment)
+        let generation = self.generation.get(&partition).copied();
+        self.facts.iter().filter(move |fact| fact.partition == partition && Some(fact.generation) == generation)
     }
 
     /// Everything before it is settled, of what this assignment has started.
@@ -71,23 +79,26 @@ proptest! {
                 Step::Receive { partition, gap } => {
                     let place = usize::from(partition);
                     let offset = next[place] + gap;
+                    let ticket = tracker.started(&partition, offset);
+                    let generation = account.generation.get(&partition).copied();
+                    prop_assert_eq!(ticket.is_some(), generation.is_some(), "only what is assigned is started");
+                    let Some(generation) = generation else { continue };
                     next[place] = offset + 1;
-                    let assignment = account.assignment.get(&partition).copied().unwrap_or_default();
                     if account.present(partition).next().is_none() {
                         account.committed.insert(partition, offset);
                     }
-                    started.push(Some(tracker.started(&partition, offset)));
-                    account.facts.push(Fact { partition, assignment, offset, settled: false });
+                    started.push(ticket);
+                    account.facts.push(Fact { partition, generation, offset, settled: false });
                 }
                 Step::Settle { which } if !started.is_empty() => {
                     let which = which.index(started.len());
                     let Some(ticket) = started[which].take() else { continue };
                     account.facts[which].settled = true;
-                    let Fact { partition, assignment, offset, .. } = account.facts[which];
+                    let Fact { partition, generation, offset, .. } = account.facts[which];
                     prop_assert_eq!(ticket.offset(), offset);
                     let answer = tracker.settled(ticket);
-                    if assignment != account.assignment.get(&partition).copied().unwrap_or_default() {
-                        prop_assert_eq!(answer, None, "the partition is somebody else's");
+                    if Some(generation) != account.generation.get(&partition).copied() {
+                        prop_assert_eq!(answer, None, "the partition is somebody else's, or was in between");
                         continue;
                     }
                     let position = account.position(partition);
@@ -98,9 +109,16 @@ proptest! {
                 Step::Settle { .. } => {}
                 Step::Revoke { partition } => {
                     tracker.revoked(&partition);
-                    *account.assignment.entry(partition).or_default() += 1;
-                    // Whoever has it next begins where this one has committed.
-                    next[usize::from(partition)] = account.committed.get(&partition).copied().unwrap_or_default();
+                    account.generation.remove(&partition);
+                }
+                Step::Assign { partition, others } => {
+                    tracker.assigned(&partition);
+                    account.generations += 1;
+                    account.generation.insert(partition, account.generations);
+                    // It begins where this consumer or the others have committed.
+                    let committed = account.committed.entry(partition).or_default();
+                    *committed += others;
+                    next[usize::from(partition)] = *committed;
                 }
                 Step::Rewind { partition, by } => {
                     let place = usize::from(partition);
@@ -116,23 +134,39 @@ proptest! {
 }
 
 #[test]
-fn what_was_started_before_a_rebalance_commits_nothing_after_it() {
+fn a_message_of_an_earlier_generation_commits_nothing() {
+    for is_revoked in [false, true] {
+        let mut tracker = OffsetTracker::new();
+        tracker.assigned(&"orders");
+        let old = tracker.started(&"orders", 5).unwrap();
+        if is_revoked {
+            tracker.revoked(&"orders");
+            assert_eq!(tracker.started(&"orders", 6), None, "the partition is another consumer's");
+        }
+        // Another consumer has committed 8 in between.
+        tracker.assigned(&"orders");
+        let new = tracker.started(&"orders", 8).unwrap();
+        let behind = tracker.started(&"orders", 9).unwrap();
+        assert_eq!(tracker.settled(behind), None);
+        assert_eq!(tracker.settled(old), None, "6 would take the group back");
+        assert_eq!(tracker.settled(new), Some(10));
+    }
+}
+
+#[test]
+fn a_partition_that_was_never_assigned_commits_nothing() {
     let mut tracker = OffsetTracker::new();
-    let old = tracker.started(&"orders", 5);
-    tracker.revoked(&"orders");
-    let new = tracker.started(&"orders", 5);
-    let behind = tracker.started(&"orders", 6);
-    assert_eq!(tracker.settled(behind), None);
-    assert_eq!(tracker.settled(old), None, "another consumer may have had it in between");
-    assert_eq!(tracker.settled(new), Some(7));
+    assert_eq!(tracker.started(&"orders", 5), None);
+    assert_eq!(tracker.in_flight(&"orders"), 0);
 }
 
 #[test]
 fn a_message_that_is_dropped_holds_the_commit_and_no_memory() {
     let mut tracker = OffsetTracker::new();
-    drop(tracker.started(&0, 0));
+    tracker.assigned(&0);
+    let _ = tracker.started(&0, 0);
     for offset in 1..100_000 {
-        let started = tracker.started(&0, offset);
+        let started = tracker.started(&0, offset).unwrap();
         assert_eq!(tracker.settled(started), None);
     }
     assert_eq!(tracker.in_flight(&0), 1);

@@ -1,6 +1,8 @@
 //! How long a record is remembered, against how long its message may come again.
 
 use idem_runtime::brokers::{Redelivery, RedeliveryProblem};
+use idem_runtime::policy::PolicyProblem;
+use idem_runtime::{Disposition, Mode, Refusal, idempotent, observe};
 
 use super::super::*;
 
@@ -66,4 +68,49 @@ fn no_ttl_suffices_for_a_broker_that_keeps_messages_for_ever() {
             assert!(text.contains(part), "{text}");
         }
     }
+}
+
+#[idempotent(key = "order:{id}", ttl = "7d", store = store, scope = "brokers::redelivery")]
+async fn remembered_for_a_week(store: &FaultyStore, id: u32) -> Result<u32, Error> {
+    Ok(id)
+}
+
+#[tokio::test]
+async fn a_call_whose_attribute_forgets_before_its_broker_is_refused() {
+    let world = World::new();
+    for (redelivery, is_long_enough) in [
+        (Redelivery::sqs(DAY * 7), true),
+        (Redelivery::sqs(DAY * 7 + Duration::from_millis(1)), false),
+        (Redelivery::kafka(DAY * 7, DAY * 7), false),
+        (Redelivery::unbounded(), false),
+    ] {
+        // Also where the observation that knows the broker is around another one.
+        for is_nested in [false, true] {
+            let call = remembered_for_a_week(&world.store, 42);
+            let nested = async { observe(remembered_for_a_week(&world.store, 42)).await.0 };
+            let (result, outcome) = match is_nested {
+                false => observe(call).redelivery(&redelivery).await,
+                true => observe(nested).redelivery(&redelivery).await,
+            };
+            assert_eq!(result.is_ok(), is_long_enough, "{redelivery:?}: {result:?}");
+            if let Err(error) = result {
+                let Error::InvalidPolicy { problem: PolicyProblem::TtlBelowRedelivery { ttl, .. }, .. } = &error else {
+                    panic!("{error:?}")
+                };
+                assert_eq!(*ttl, DAY * 7);
+                assert!(error.to_string().contains("the body did not run"), "{error}");
+                assert!(outcome.misconfigured() && !outcome.executed());
+                assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "the message is kept");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn shadow_mode_runs_a_call_that_forgets_before_its_broker() {
+    let world = World::new();
+    let call = world.lasting("k", POLICY.mode(Mode::Shadow), Duration::ZERO);
+    let (result, outcome) = observe(call).redelivery(&Redelivery::sqs(DAY * 14)).await;
+    assert!(result.is_ok());
+    assert_eq!(outcome.bypassed(), Some(Refusal::InvalidPolicy));
 }

@@ -64,16 +64,18 @@ where
     let attempt = u32::try_from(attempt.current()).unwrap_or(u32::MAX);
     let call = service.oneshot(event.clone());
     let (result, outcome) = observe(call).delivery(attempt).delivery_limit(ATTEMPTS).catch_panics().await;
-    match (outcome.disposition(), result) {
-        (Disposition::Retry { after }, Err(error)) => Err(RetryAfterError::new(error, after).into()),
-        (Disposition::DeadLetter, Err(error)) => {
+    match outcome.disposition() {
+        Disposition::Ack => {
+            run.acknowledged(&event, &outcome)?;
+            result
+        }
+        // A handler may return `Ok` all the same: it swallowed the error of a call.
+        Disposition::Retry { after } => Err(RetryAfterError::new(fleet::reason(result), after).into()),
+        Disposition::DeadLetter => {
+            let error = fleet::reason(result);
             eprintln!("task {id} is set aside: {error}");
             run.set_aside(Some(&event))?;
             Err(AbortError::new(error).into())
-        }
-        (_, result) => {
-            run.acknowledged(&event, &outcome)?;
-            result
         }
     }
 }

@@ -8,5 +8,5 @@ mod redelivery;
 
 pub use self::offsets::{OffsetTracker, Started};
 pub use self::redelivery::{Redelivery, RedeliveryProblem};
-pub use crate::engine::{Batch, BatchItem, ItemFailure, ItemFailures, OnBeatLost};
+pub use crate::engine::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, OnBeatLost};
 pub use crate::store::heartbeat::Beat;

@@ -1,11 +1,14 @@
 //! For how long a broker may deliver a message again, against the retention of records.
 
 use std::fmt;
+use std::future::Future;
 use std::time::Duration;
 
+use crate::engine::Observe;
 use crate::policy::Policy;
 
-/// For how long after its first delivery a broker may deliver a message again; for [`Policy::check_redelivery`].
+/// For how long after its first delivery a broker may deliver a message again; for [`Policy::check_redelivery`] and
+/// [`Observe::redelivery`].
 ///
 /// Each constructor takes what the configuration of the broker says. The time counts from when the message was published, and a
 /// record's `ttl` from completion, which is later: a `ttl` as long as [`longest`](Redelivery::longest) suffices.
@@ -131,6 +134,36 @@ impl Policy {
             }
             Some(_) => Ok(()),
         }
+    }
+}
+
+impl<F: Future, B> Observe<F, B> {
+    /// For how long the broker may deliver the message again. A call whose record would be forgotten earlier is refused with
+    /// [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), wherever its `ttl` is written: in the attribute, in a policy, or in what
+    /// decides it at run time. As with every mistake of the deployment the message is kept, and delivered again.
+    ///
+    /// [`Policy::check_redelivery`] compares the same at the start of the program, where the `ttl` stands in a policy.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # use idem_runtime::brokers::Redelivery;
+    /// const QUEUE: Redelivery = Redelivery::sqs(Duration::from_secs(14 * 86_400));
+    ///
+    /// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    ///     Ok(format!("parcel for {id}"))
+    /// }
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// # let store = MemoryStore::new();
+    /// let (result, outcome) = observe(ship(&store, 42)).redelivery(&QUEUE).await;
+    /// assert!(matches!(result, Err(Error::InvalidPolicy { .. })), "7 days are less than 14");
+    /// assert!(outcome.misconfigured() && !outcome.executed());
+    /// # });
+    /// ```
+    pub fn redelivery(self, redelivery: &Redelivery) -> Self {
+        self.redelivered_for(redelivery.longest())
     }
 }
 

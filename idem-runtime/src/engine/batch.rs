@@ -1,17 +1,24 @@
 //! Many deliveries at once, each with an outcome of its own.
 
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
 
 use serde::Serialize;
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
 use super::beat::Beats;
+use super::begin;
 use super::outcome::{CatchPanics, Observe, Outcome};
+use crate::clock::{Clock, Sleep, SystemClock};
+use crate::combine::race;
 use crate::error::{Disposition, Error};
 use crate::key::Key;
+use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
 /// Runs the deliveries of a batch beside one another, and tells how each of them ended.
@@ -22,8 +29,12 @@ use crate::sync::{Mutex, lock};
 ///   only when it may start, so a message that waits for its place is not extended by its `on_beat` yet: fetch no more than
 ///   may run.
 /// - Items with one key take turns, so that the body runs once and the others replay its result. If it fails, the next item
-///   runs it.
-/// - One item's error, panic or delay is no other's.
+///   runs it. A turn lasts for one call: it ends when the call returns or is dropped, for example by a time-out around it. A call
+///   that its handler keeps and no longer polls holds the others up for `timeout` and a lease at most.
+/// - One item's error, panic or delay is no other's: an item waits only for calls on its own keys.
+/// - Deliveries of one [`group`](Observe::group) run in their order, up to the first that is not acknowledged.
+/// - After the [`deadline`](ObserveAll::deadline), if there is one, the batch answers for what is done.
+/// - Under [`Mode::Shadow`](crate::Mode::Shadow) and [`Mode::Off`](crate::Mode::Off) no item waits for another.
 ///
 /// # Cancel safety
 /// Dropping the future drops the items that have not ended, and starts no other; see `#[idempotent]` for what that means.
@@ -58,10 +69,13 @@ where
         calls: Some(calls.into_iter()),
         started: 0,
         limit: DEFAULT_LIMIT,
-        running: Vec::new(),
+        running: HashMap::new(),
         ended: Vec::new(),
         woken: Arc::default(),
         turns: Turns::default(),
+        groups: HashMap::new(),
+        next_of_groups: VecDeque::new(),
+        deadline: Deadline::None,
     }
 }
 
@@ -75,14 +89,43 @@ pub struct ObserveAll<I, F: Future, B, C> {
     calls: Option<C>,
     started: usize,
     limit: usize,
-    running: Vec<Running<I, F, B>>,
+    /// The items that have started and not ended, by their place in the batch.
+    running: HashMap<usize, Running<I, F, B>>,
     ended: Vec<(usize, BatchItem<I, F::Output>)>,
     woken: Arc<Woken>,
     turns: Turns,
+    groups: HashMap<Box<str>, Group<I, F, B>>,
+    /// Items whose group lets them begin.
+    next_of_groups: VecDeque<Pulled<I, F, B>>,
+    deadline: Deadline,
+}
+
+/// An item that the iterator has given.
+struct Pulled<I, F: Future, B> {
+    item: usize,
+    id: I,
+    call: Observe<F, B>,
+    group: Option<Box<str>>,
+}
+
+/// Items that are handled in their order.
+enum Group<I, F: Future, B> {
+    /// One of them has begun, and these wait for it.
+    Busy(VecDeque<Pulled<I, F, B>>),
+    /// One of them was not acknowledged, so no other begins; when the next delivery may get further, where that is known.
+    Stopped(Option<Duration>),
+}
+
+/// When a batch answers for what is done.
+enum Deadline {
+    None,
+    /// This long after the batch is polled first.
+    After(Duration),
+    At(Sleep),
 }
 
 struct Running<I, F: Future, B> {
-    item: usize,
+    group: Option<Box<str>>,
     id: I,
     call: Pin<Box<CatchPanics<F, B>>>,
     waker: Waker,
@@ -92,6 +135,38 @@ impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
     /// How many items run at a time (default: 16); 0 is 1.
     pub fn limit(mut self, limit: usize) -> Self {
         self.limit = limit.max(1);
+        self
+    }
+
+    /// How long after it is first polled the batch answers for what is done (default: it waits for all). Deliveries that run then
+    /// are dropped, as by a time-out of your own: their keys are freed, or count as interrupted under `on_crash = fail`. Those that
+    /// have not begun don't begin; the iterator is asked for all of them. Both end with [`Error::DeadlinePassed`], to be delivered
+    /// again.
+    ///
+    /// A function of AWS Lambda that is killed by its own time-out answers for no message, and all of them come again. Give it a
+    /// deadline a second before that, and [`flush`](crate::StoreExt::flush) the store before the answer: the process stands still after
+    /// it, and with it the writes that free keys.
+    ///
+    /// The time is tokio's. A body that blocks the thread delays the answer.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::brokers::ItemFailures;
+    /// # use idem_runtime::{Error, MemoryStore, StoreExt as _, idempotent, observe, observe_all};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// async fn handle(store: &MemoryStore, messages: Vec<(String, u64)>, time_left: Duration) -> ItemFailures {
+    ///     let calls = messages.into_iter().map(|(id, order)| (id, observe(ship(store, order))));
+    ///     let deadline = time_left.saturating_sub(Duration::from_secs(1));
+    ///     let failures = observe_all(calls).limit(10).deadline(deadline).await.item_failures();
+    ///     store.flush().await;
+    ///     failures
+    /// }
+    /// ```
+    pub fn deadline(mut self, after: Duration) -> Self {
+        self.deadline = Deadline::After(after);
         self
     }
 }
@@ -119,22 +194,30 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         this.woken.is_polled_by(cx.waker());
+        if let Deadline::After(after) = this.deadline {
+            this.deadline = Deadline::At(SystemClock::default().sleep(after));
+        }
+        if let Deadline::At(deadline) = &mut this.deadline
+            && deadline.as_mut().poll(cx).is_ready()
+        {
+            this.pass_deadline();
+            return Poll::Ready(this.batch());
+        }
         loop {
             this.start();
             for item in this.woken.take() {
                 this.poll_item(item);
             }
             // An item that is woken meanwhile wakes the batch, too; one that is started in the place of another does not.
-            if this.calls.is_none() || this.running.len() >= this.limit {
+            let has_more = this.calls.is_some() || !this.next_of_groups.is_empty();
+            if !has_more || this.running.len() >= this.limit {
                 break;
             }
         }
         if !this.running.is_empty() || this.calls.is_some() {
             return Poll::Pending;
         }
-        let mut ended = std::mem::take(&mut this.ended);
-        ended.sort_by_key(|(item, _)| *item);
-        Poll::Ready(Batch { items: ended.into_iter().map(|(_, item)| item).collect() })
+        Poll::Ready(this.batch())
     }
 }
 
@@ -147,31 +230,119 @@ where
 {
     /// Starts items while there is room for them.
     fn start(&mut self) {
-        while self.running.len() < self.limit
-            && let Some(calls) = &mut self.calls
-        {
-            let Some((id, call)) = calls.next() else {
-                self.calls = None;
-                return;
-            };
-            let item = self.started;
-            self.started += 1;
+        while self.running.len() < self.limit {
+            let Some(pulled) = self.next_of_groups.pop_front().or_else(|| self.pull()) else { return };
+            let Pulled { item, id, call, group } = pulled;
             let turns = (self.turns.clone(), item);
             let call = Box::pin(call.map_observer(|observer| observer.turns = Some(turns)).catch_panics());
             let waker = Waker::from(Arc::new(ItemWaker { item, woken: Arc::clone(&self.woken) }));
-            self.running.push(Running { item, id, call, waker });
+            self.running.insert(item, Running { group, id, call, waker });
             self.woken.ready(item);
         }
     }
 
-    fn poll_item(&mut self, item: usize) {
-        let Some(place) = self.running.iter().position(|running| running.item == item) else { return };
-        let Running { call, waker, .. } = &mut self.running[place];
-        if let Poll::Ready((result, outcome)) = call.as_mut().poll(&mut Context::from_waker(waker)) {
-            let Running { item, id, .. } = self.running.swap_remove(place);
-            self.turns.leave_all(item);
-            self.ended.push((item, BatchItem { id, result, outcome }));
+    /// The next item of the iterator that may begin. An item whose group is busy waits for that, one whose group has stopped ends.
+    fn pull(&mut self) -> Option<Pulled<I, F, B>> {
+        loop {
+            let pulled = self.next_item()?;
+            let Some(name) = &pulled.group else { return Some(pulled) };
+            match self.groups.get_mut(name) {
+                None => {
+                    self.groups.insert(name.clone(), Group::Busy(VecDeque::new()));
+                    return Some(pulled);
+                }
+                Some(Group::Busy(waiting)) => waiting.push_back(pulled),
+                Some(Group::Stopped(after)) => {
+                    let after = *after;
+                    self.hold_back(pulled, after);
+                }
+            }
         }
+    }
+
+    fn next_item(&mut self) -> Option<Pulled<I, F, B>> {
+        let Some((id, mut call)) = self.calls.as_mut()?.next() else {
+            self.calls = None;
+            return None;
+        };
+        let item = self.started;
+        self.started += 1;
+        let group = call.take_group();
+        Some(Pulled { item, id, call, group })
+    }
+
+    fn poll_item(&mut self, item: usize) {
+        let Some(Running { call, waker, .. }) = self.running.get_mut(&item) else { return };
+        if let Poll::Ready((result, outcome)) = call.as_mut().poll(&mut Context::from_waker(waker))
+            && let Some(Running { group, id, .. }) = self.running.remove(&item)
+        {
+            if let Some(group) = group {
+                self.go_on(group, outcome.disposition());
+            }
+            self.end(item, id, result, outcome);
+        }
+    }
+
+    /// An item of `group` has ended: the next one may begin, or none.
+    fn go_on(&mut self, group: Box<str>, disposition: Disposition) {
+        let Some(Group::Busy(waiting)) = self.groups.get_mut(&group) else { return };
+        let after = match disposition {
+            Disposition::Ack => {
+                match waiting.pop_front() {
+                    Some(next) => self.next_of_groups.push_back(next),
+                    None => drop(self.groups.remove(&group)),
+                }
+                return;
+            }
+            Disposition::Retry { after } => Some(after),
+            Disposition::DeadLetter => None,
+        };
+        if let Some(Group::Busy(waiting)) = self.groups.insert(group, Group::Stopped(after)) {
+            for pulled in waiting {
+                self.hold_back(pulled, after);
+            }
+        }
+    }
+
+    fn hold_back(&mut self, pulled: Pulled<I, F, B>, after: Option<Duration>) {
+        let outcome = Outcome::not_begun(after);
+        let error = Error::HeldBack { retry_after: outcome.retry_after() };
+        self.end(pulled.item, pulled.id, Err(E::from(error)), outcome);
+    }
+
+    fn end(&mut self, item: usize, id: I, result: Result<T, E>, outcome: Outcome) {
+        self.ended.push((item, BatchItem { id, result, outcome, is_set_aside: false }));
+    }
+
+    /// Drops what runs, and lets nothing else begin.
+    fn pass_deadline(&mut self) {
+        let mut running: Vec<_> = self.running.drain().collect();
+        running.sort_unstable_by_key(|(item, _)| *item);
+        for (item, Running { id, mut call, .. }) in running {
+            let (result, outcome) = call.as_mut().passed_deadline();
+            self.end(item, id, result, outcome);
+        }
+        let groups = self.groups.drain().filter_map(|(_, group)| match group {
+            Group::Busy(waiting) => Some(waiting),
+            Group::Stopped(_) => None,
+        });
+        let mut not_begun: Vec<_> = groups.flatten().chain(self.next_of_groups.drain(..)).collect();
+        while let Some(pulled) = self.next_item() {
+            not_begun.push(pulled);
+        }
+        for Pulled { item, id, .. } in not_begun {
+            let outcome = Outcome::not_begun(None);
+            let retry_after = outcome.retry_after();
+            let error = Error::DeadlinePassed { key: None, attempt: None, retry_after };
+            self.end(item, id, Err(E::from(error)), outcome);
+        }
+    }
+
+    /// The items that have ended, in their order.
+    fn batch(&mut self) -> Batch<I, T, E> {
+        let mut ended = std::mem::take(&mut self.ended);
+        ended.sort_unstable_by_key(|(item, _)| *item);
+        Batch { items: ended.into_iter().map(|(_, item)| item).collect() }
     }
 }
 
@@ -181,7 +352,8 @@ struct Woken(Mutex<WokenState>);
 
 #[derive(Default)]
 struct WokenState {
-    items: Vec<usize>,
+    /// Ordered, so that a batch polls its items in the same order in each run.
+    items: BTreeSet<usize>,
     batch: Option<Waker>,
 }
 
@@ -195,13 +367,10 @@ impl Woken {
     }
 
     fn ready(&self, item: usize) {
-        let mut state = lock(&self.0);
-        if !state.items.contains(&item) {
-            state.items.push(item);
-        }
+        lock(&self.0).items.insert(item);
     }
 
-    fn take(&self) -> Vec<usize> {
+    fn take(&self) -> BTreeSet<usize> {
         std::mem::take(&mut lock(&self.0).items)
     }
 }
@@ -221,62 +390,65 @@ impl Wake for ItemWaker {
     }
 }
 
-/// The keys that items of a batch work on: items with one key take turns.
+/// The keys that items of a batch work on: items with one key take turns, in the order in which they came.
+///
+/// A turn only spares the later item a refusal, as the store lets one body run for a key in any case. So nothing is lost when a call
+/// gives up waiting and asks the store.
 #[derive(Clone, Default)]
-pub(super) struct Turns(Arc<Mutex<Vec<Turn>>>);
+pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
 
-struct Turn {
-    key: Key,
-    item: usize,
-    waiting: Vec<Waker>,
+/// The turns on one key.
+struct KeyTurns {
+    /// The item whose call has the turn, or [`NO_ITEM`].
+    holder: AtomicUsize,
+    queue: Arc<AsyncMutex<()>>,
+}
+
+const NO_ITEM: usize = usize::MAX;
+
+impl Default for KeyTurns {
+    fn default() -> Self {
+        Self { holder: AtomicUsize::new(NO_ITEM), queue: Arc::default() }
+    }
+}
+
+/// The turn of a call on its key, until it is dropped.
+pub(super) struct Turn {
+    key: Arc<KeyTurns>,
+    _first: OwnedMutexGuard<()>,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.key.holder.store(NO_ITEM, Ordering::Relaxed);
+    }
 }
 
 impl Turns {
-    /// Waits until no other call of the batch works on `key`. Returns whether it had to.
-    pub(super) async fn enter(&self, key: &Key, item: usize) -> bool {
-        let mut waited = false;
-        poll_fn(|cx| {
-            let mut turns = lock(&self.0);
-            match turns.iter_mut().find(|turn| turn.key == *key) {
-                // A call inside of another one's body has a delivery of its own, and waits for nobody.
-                Some(turn) if turn.item != item => {
-                    waited = true;
-                    turn.waiting.push(cx.waker().clone());
-                    Poll::Pending
-                }
-                Some(_) => Poll::Ready(()),
-                None => {
-                    turns.push(Turn { key: key.clone(), item, waiting: Vec::new() });
-                    Poll::Ready(())
-                }
+    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the call waited.
+    pub(super) async fn enter(
+        &self,
+        key: &Key,
+        item: usize,
+        limit: impl FnOnce() -> Sleep,
+    ) -> (Option<Box<Turn>>, bool) {
+        let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
+        // Two calls of one item must not wait for each other: its handler may poll the second one alone.
+        if key.holder.load(Ordering::Relaxed) == item {
+            return (None, false);
+        }
+        let (first, waited) = match Arc::clone(&key.queue).try_lock_owned() {
+            Ok(first) => (Some(first), false),
+            Err(_) => {
+                begin::waits();
+                (race(Arc::clone(&key.queue).lock_owned(), limit()).await, true)
             }
-        })
-        .await;
-        waited
-    }
-
-    /// The call of `item` for `key` is over.
-    pub(super) fn leave(&self, key: &Key, item: usize) {
-        self.leave_if(|turn| turn.item == item && turn.key == *key);
-    }
-
-    /// All calls of `item` are over.
-    fn leave_all(&self, item: usize) {
-        self.leave_if(|turn| turn.item == item);
-    }
-
-    fn leave_if(&self, is_over: impl Fn(&Turn) -> bool) {
-        let mut turns = lock(&self.0);
-        let mut waiting = Vec::new();
-        turns.retain_mut(|turn| {
-            let over = is_over(turn);
-            if over {
-                waiting.append(&mut turn.waiting);
-            }
-            !over
+        };
+        let turn = first.map(|first| {
+            key.holder.store(item, Ordering::Relaxed);
+            Box::new(Turn { key, _first: first })
         });
-        drop(turns);
-        waiting.into_iter().for_each(Waker::wake);
+        (turn, waited)
     }
 }
 
@@ -297,12 +469,22 @@ pub struct BatchItem<I, R> {
     pub result: R,
     /// How it ended.
     pub outcome: Outcome,
+    is_set_aside: bool,
 }
 
 impl<I, R> BatchItem<I, R> {
     /// What to do with the message.
     pub fn disposition(&self) -> Disposition {
         self.outcome.disposition()
+    }
+
+    /// Notes that you have set the message aside: it counts as acknowledged, and is no failure of the batch any more.
+    pub fn set_aside(&mut self) {
+        self.is_set_aside = true;
+    }
+
+    fn is_acknowledged(&self) -> bool {
+        self.is_set_aside || self.disposition() == Disposition::Ack
     }
 }
 
@@ -319,36 +501,115 @@ impl<I, T, E> Batch<I, T, E> {
 
     /// The ids of the messages that are to be acknowledged: those that SQS is told to delete.
     pub fn acknowledged(&self) -> impl Iterator<Item = &I> {
-        self.items.iter().filter(|item| item.disposition() == Disposition::Ack).map(|item| &item.id)
+        self.items.iter().filter(|item| item.is_acknowledged()).map(|item| &item.id)
     }
 
-    /// The ids of all other messages, in the form in which AWS Lambda wants them from a handler of SQS, Kinesis or DynamoDB
-    /// streams (`ReportBatchItemFailures`). One that can't succeed is among them: Lambda has no other answer, and SQS moves it
-    /// to the dead-letter queue after `maxReceiveCount`.
+    /// The items that can't succeed ([`Disposition::DeadLetter`]).
+    ///
+    /// A stream has no dead-letter queue of its own: Kinesis, DynamoDB streams and Kafka go on at the lowest failure of a shard or
+    /// partition, so a message that can't succeed holds up all behind it until the event source gives up (`MaximumRetryAttempts`,
+    /// `MaximumRecordAgeInSeconds`: by default only when the stream forgets it). Send such a message to a queue of your own, note it by
+    /// [`set_aside`](BatchItem::set_aside), and answer then. If that fails, return the error: the whole batch comes again, and what is
+    /// done is replayed.
+    ///
+    /// ```
+    /// # use idem_runtime::brokers::{Batch, ItemFailures};
+    /// # use idem_runtime::Error;
+    /// # async fn send_to_dead_letters(id: &str, error: &Error) -> Result<(), Error> { Ok(()) }
+    /// async fn answer(mut batch: Batch<String, String, Error>) -> Result<ItemFailures, Error> {
+    ///     for item in batch.dead_letters() {
+    ///         if let Err(error) = &item.result {
+    ///             send_to_dead_letters(&item.id, error).await?;
+    ///         }
+    ///         item.set_aside();
+    ///     }
+    ///     Ok(batch.item_failures())
+    /// }
+    /// ```
+    pub fn dead_letters(&mut self) -> impl Iterator<Item = &mut BatchItem<I, Result<T, E>>> {
+        self.items.iter_mut().filter(|item| item.disposition() == Disposition::DeadLetter && !item.is_set_aside)
+    }
+
+    /// The ids of all messages that are not acknowledged, in the form in which AWS Lambda wants them from a handler of SQS, Kinesis or
+    /// DynamoDB streams (`ReportBatchItemFailures`). One that can't succeed is among them, unless it is
+    /// [set aside](Batch::dead_letters): SQS moves it to the dead-letter queue after `maxReceiveCount`, a stream is held up by it.
+    ///
+    /// For Kafka there is [`kafka_failures`](Batch::kafka_failures).
     pub fn item_failures(&self) -> ItemFailures
     where
         I: fmt::Display,
     {
-        let failed = self.items.iter().filter(|item| item.disposition() != Disposition::Ack);
-        let batch_item_failures = failed.map(|item| ItemFailure { item_identifier: item.id.to_string() }).collect();
-        ItemFailures { batch_item_failures }
+        self.failures(ToString::to_string)
+    }
+
+    fn failures<N>(&self, name: impl Fn(&I) -> N) -> ItemFailures<N> {
+        let failed = self.items.iter().filter(|item| !item.is_acknowledged());
+        ItemFailures {
+            batch_item_failures: failed.map(|item| ItemFailure { item_identifier: name(&item.id) }).collect(),
+        }
     }
 }
 
-/// The messages of a batch that are not to be acknowledged; serialized as `{"batchItemFailures":[{"itemIdentifier":"…"}]}`.
+impl<T, E> Batch<KafkaRecord, T, E> {
+    /// The records that are not acknowledged, in the form in which AWS Lambda wants them from a handler of Amazon MSK or another Kafka
+    /// (`ReportBatchItemFailures`). One that can't succeed is among them, unless it is [set aside](Batch::dead_letters).
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
+    /// # use idem_runtime::brokers::KafkaRecord;
+    /// # #[idempotent(key = "order:{id}", ttl = "14d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     if id == 0 { Err(Error::NoAttempt) } else { Ok(format!("parcel for {id}")) }
+    /// # }
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// # let store = MemoryStore::new();
+    /// let records = [("orders-0", 7, 41), ("orders-0", 8, 0), ("orders-0", 9, 42)];
+    /// let calls = records.map(|(partition, offset, order)| {
+    ///     (KafkaRecord::new(partition, offset), observe(ship(&store, order)).group(partition))
+    /// });
+    /// let failures = serde_json::to_string(&observe_all(calls).await.kafka_failures()).unwrap();
+    /// assert_eq!(
+    ///     failures,
+    ///     r#"{"batchItemFailures":[{"itemIdentifier":{"partition":"orders-0","offset":8}},{"itemIdentifier":{"partition":"orders-0","offset":9}}]}"#
+    /// );
+    /// # });
+    /// ```
+    pub fn kafka_failures(&self) -> ItemFailures<KafkaRecord> {
+        self.failures(KafkaRecord::clone)
+    }
+}
+
+/// A record of Kafka, as AWS Lambda names it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
+#[non_exhaustive]
+pub struct KafkaRecord {
+    /// The topic and the number of the partition, as in the `records` of the event: `orders-0`.
+    pub partition: String,
+    /// The offset in the partition.
+    pub offset: i64,
+}
+
+impl KafkaRecord {
+    /// The record at `offset` of `partition`, which is a key of the `records` of the event: `orders-0`.
+    pub fn new(partition: impl Into<String>, offset: i64) -> Self {
+        Self { partition: partition.into(), offset }
+    }
+}
+
+/// The messages of a batch that are not acknowledged; serialized as `{"batchItemFailures":[{"itemIdentifier":"…"}]}`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
-pub struct ItemFailures {
+pub struct ItemFailures<N = String> {
     /// One for each message.
-    pub batch_item_failures: Vec<ItemFailure>,
+    pub batch_item_failures: Vec<ItemFailure<N>>,
 }
 
 /// One message of [`ItemFailures`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
-pub struct ItemFailure {
+pub struct ItemFailure<N = String> {
     /// The id of the message.
-    pub item_identifier: String,
+    pub item_identifier: N,
 }

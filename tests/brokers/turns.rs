@@ -1,0 +1,204 @@
+//! Batches of items that share keys, in random combinations: each batch ends, and no item waits for work that is not on its keys.
+
+use std::cell::RefCell;
+use std::panic::AssertUnwindSafe;
+
+use futures::FutureExt as _;
+use futures::future::LocalBoxFuture;
+use idem_runtime::{Mode, observe, observe_all};
+use proptest::prelude::*;
+
+use super::super::*;
+
+/// How the body of a call ends.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum End {
+    Ok,
+    Err,
+    Panic,
+}
+
+/// A call whose body takes some seconds, with an optional time-out of the handler's own.
+#[derive(Clone, Debug)]
+struct Call {
+    key: usize,
+    seconds: u64,
+    end: End,
+    timeout: Option<u64>,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// Calls that run at the same time.
+    Calls(Vec<Call>),
+    /// Work that is on no key.
+    Work(u64),
+}
+
+fn call() -> impl Strategy<Value = Call> {
+    let end = prop_oneof![6 => Just(End::Ok), 2 => Just(End::Err), 1 => Just(End::Panic)];
+    let timeout = prop_oneof![2 => Just(None), 1 => (1..6_u64).prop_map(Some)];
+    (0..3_usize, 0..9_u64, end, timeout).prop_map(|(key, seconds, end, timeout)| Call { key, seconds, end, timeout })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => call().prop_map(|call| Step::Calls(vec![call])),
+        2 => (call(), call()).prop_map(|(one, other)| Step::Calls(vec![one, other])),
+        1 => (1..200_u64).prop_map(Step::Work),
+    ]
+}
+
+impl Call {
+    /// The longest time for which its body can run.
+    fn longest(&self) -> u64 {
+        self.timeout.map_or(self.seconds, |timeout| timeout.min(self.seconds))
+    }
+}
+
+/// The longest time for which `item` can run by itself, and on each key that it uses.
+fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
+    let (mut all, mut on) = (0, [None; 3]);
+    for step in item {
+        match step {
+            Step::Work(seconds) => all += seconds,
+            Step::Calls(calls) => {
+                let mut now = [0; 3];
+                for call in calls {
+                    now[call.key] += call.longest();
+                    *on[call.key].get_or_insert(0) += call.longest();
+                }
+                // Two calls on one key may run one after the other.
+                all += now.into_iter().max().unwrap_or_default();
+            }
+        }
+    }
+    (all, on)
+}
+
+/// What happens in a batch.
+#[derive(Default)]
+struct Seen {
+    running: [usize; 3],
+    most: usize,
+    /// How long each item took.
+    took: Vec<Option<Duration>>,
+}
+
+/// A body, which counts as running until it is dropped.
+struct Runs<'a>(&'a RefCell<Seen>, usize);
+
+impl<'a> Runs<'a> {
+    fn new(seen: &'a RefCell<Seen>, key: usize) -> Self {
+        let mut now = seen.borrow_mut();
+        now.running[key] += 1;
+        now.most = now.most.max(now.running[key]);
+        drop(now);
+        Self(seen, key)
+    }
+}
+
+impl Drop for Runs<'_> {
+    fn drop(&mut self) {
+        self.0.borrow_mut().running[self.1] -= 1;
+    }
+}
+
+async fn make(world: &World, seen: &RefCell<Seen>, policy: Policy, call: &Call) {
+    let body = async {
+        let _runs = Runs::new(seen, call.key);
+        world.sleep(Duration::from_secs(call.seconds)).await;
+        match call.end {
+            End::Ok => Ok(0_u32),
+            End::Err => Err(Error::NoAttempt),
+            End::Panic => std::panic::resume_unwind(Box::new("on purpose")),
+        }
+    };
+    let run = AssertUnwindSafe(world.operation(["a", "b", "c"][call.key], policy).run(body)).catch_unwind();
+    match call.timeout {
+        None => drop(run.await),
+        // The time-out wins, so that a body never runs for longer.
+        Some(timeout) => tokio::select! {
+            biased;
+            () = world.sleep(Duration::from_secs(timeout)) => {}
+            ended = run => drop(ended),
+        },
+    }
+}
+
+async fn handle(world: &World, seen: &RefCell<Seen>, policy: Policy, item: &[Step]) {
+    for step in item {
+        match step {
+            Step::Work(seconds) => world.sleep(Duration::from_secs(*seconds)).await,
+            Step::Calls(calls) => {
+                futures::future::join_all(calls.iter().map(|call| make(world, seen, policy, call))).await;
+            }
+        }
+    }
+}
+
+async fn run(items: &[Vec<Step>], limit: usize, mode: Mode) -> Seen {
+    let world = World::new();
+    let seen = RefCell::new(Seen { took: vec![None; items.len()], ..Seen::default() });
+    let policy = POLICY.mode(mode);
+    let calls = items.iter().enumerate().map(|(id, item)| {
+        let (world, seen) = (&world, &seen);
+        let call: LocalBoxFuture<'_, Result<(), Error>> = Box::pin(async move {
+            let began = world.now();
+            handle(world, seen, policy, item).await;
+            seen.borrow_mut().took[id] = Some(world.now() - began);
+            Ok(())
+        });
+        (id, observe(call))
+    });
+    let batch = world.drive(observe_all(calls).limit(limit)).await;
+    assert_eq!(batch.items().len(), items.len());
+    seen.into_inner()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, max_shrink_iters: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn an_item_waits_for_work_on_its_own_keys_only(
+        items in prop::collection::vec(prop::collection::vec(step(), 1..5), 1..6),
+        limit in 1..6_usize,
+    ) {
+        let seen = runtime().block_on(run(&items, limit, Mode::Enforce));
+        prop_assert!(seen.most <= 1, "two bodies of one key at a time");
+        for (id, item) in items.iter().enumerate() {
+            let (own, keys) = longest(item);
+            let others = items.iter().enumerate().filter(|(other, _)| *other != id);
+            let others: u64 = others
+                .flat_map(|(_, other)| longest(other).1.into_iter().zip(keys))
+                .filter_map(|(on, uses)| uses.and(on))
+                .sum();
+            let took = seen.took[id].expect("it has ended");
+            prop_assert!(took <= Duration::from_secs(own + others), "item {} took {:?}, of {} + {}", id, took, own, others);
+        }
+    }
+
+    #[test]
+    fn shadow_mode_delays_no_item(
+        items in prop::collection::vec(prop::collection::vec(step(), 1..5), 1..6),
+        limit in 1..6_usize,
+    ) {
+        let seen = runtime().block_on(run(&items, limit, Mode::Shadow));
+        for (id, item) in items.iter().enumerate() {
+            let took = seen.took[id].expect("it has ended");
+            prop_assert!(took <= Duration::from_secs(longest(item).0), "item {} took {:?}", id, took);
+        }
+    }
+}
+
+#[test]
+fn items_that_give_up_a_call_and_make_the_one_of_the_other_do_not_wait_for_each_other() {
+    let call = |key, timeout| Step::Calls(vec![Call { key, seconds: 9, end: End::Ok, timeout }]);
+    let items = [vec![call(0, Some(1)), call(1, None)], vec![call(1, Some(1)), call(0, None)]];
+    let seen = runtime().block_on(run(&items, 2, Mode::Enforce));
+    assert_eq!((seen.most, seen.took), (1, vec![Some(Duration::from_secs(10)); 2]));
+}
