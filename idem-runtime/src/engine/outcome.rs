@@ -14,7 +14,8 @@ use tracing::Span;
 
 use super::batch::Turns;
 use super::beat::{Beats, Budget, NoBeat};
-use crate::error::{Disposition, Error};
+use super::disposition::{Returned, Standing, Verdict, judge};
+use crate::error::{DEPLOYMENT_PAUSE, Disposition, Error};
 use crate::key::Key;
 use crate::policy::Backoff;
 use crate::record::Traceparent;
@@ -64,6 +65,8 @@ impl Refusal {
             | Error::TimedOut { .. }
             | Error::Panicked { .. }
             | Error::MessageLost { .. }
+            | Error::DeadlinePassed { .. }
+            | Error::HeldBack { .. }
             | Error::Store { started: true, .. } => None,
             Error::MissingKey { .. } => Some(Self::MissingKey),
             Error::InvalidKey { .. } => Some(Self::InvalidKey),
@@ -73,220 +76,431 @@ impl Refusal {
     }
 }
 
-/// How far a call has come.
+/// How far a call came, and how it ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Stage {
-    /// No call was observed.
+pub(crate) enum Progress {
+    /// No call was made.
     None,
-    /// Its key is being reserved.
+    /// The key is being reserved.
     Reserving,
-    /// Its body runs.
+    /// The body is running.
     Running,
-    /// What its body returned is being recorded.
+    /// The result of the body is being recorded.
     Recording,
-    /// It has returned.
-    Over,
+    /// The body returned.
+    Returned { is_ok: bool, kept: Kept },
+    /// The recorded result was returned. The body did not run.
+    Replayed { is_ok: bool },
+    /// The body did not run.
+    Refused { refusal: Refusal, error: ErrorFacts },
+    /// The body started, and the record does not hold how it ended: the lease was lost, the time was out, or the store did
+    /// not answer.
+    Unrecorded { error: ErrorFacts },
 }
 
-/// How one call of an idempotent function ended; [`observe`] returns it.
+/// The part of a returned result that the record holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kept {
+    /// Nothing: the key is free, or the body ran unprotected.
+    Nothing,
+    /// The completion, without the result.
+    Completion,
+    /// The result.
+    Result,
+}
+
+/// The meaning of an [`Error`] for its call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ErrorFacts {
+    pub(crate) disposition: Disposition,
+    pub(crate) misconfigured: bool,
+}
+
+/// Whether the record of a call depends on a transaction of the user's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Commit {
+    /// The record took effect when it was written, or its transaction is committed.
+    Done,
+    /// The transaction is open.
+    Pending,
+    /// The transaction was not committed: what the call wrote is undone.
+    RolledBack,
+}
+
+/// One call of a delivery.
 #[derive(Clone, PartialEq, Eq, Debug)]
-#[allow(clippy::struct_excessive_bools)] // Independent facts, each with an accessor of its own.
-pub struct Outcome {
+pub(crate) struct ObservedCall {
     pub(crate) key: Option<Key>,
-    pub(crate) stage: Stage,
-    pub(crate) executed: bool,
-    pub(crate) replayed: bool,
+    pub(crate) progress: Progress,
     pub(crate) waited: bool,
     pub(crate) takeover: bool,
-    pub(crate) recorded: bool,
-    pub(crate) result_stored: bool,
-    pub(crate) uncertain: bool,
-    pub(crate) misconfigured: bool,
-    pub(crate) pending_commit: bool,
+    pub(crate) commit: Commit,
     pub(crate) attempt: Option<u32>,
-    pub(crate) refusal: Option<Refusal>,
     pub(crate) bypassed: Option<Refusal>,
-    pub(crate) disposition: Disposition,
+    /// When a delivery that made this call and failed is likely to get further, if that is known.
+    pub(crate) again: Option<Duration>,
 }
 
-/// The pause before a message is delivered again if its call was dropped before the body started, or if it reached no
-/// call.
-const NOTHING_HAPPENED: Duration = Duration::from_secs(1);
-/// The pause before a message is delivered again if its transaction was not committed.
-const NOT_COMMITTED: Duration = Duration::from_millis(100);
+/// The pause before a message is delivered again of which nothing better is known.
+const NOTHING_KNOWN: Duration = Duration::from_secs(1);
 
-impl Outcome {
-    /// The outcome of a delivery that has reached no call yet.
-    pub(crate) const UNKNOWN: Self = Self {
+impl ObservedCall {
+    /// A call that has not begun.
+    pub(crate) const NEW: Self = Self {
         key: None,
-        stage: Stage::None,
-        executed: false,
-        replayed: false,
+        progress: Progress::None,
         waited: false,
         takeover: false,
-        recorded: false,
-        result_stored: false,
-        uncertain: false,
-        misconfigured: false,
-        pending_commit: false,
+        commit: Commit::Done,
         attempt: None,
-        refusal: None,
         bypassed: None,
-        // A message that reached no idempotent function must not be acknowledged.
-        disposition: Disposition::Retry { after: NOTHING_HAPPENED },
+        again: None,
     };
 
+    /// How the call stands, given that its transaction will be committed unless it was rolled back already.
+    fn standing(&self, budget: Budget) -> Standing {
+        match (self.commit, self.standing_once_committed()) {
+            (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
+            // The fingerprints don't tell a payload of another type, which is a mistake of the deployment, from another payload.
+            (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
+                Standing::MayPass(Some(DEPLOYMENT_PAUSE))
+            }
+            (_, standing) => standing,
+        }
+    }
+
+    fn is_mismatch(&self) -> bool {
+        matches!(self.progress, Progress::Refused { refusal: Refusal::FingerprintMismatch, .. })
+    }
+
+    fn standing_once_committed(&self) -> Standing {
+        match self.progress {
+            Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
+            Progress::Returned { is_ok: false, kept: Kept::Completion | Kept::Result }
+            | Progress::Replayed { is_ok: false } => Standing::Finished(Some(Disposition::DeadLetter)),
+            // The operation has finished; the error is about its result.
+            Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
+                Standing::Finished(Some(error.disposition))
+            }
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } => match error.disposition {
+                Disposition::Retry { after } => Standing::MayPass(Some(after)),
+                Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
+            },
+            Progress::Returned { is_ok: false, kept: Kept::Nothing }
+            | Progress::None
+            | Progress::Reserving
+            | Progress::Running
+            | Progress::Recording => Standing::MayPass(self.again),
+        }
+    }
+
+    /// What to do with the message of a delivery that made this call alone, and returned what the call returned.
+    pub(super) fn disposition(&self) -> Disposition {
+        match self.standing_once_committed() {
+            Standing::Finished(error) => error.unwrap_or(Disposition::Ack),
+            Standing::RefusedForGood => Disposition::DeadLetter,
+            Standing::MayPass(after) => Disposition::Retry { after: after.unwrap_or(NOTHING_KNOWN) },
+        }
+    }
+
+    /// Whether the call finished with an error, so that its delivery may return that error.
+    fn ends_with_final_error(&self) -> bool {
+        matches!(self.standing_once_committed(), Standing::Finished(Some(_)))
+    }
+
+    fn executed(&self) -> bool {
+        match self.progress {
+            Progress::Running | Progress::Recording | Progress::Returned { .. } | Progress::Unrecorded { .. } => true,
+            Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
+        }
+    }
+
+    fn cancelled(&self) -> bool {
+        matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
+    }
+
+    /// Whether the effect may have happened although the record does not say so, given that the call goes no further.
+    pub(super) fn uncertain(&self) -> bool {
+        match self.progress {
+            Progress::Running
+            | Progress::Recording
+            | Progress::Unrecorded { .. }
+            | Progress::Refused { refusal: Refusal::Interrupted, .. } => true,
+            Progress::None
+            | Progress::Reserving
+            | Progress::Returned { .. }
+            | Progress::Replayed { .. }
+            | Progress::Refused { .. } => false,
+        }
+    }
+
+    fn misconfigured(&self) -> bool {
+        match self.progress {
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.misconfigured,
+            _ => false,
+        }
+    }
+
+    fn recorded(&self) -> bool {
+        let recorded = match self.progress {
+            Progress::Returned { kept, .. } => kept != Kept::Nothing,
+            Progress::Replayed { .. } | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
+            _ => false,
+        };
+        recorded && self.commit != Commit::RolledBack
+    }
+
+    fn result_stored(&self) -> bool {
+        let stored = matches!(self.progress, Progress::Returned { kept: Kept::Result, .. } | Progress::Replayed { .. });
+        stored && self.commit != Commit::RolledBack
+    }
+
+    /// Whether the record takes effect only when a transaction of the user's is committed. A result that the call found is
+    /// committed, or the call of this transaction that recorded it is pending.
+    fn is_pending(&self) -> bool {
+        self.commit == Commit::Pending && self.executed()
+    }
+
+    /// The transaction of the call is over. `of_transaction`: the record was written in it.
+    fn settle(&mut self, settled: Settled, of_transaction: bool) {
+        if self.commit != Commit::Pending {
+            return;
+        }
+        let failed = self.recorded() && self.ends_with_final_error();
+        self.commit = match settled {
+            Settled::RolledBack { failures_recorded } if of_transaction && !(failed && failures_recorded) => {
+                let attempt = self.attempt.unwrap_or(1);
+                let pause = Backoff::DEFAULT.after(attempt, self.key.as_ref().map_or(0, Key::seed));
+                self.again = self.again.max(Some(pause));
+                Commit::RolledBack
+            }
+            _ => Commit::Done,
+        };
+    }
+}
+
+/// How a transaction ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(
+    not(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
+    expect(dead_code, reason = "no transactions")
+)]
+pub(crate) enum Settled {
+    Committed,
+    /// `failures_recorded`: the errors that its calls had recorded were recorded again, alone.
+    RolledBack {
+        failures_recorded: bool,
+    },
+    /// It could not begin, and may after this time.
+    NotBegun {
+        again: Duration,
+    },
+}
+
+/// How a delivery ended; [`observe`] returns it.
+///
+/// What it says of a call is about the last one, and what is to be [done](Outcome::disposition) with the message is about all
+/// of them.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Outcome {
+    call: ObservedCall,
+    disposition: Disposition,
+    /// What is to be done while the transaction of a call is not committed.
+    uncommitted: Disposition,
+    pending_commit: bool,
+    uncertain: bool,
+}
+
+impl Outcome {
     /// The key of the operation, where there is one.
     pub fn key(&self) -> Option<&Key> {
-        self.key.as_ref()
+        self.call.key.as_ref()
     }
 
     /// Whether an idempotent function was called at all. A call in a spawned task is not observed here.
     pub fn observed(&self) -> bool {
-        self.stage != Stage::None
+        self.call.progress != Progress::None
     }
 
     /// Whether this call ran the body: to its end, or until it was cancelled.
     pub fn executed(&self) -> bool {
-        self.executed
+        self.call.executed()
     }
 
     /// Whether the call was dropped before it returned, for example by a time-out around it.
     pub fn cancelled(&self) -> bool {
-        matches!(self.stage, Stage::Reserving | Stage::Running | Stage::Recording)
+        self.call.cancelled()
     }
 
     /// Whether this call returned a recorded result without running the body.
     pub fn replayed(&self) -> bool {
-        self.replayed
+        matches!(self.call.progress, Progress::Replayed { .. })
     }
 
     /// Whether this call waited for another attempt.
     pub fn waited(&self) -> bool {
-        self.waited
+        self.call.waited
     }
 
     /// Whether this call took over from an attempt whose lease had lapsed.
     pub fn took_over(&self) -> bool {
-        self.takeover
+        self.call.takeover
     }
 
     /// Whether the operation is recorded as finished, by this run or by an earlier one. False for a body that ran
-    /// unprotected, whose error was released, or whose lease was lost.
+    /// unprotected, whose error was released, whose lease was lost, or whose transaction was rolled back.
     pub fn recorded(&self) -> bool {
-        self.recorded
+        self.call.recorded()
     }
 
     /// Whether duplicates can replay the result: false where it was too large or could not be encoded, although the
     /// completion is [recorded](Outcome::recorded).
     pub fn result_stored(&self) -> bool {
-        self.result_stored
+        self.call.result_stored()
     }
 
-    /// Whether the effect may have happened although the record does not say so: the lease was lost, the result is not
-    /// recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
+    /// Whether the effect of any call may have happened although the record does not say so: the lease was lost, the result
+    /// is not recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
     pub fn uncertain(&self) -> bool {
         self.uncertain
     }
 
     /// Whether a mistake of the deployment, and not of the message, kept the body from running.
     pub fn misconfigured(&self) -> bool {
-        self.misconfigured
+        self.call.misconfigured()
     }
 
-    /// Whether the record takes effect only when a transaction of the user's is committed. Until
-    /// [`committed`](Outcome::committed) says that it is, the message is to be delivered again.
+    /// Whether a call ran its body in a transaction of the user's, so that its record takes effect only when that is committed.
+    /// Until [`committed`](Outcome::committed) says that it is, the message is to be delivered again. `transact` says it; a
+    /// replay is not pending.
     pub fn is_pending_commit(&self) -> bool {
         self.pending_commit
     }
 
     /// The outcome once the transaction is committed.
     #[must_use]
-    pub fn committed(self) -> Self {
+    pub fn committed(mut self) -> Self {
+        self.call.settle(Settled::Committed, true);
         Self { pending_commit: false, ..self }
     }
 
     /// The number of the attempt that ran under a reservation or is replayed.
     pub fn attempt(&self) -> Option<u32> {
-        self.attempt
+        self.call.attempt
     }
 
     /// Why the call returned an [`Error`] instead of running its body.
     pub fn refusal(&self) -> Option<Refusal> {
-        self.refusal
+        match self.call.progress {
+            Progress::Refused { refusal, .. } => Some(refusal),
+            _ => None,
+        }
     }
 
     /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body, which did run, would not have.
     pub fn bypassed(&self) -> Option<Refusal> {
-        self.bypassed
+        self.call.bypassed
     }
 
     /// What to do with the message.
+    ///
+    /// `DeadLetter` may come with a delivery that returned `Ok`: a call was refused for good, and the handler swallowed that.
     pub fn disposition(&self) -> Disposition {
         match self.disposition {
-            Disposition::Ack if self.pending_commit => Disposition::Retry { after: NOT_COMMITTED },
+            Disposition::Ack if self.pending_commit => {
+                tracing::warn!(
+                    key = self.key().map(tracing::field::display),
+                    "the delivery returned `Ok`, and nothing says that its transaction is committed, so the message is \
+                     delivered again: use `transact`, or `Outcome::committed` after the commit"
+                );
+                self.uncommitted
+            }
             disposition => disposition,
         }
     }
 
-    /// Whether this call leaves nothing to do: it may be acknowledged, or its error is recorded.
-    fn is_settled(&self) -> bool {
-        self.disposition == Disposition::Ack || (self.recorded && !self.cancelled())
-    }
-
-    /// When the message of `call` is delivered again, which came no further.
-    pub(super) fn pause_of(call: Option<&Self>) -> Duration {
-        match call.map(|call| call.disposition) {
-            Some(Disposition::Retry { after }) => after,
-            _ => NOTHING_HAPPENED,
-        }
-    }
-
-    /// The outcome of a delivery that made `calls`; `failed` if it returned an error.
-    fn of_delivery(mut calls: Vec<Self>, failed: bool, budget: Budget) -> Self {
-        for call in calls.iter_mut().filter(|call| call.cancelled()) {
-            // Its last report came from before the drop: a body that had started is in doubt.
-            call.uncertain = call.executed;
-        }
-        let retry = |calls: &[Self]| {
-            let after = calls.iter().filter(|call| !call.is_settled()).filter_map(|call| match call.disposition {
-                Disposition::Retry { after } => Some(after),
-                _ => None,
-            });
-            after.max()
-        };
-        let all_settled = calls.iter().all(Self::is_settled);
-        let retry = retry(&calls);
-        let any_pending = calls.iter().any(|call| call.pending_commit);
-        let any_uncertain = calls.iter().any(|call| call.uncertain);
-        let Some(mut last) = calls.pop() else {
+    /// The outcome of a delivery that made `calls` and returned `returned`.
+    fn of_delivery(mut calls: Vec<ObservedCall>, returned: Returned, budget: Budget) -> Self {
+        // Without those of a transaction's earlier try, which the next one did not make. A transaction that could not begin
+        // stays: it may begin later.
+        calls.retain(|call| call.progress != Progress::None || call.again.is_some());
+        if calls.is_empty() {
             tracing::warn!(
                 "the observed future called no idempotent function, or called it in a spawned task; the message is \
                  not acknowledged"
             );
-            return Self { disposition: budget.slowed(Self::UNKNOWN.disposition, 0), ..Self::UNKNOWN };
+        }
+        let verdict = judge(calls.iter().map(|call| call.standing(budget)), returned);
+        let pending_commit = calls.iter().any(ObservedCall::is_pending);
+        let uncertain = calls.iter().any(ObservedCall::uncertain);
+        let misconfigured = calls.iter().any(ObservedCall::misconfigured);
+        let again = calls.iter().filter_map(|call| call.again).max();
+        let call = calls.pop().unwrap_or(ObservedCall::NEW);
+        let disposition = match verdict {
+            Verdict::Ack => Disposition::Ack,
+            Verdict::DeadLetter => Disposition::DeadLetter,
+            Verdict::Retry(after) => {
+                if budget.is_last() {
+                    log_last_delivery(&call, misconfigured);
+                }
+                budget.retry(after, again, call.key.as_ref())
+            }
         };
-        last.disposition = match (failed, last.disposition) {
-            (true, Disposition::Ack) => Disposition::Retry { after: NOTHING_HAPPENED },
-            (true, last) => last,
-            (false, _) if all_settled => Disposition::Ack,
-            (false, last) => retry.map_or(last, |after| Disposition::Retry { after }),
-        };
-        last.disposition = budget.slowed(last.disposition, last.key.as_ref().map_or(0, Key::seed));
-        last.pending_commit = any_pending;
-        last.uncertain = any_uncertain;
-        last
+        let pause = Backoff::DEFAULT.after(call.attempt.unwrap_or(1), call.key.as_ref().map_or(0, Key::seed));
+        let uncommitted = budget.retry(None, Some(pause), call.key.as_ref());
+        Self { call, disposition, uncommitted, pending_commit, uncertain }
+    }
+
+    /// The outcome of a delivery that did not begin, and may begin `after` that time.
+    pub(crate) fn not_begun(after: Option<Duration>) -> Self {
+        let disposition = budget().retry(None, after, None);
+        let (call, uncommitted) = (ObservedCall::NEW, disposition);
+        Self { call, disposition, uncommitted, pending_commit: false, uncertain: false }
+    }
+
+    /// When the message is delivered again.
+    pub(super) fn retry_after(&self) -> Duration {
+        match self.disposition {
+            Disposition::Retry { after } => after,
+            Disposition::Ack | Disposition::DeadLetter => NOTHING_KNOWN,
+        }
+    }
+}
+
+/// The event of a message that is set aside only because its broker delivers it no more.
+fn log_last_delivery(call: &ObservedCall, misconfigured: bool) {
+    let key = call.key.as_ref().map(tracing::field::display);
+    match misconfigured {
+        true => tracing::error!(
+            key,
+            "the last delivery of a message failed for a mistake of the deployment, not of the message: it is set aside; \
+             correct the deployment, then deliver what was set aside again"
+        ),
+        false => tracing::warn!(
+            key,
+            "the last delivery of a message failed, and it is set aside: the events of its call say why; once that is \
+             corrected, deliver it again"
+        ),
     }
 }
 
 impl Budget {
-    /// `disposition`, later with each delivery where it knows no better than that nothing has happened.
-    fn slowed(self, disposition: Disposition, seed: u64) -> Disposition {
-        match (disposition, self.number()) {
-            (Disposition::Retry { after }, Some(number)) if after == NOTHING_HAPPENED => {
-                Disposition::Retry { after: Backoff::DEFAULT.after(number, seed).max(after) }
-            }
-            _ => disposition,
+    /// What becomes of a message that is to be delivered again. After the last delivery it is set aside, as some brokers forget
+    /// it then. Before, it comes again after `after`, if that is known. Otherwise the time grows with
+    /// the deliveries, where they are counted, and is not shorter than `again`.
+    fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
+        match self.is_last() {
+            true => Disposition::DeadLetter,
+            false => Disposition::Retry { after: after.unwrap_or_else(|| self.pause(again, key)) },
+        }
+    }
+
+    /// The pause before a message is delivered again of which nothing better is known than `again`.
+    fn pause(self, again: Option<Duration>, key: Option<&Key>) -> Duration {
+        let seed = key.map_or(0, Key::spread);
+        match (self.number(), again) {
+            (None, Some(again)) => again,
+            (number, again) => Backoff::DEFAULT.after(number.unwrap_or(1), seed).max(again.unwrap_or_default()),
         }
     }
 }
@@ -297,11 +511,21 @@ pub(crate) type Seat = Option<usize>;
 /// What is known of a delivery, and what its calls may know of it.
 #[derive(Default)]
 pub(crate) struct Observer {
-    pub(super) calls: Vec<Outcome>,
+    calls: Vec<ObservedCall>,
+    /// The seats of these calls in the observation around this one.
+    outside: Vec<Seat>,
+    /// Whether a call has changed since that one was told.
+    changed: bool,
+    /// Whether a call has finished with an error in the poll that is under way, or was the last.
+    final_error: bool,
     pub(super) budget: Budget,
     timer: TimerSlot,
     /// The batch that the delivery is one of, and its place there.
     pub(super) turns: Option<(Turns, usize)>,
+    /// For how long the broker may deliver the message again, where that is known; `Duration::MAX` is for ever.
+    redelivered_for: Option<Duration>,
+    /// The messages that the broker wants handled in order with this one.
+    pub(super) group: Option<Box<str>>,
     /// What the message is called, for spans.
     message: Option<Arc<Message>>,
 }
@@ -325,11 +549,59 @@ pub enum TimerSlot {
 }
 
 impl Observer {
+    /// Notes how far a call has come.
+    fn note(&mut self, seat: &mut Seat, call: ObservedCall) {
+        self.changed = true;
+        self.final_error |= call.ends_with_final_error();
+        match seat.and_then(|seat| self.calls.get_mut(seat)) {
+            Some(known) => *known = call,
+            None => {
+                *seat = Some(self.calls.len());
+                // Most deliveries make one call; a vector that grows by itself takes room for four.
+                if self.calls.is_empty() {
+                    self.calls.reserve_exact(1);
+                }
+                self.calls.push(call);
+            }
+        }
+    }
+
+    /// Tells the observation around this one, which is the current one again, how far the calls have come. It knows of
+    /// each as soon as that has begun, so that none is forgotten if this observation is dropped.
+    fn tell_outside(&mut self) {
+        if !std::mem::take(&mut self.changed) {
+            return;
+        }
+        OBSERVER.with_borrow_mut(|outer| {
+            let Some(outer) = outer else { return };
+            if self.outside.len() < self.calls.len() {
+                self.outside.resize(self.calls.len(), None);
+            }
+            for (call, seat) in self.calls.iter().zip(&mut self.outside) {
+                if seat.and_then(|seat| outer.calls.get(seat)) != Some(call) {
+                    outer.note(seat, call.clone());
+                }
+            }
+        });
+    }
+
+    /// The key of the last call, its attempt, and when the message is delivered again of a delivery that comes no further.
+    fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
+        let Some(Self { calls, budget, .. }) = observer else {
+            return (None, None, Budget::default().pause(None, None));
+        };
+        let last = calls.last();
+        let (key, again) = (last.and_then(|call| call.key.clone()), last.and_then(|call| call.again));
+        let pause = budget.pause(again, key.as_ref());
+        (key, last.and_then(|call| call.attempt), pause)
+    }
+
     /// Takes over what an observation around this one says of the message. Returns whether that one waits for a timer.
     fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
         let wanted_outside = OBSERVER.with_borrow(|outer| {
             let Some(outer) = outer else { return false };
             self.budget = self.budget.or(outer.budget);
+            self.redelivered_for = self.redelivered_for.or(outer.redelivered_for);
             if self.turns.is_none() {
                 self.turns.clone_from(&outer.turns);
             }
@@ -366,6 +638,9 @@ impl<'a> Observation<'a> {
 impl Drop for Observation<'_> {
     fn drop(&mut self) {
         swap(self.observer);
+        if let Some(observer) = self.observer {
+            observer.tell_outside();
+        }
     }
 }
 
@@ -379,26 +654,58 @@ fn swap(other: &mut Option<Observer>) {
 }
 
 /// Reports how far a call has come, or how it ended, to the `observe` around it.
-pub(crate) fn report(seat: &mut Seat, outcome: impl FnOnce() -> Outcome) {
+pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     OBSERVER.with_borrow_mut(|observer| {
-        let Some(Observer { calls, turns, .. }) = observer else { return };
-        let outcome = outcome();
-        if let Some((turns, item)) = turns
-            && outcome.stage == Stage::Over
-            && let Some(key) = &outcome.key
+        let Some(observer) = observer else { return };
+        observer.note(seat, call());
+    });
+}
+
+/// Notes when a delivery is likely to get further that ends without another report of its call.
+pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
+    OBSERVER.with_borrow_mut(|observer| {
+        let calls = observer.as_mut().map(|observer| &mut observer.calls);
+        if let (Some(calls), Some(seat)) = (calls, seat)
+            && let Some(call) = calls.get_mut(seat)
         {
-            turns.leave(key, *item);
+            call.again = again;
         }
-        match seat.and_then(|seat| calls.get_mut(seat)) {
-            Some(call) => *call = outcome,
-            None => {
-                *seat = Some(calls.len());
-                // Most deliveries make one call; a vector that grows by itself takes room for four.
-                if calls.is_empty() {
-                    calls.reserve_exact(1);
-                }
-                calls.push(outcome);
-            }
+    });
+}
+
+/// The transaction of this delivery begins, for the first time or once more. Until it is settled, the delivery counts as cut
+/// off, and what an earlier try of the transaction called is forgotten.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn unsettled() {
+    OBSERVER.with_borrow_mut(|observer| {
+        let Some(observer) = observer else { return };
+        observer.calls.fill(ObservedCall::NEW);
+        observer.note(&mut Some(0), ObservedCall { progress: Progress::Reserving, ..ObservedCall::NEW });
+    });
+}
+
+/// The transaction of this delivery is over, or could not begin.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn settle(settled: Settled) {
+    OBSERVER.with_borrow_mut(|observer| {
+        let Some(Observer { calls, changed, final_error, .. }) = observer else { return };
+        *changed = true;
+        // The first call stands for the transaction.
+        let mut transaction = ObservedCall::NEW;
+        if let Settled::NotBegun { again } = settled {
+            // The calls of an earlier try are undone.
+            calls.fill(ObservedCall::NEW);
+            transaction.again = Some(again);
+        }
+        match calls.first_mut() {
+            Some(first) => *first = transaction,
+            None => calls.push(transaction),
+        }
+        let written: Vec<Key> = calls.iter().filter(|call| call.is_pending()).filter_map(|it| it.key.clone()).collect();
+        for call in calls {
+            let of_transaction = call.key.as_ref().is_some_and(|key| written.contains(key));
+            call.settle(settled, of_transaction);
+            *final_error |= call.ends_with_final_error();
         }
     });
 }
@@ -417,6 +724,11 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
 /// How often the message of the present call has been delivered, and may be.
 pub(super) fn budget() -> Budget {
     OBSERVER.with_borrow(|observer| observer.as_ref().map(|observer| observer.budget).unwrap_or_default())
+}
+
+/// For how long the broker may deliver the message of the present call again, where that is known; `Duration::MAX` is for ever.
+pub(super) fn redelivered_for() -> Option<Duration> {
+    OBSERVER.with_borrow(|observer| observer.as_ref().and_then(|observer| observer.redelivered_for))
 }
 
 /// Writes into the span of a call which message it handles, where that is known.
@@ -438,13 +750,18 @@ pub(super) fn traceparent() -> Option<Traceparent> {
 
 /// Runs `future`, which handles one delivery, and returns how it ended.
 ///
-/// The [`Outcome`] describes the last idempotent call in it; its [disposition](Outcome::disposition) is about all of it:
+/// The [`Outcome`] describes the last idempotent call in it; its [disposition](Outcome::disposition) is about the set of all
+/// calls that began, whatever their order:
 ///
 /// - A delivery that returns an error is never acknowledged, whatever its calls said: an error after a successful call, such
 ///   as a commit that was refused, means that the message has to come again.
 /// - A delivery that returns `Ok` is acknowledged if nothing is left to do for any of its calls. A call whose error was
-///   swallowed is delivered again unless that error is recorded.
-/// - A call that was dropped before it returned, for example by a time-out around it, is delivered again.
+///   swallowed is delivered again; if no delivery can change that error, the message is set aside, although the delivery
+///   returned `Ok`. A recorded error that was swallowed leaves nothing to do.
+/// - A recorded error that the delivery returns sets its message aside. The delivery returns it if it ends in the same poll
+///   as the call; an error of a later poll is another one, and its message is delivered again.
+/// - A call that was dropped before it returned, for example by a time-out around it, is delivered again. So is one in a
+///   nested `observe`, `observe_all` or `transact`.
 /// - If no idempotent function was reached, the message is delivered again, and a warning says so. A call in a spawned task is
 ///   observed there: `tokio::spawn(observe(…))`.
 ///
@@ -550,6 +867,41 @@ impl<F: Future, B> Observe<F, B> {
         }
     }
 
+    /// The group in which the broker wants the message handled in order: the `MessageGroupId` of a FIFO queue of SQS, the partition
+    /// of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the deliveries of one group run one after the
+    /// other, in their order, and none begins after one that is not acknowledged: it ends with [`Error::HeldBack`]. Elsewhere it means
+    /// nothing.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     if id == 0 { Err(Error::NoAttempt) } else { Ok(format!("parcel for {id}")) }
+    /// # }
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// # let store = MemoryStore::new();
+    /// let messages = [("a", "customer 1", 0), ("b", "customer 1", 41), ("c", "customer 2", 42)];
+    /// let calls = messages.map(|(id, group, order)| (id, observe(ship(&store, order)).group(group)));
+    /// let batch = observe_all(calls).await;
+    /// let failures = serde_json::to_string(&batch.item_failures()).unwrap();
+    /// // "a" fails, so "b" does not begin.
+    /// assert_eq!(failures, r#"{"batchItemFailures":[{"itemIdentifier":"a"},{"itemIdentifier":"b"}]}"#);
+    /// # });
+    /// ```
+    pub fn group(self, group: impl Into<String>) -> Self {
+        self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
+    }
+
+    /// Notes for how long the broker may deliver the message again; `None` is for ever.
+    pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
+        self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
+    }
+
+    /// Takes the group of the delivery out of it.
+    pub(super) fn take_group(&mut self) -> Option<Box<str>> {
+        self.observer.as_mut().and_then(|observer| observer.group.take())
+    }
+
     fn map_message(self, change: impl FnOnce(&mut Message)) -> Self {
         self.map_observer(|observer| change(Arc::make_mut(observer.message.get_or_insert_default())))
     }
@@ -567,8 +919,15 @@ impl<F: Future, B> Observe<F, B> {
 impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
     fn poll_observed(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let mut this = self.project();
-        let calls = this.observer.as_ref().map(|observer| &*observer.calls).unwrap_or_default();
-        if let Some(output) = this.beat.lost(calls, cx) {
+        if let Some(observer) = this.observer {
+            observer.final_error = false;
+        }
+        let observer = this.observer.as_ref();
+        let lost = || {
+            let (key, attempt, retry_after) = Observer::last(observer);
+            Error::MessageLost { key, attempt, retry_after }
+        };
+        if let Some(output) = this.beat.lost(&lost, cx) {
             this.future.set(None);
             return Poll::Ready(output);
         }
@@ -594,16 +953,16 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
     }
 
     /// How the delivery with this `output` ended.
-    fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome) {
+    fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome, Observer) {
         let this = self.project();
         this.beat.stop();
-        let Observer { calls, budget, .. } = this.observer.take().unwrap_or_default();
-        // An outer `observe` covers these calls, too.
-        for call in &calls {
-            report(&mut None, || call.clone());
-        }
-        let outcome = Outcome::of_delivery(calls, (this.failed)(&output), budget);
-        (output, outcome)
+        let mut observer = this.observer.take().unwrap_or_default();
+        let returned = match (this.failed)(&output) {
+            true => Returned::Err { with_a_call: observer.final_error },
+            false => Returned::Ok,
+        };
+        let outcome = Outcome::of_delivery(std::mem::take(&mut observer.calls), returned, observer.budget);
+        (output, outcome, observer)
     }
 }
 
@@ -656,20 +1015,50 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut observe = self.project().observe;
         // After a panic the future is dropped below, and never polled again.
-        let result = match std::panic::catch_unwind(AssertUnwindSafe(|| observe.as_mut().poll_observed(cx))) {
-            Ok(polled) => ready!(polled),
-            Err(_) => {
-                let mut this = observe.as_mut().project();
-                this.future.set(None);
-                let last = this.observer.as_ref().and_then(|observer| observer.calls.last());
-                Err(E::from(Error::Panicked {
-                    key: last.and_then(|call| call.key.clone()),
-                    attempt: last.and_then(|call| call.attempt),
-                    retry_after: Outcome::pause_of(last),
-                }))
+        match std::panic::catch_unwind(AssertUnwindSafe(|| observe.as_mut().poll_observed(cx))) {
+            Ok(polled) => {
+                let (result, outcome, _) = observe.conclude(ready!(polled));
+                Poll::Ready((result, outcome))
             }
-        };
-        Poll::Ready(observe.conclude(result))
+            Err(_) => {
+                Poll::Ready(observe.cut_off(|key, attempt, retry_after| Error::Panicked { key, attempt, retry_after }))
+            }
+        }
+    }
+}
+
+impl<F, T, E, B> Observe<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+    B: Beats<Result<T, E>>,
+{
+    /// Drops the delivery, which ends with an error of its last call: of its key, its attempt, and a time for the next delivery.
+    fn cut_off(
+        mut self: Pin<&mut Self>,
+        error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
+    ) -> (Result<T, E>, Outcome) {
+        let mut this = self.as_mut().project();
+        this.future.set(None);
+        if let Some(observer) = this.observer {
+            // The delivery ends by this, and not by the error of a call.
+            observer.final_error = false;
+        }
+        let (key, attempt, retry_after) = Observer::last(this.observer.as_ref());
+        let (result, outcome, _) = self.conclude(Err(E::from(error(key, attempt, retry_after))));
+        (result, outcome)
+    }
+}
+
+impl<F, T, E, B> CatchPanics<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+    B: Beats<Result<T, E>>,
+{
+    /// Drops the delivery because the deadline of its batch has passed.
+    pub(super) fn passed_deadline(self: Pin<&mut Self>) -> (Result<T, E>, Outcome) {
+        self.project().observe.cut_off(|key, attempt, retry_after| Error::DeadlinePassed { key, attempt, retry_after })
     }
 }
 
@@ -678,6 +1067,7 @@ impl<F: Future, B: Beats<F::Output>> Future for Observe<F, B> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let output = ready!(self.as_mut().poll_observed(cx));
-        Poll::Ready(self.conclude(output))
+        let (output, outcome, _) = self.conclude(output);
+        Poll::Ready((output, outcome))
     }
 }
