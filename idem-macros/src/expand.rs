@@ -17,6 +17,7 @@
 //!              let handler = output.values(codec);
 //!              let never = never::<Result<Shipment, ShipError>>; // Out here, as BODY may have a `Shipment` of its own.
 //!              handler.on(operation).run(async move {
+//!                  let _ = &app; let _ = &event;              // Owned by the body, and so dropped before the key is freed.
 //!                  if false { return never(); }
 //!                  BODY
 //!              }).await
@@ -45,7 +46,7 @@ pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     let krate = call.krate.as_ref().map_or_else(|| quote_spanned!(site=> ::idem_runtime), ToTokens::to_token_stream);
     let output = expansion.output();
     let operation = expansion.operation();
-    let run = expansion.run();
+    let run = expansion.run(&operation);
     // One import: a wrong path to the crate is one error then, not one for each use.
     let body = quote_spanned! {site=>
         use #krate::__private as __idem;
@@ -270,8 +271,8 @@ impl Expansion<'_> {
         }
     }
 
-    /// Runs the body.
-    fn run(&self) -> TokenStream {
+    /// Runs the body, behind `operation`.
+    fn run(&self, operation: &TokenStream) -> TokenStream {
         let Self { call, site, .. } = self;
         let output = without_impl_trait(&call.output.ty);
         let value = call.output.value;
@@ -299,8 +300,12 @@ impl Expansion<'_> {
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
+        // An argument that the body does not mention would stay outside of it, and be dropped when another attempt may run.
+        let used = quote_spanned!(*site=> #operation #recorder #body);
+        let owned = call.handler.owned.iter().map(|argument| argument.moved(&used));
         let block = quote_spanned! {*site=>
             async move {
+                #(#owned)*
                 if false {
                     return #returned;
                 }

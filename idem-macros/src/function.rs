@@ -1,12 +1,13 @@
 //! The annotated function: its signature, and where its body is.
 
 use proc_macro2::{Delimiter, Group, Ident, Span, TokenStream, TokenTree};
-use quote::{ToTokens, quote};
+use quote::{ToTokens, quote, quote_spanned};
 use syn::parse::{Parse, ParseStream};
 use syn::token::Brace;
 use syn::{
-    AssocType, Attribute, Block, Expr, FnArg, GenericArgument, GenericParam, Local, Pat, PatType, PathArguments,
-    PathSegment, ReceiverKind, ReturnType, Signature, Stmt, Token, Type, TypeParamBound, Visibility, braced,
+    AssocType, Attribute, Block, Expr, FnArg, GenericArgument, GenericParam, Local, Pat, PatIdent, PatType,
+    PathArguments, PathSegment, ReceiverKind, ReturnType, Signature, Stmt, Token, Type, TypeParamBound, Visibility,
+    braced,
 };
 
 /// A function with a body.
@@ -30,7 +31,7 @@ impl Parse for Function {
         if !is_function(&ahead) {
             return Err(input.error("`#[idempotent]` goes on an `async fn`; for a method, on the method itself"));
         }
-        let signature: Signature = input.parse()?;
+        let mut signature: Signature = input.parse()?;
         if input.peek(Token![;]) {
             return Err(
                 input.error("`#[idempotent]` needs a body to protect; write it on the implementation of this method")
@@ -39,6 +40,7 @@ impl Parse for Function {
         let body;
         let braces = braced!(body in input);
         let inner_attributes = body.call(Attribute::parse_inner)?;
+        name_arguments(&mut signature);
         Ok(Self { attributes, visibility, signature, braces, inner_attributes, body: body.parse()? })
     }
 }
@@ -136,7 +138,8 @@ impl Function {
                 ReturnType::Type(_, output) => Some((**output).clone()),
                 ReturnType::Default => None,
             };
-            return Some(Handler { output, body: self.body.clone(), this: None, frame: None });
+            let owned = self.owned_arguments();
+            return Some(Handler { output, body: self.body.clone(), owned, this: None, frame: None });
         }
         self.boxed()
     }
@@ -161,9 +164,100 @@ impl Function {
         let mut frame: Block = syn::parse2(quote!({ #body })).ok()?;
         let block = pinned(&mut frame)?;
         let this = block.stmts.iter().find_map(alias_of_self);
+        let owned = match block.stmts.iter_mut().position(|stmt| returned(stmt).is_some()) {
+            Some(end) => block.stmts[..end].iter().filter_map(local_pattern).flat_map(|pat| owned(&[], pat)).collect(),
+            None => self.owned_arguments(),
+        };
         let statements = std::mem::take(&mut written(block).stmts);
         let body = quote!(#(#statements)*);
-        Some(Handler { output: Some(output), body, this, frame: Some(frame) })
+        Some(Handler { output: Some(output), body, owned, this, frame: Some(frame) })
+    }
+
+    fn owned_arguments(&self) -> Vec<Owned> {
+        let arguments = self.signature.inputs.iter().flat_map(|argument| match argument {
+            FnArg::Typed(argument) => owned(&argument.attrs, &argument.pat),
+            FnArg::Receiver(receiver) => {
+                vec![Owned { attributes: receiver.attrs.clone(), name: Ident::new("self", receiver.self_token.span) }]
+            }
+        });
+        arguments.collect()
+    }
+}
+
+/// Gives a name to each argument, and to each element of a tuple, that is written as `_`: what has no name can't be handed
+/// over to the body.
+fn name_arguments(signature: &mut Signature) {
+    fn name(pattern: &mut Pat, count: &mut usize) {
+        match pattern {
+            Pat::Wild(wild) => {
+                let site = Span::mixed_site().located_at(wild.underscore_token.span);
+                let ident = Ident::new(&format!("__idem_unnamed_{count}"), site);
+                *count += 1;
+                *pattern =
+                    Pat::Ident(PatIdent { attrs: Vec::new(), by_ref: None, mutability: None, ident, subpat: None });
+            }
+            Pat::Tuple(tuple) => tuple.elems.iter_mut().for_each(|pattern| name(pattern, count)),
+            _ => {}
+        }
+    }
+    // The caller's `async fn` alone: in the output of `#[async_trait]` arguments have names.
+    if signature.asyncness.is_none() {
+        return;
+    }
+    let mut count = 0;
+    for argument in &mut signature.inputs {
+        if let FnArg::Typed(PatType { pat, ty, .. }) = argument
+            && !matches!(**ty, Type::Reference(_))
+        {
+            name(pat, &mut count);
+        }
+    }
+}
+
+/// A name that an argument binds by value.
+pub(crate) struct Owned {
+    attributes: Vec<Attribute>,
+    name: Ident,
+}
+
+impl Owned {
+    /// A statement that moves the value into the `async move` block around it; `used` are the tokens that the user has written.
+    pub(crate) fn moved(&self, used: &TokenStream) -> TokenStream {
+        let Self { attributes, name } = self;
+        // The user has not written this use of `_name`.
+        let quiet = quote_spanned!(Span::mixed_site()=> #[allow(clippy::used_underscore_binding, clippy::no_effect_underscore_binding)]);
+        if name == "self" || find(used.clone(), &name.to_string()).is_some() {
+            let compiled = attributes.iter().filter(|attribute| attribute.path().is_ident("cfg"));
+            return quote_spanned!(Span::mixed_site()=> #(#compiled)* #quiet let _ = &#name;);
+        }
+        // Bound once more, so that the compiler still says that it is unused.
+        quote_spanned!(Span::mixed_site()=> #(#attributes)* #quiet let #name = #name;)
+    }
+}
+
+/// The names that `pattern` binds by value; `attributes` are those of the argument.
+fn owned(attributes: &[Attribute], pattern: &Pat) -> Vec<Owned> {
+    let each =
+        |patterns: &mut dyn Iterator<Item = &Pat>| patterns.flat_map(|pattern| owned(attributes, pattern)).collect();
+    match pattern {
+        Pat::Ident(name) if name.by_ref.is_none() => {
+            vec![Owned { attributes: attributes.to_vec(), name: name.ident.clone() }]
+        }
+        Pat::Paren(inner) => owned(attributes, &inner.pat),
+        Pat::Reference(inner) => owned(attributes, &inner.pat),
+        Pat::Slice(slice) => each(&mut slice.elems.iter()),
+        Pat::Struct(fields) => each(&mut fields.fields.iter().map(|field| &*field.pat)),
+        Pat::Tuple(tuple) => each(&mut tuple.elems.iter()),
+        Pat::TupleStruct(tuple) => each(&mut tuple.elems.iter()),
+        Pat::Type(typed) => owned(attributes, &typed.pat),
+        _ => Vec::new(),
+    }
+}
+
+fn local_pattern(stmt: &Stmt) -> Option<&Pat> {
+    match stmt {
+        Stmt::Local(local) => Some(&local.pat),
+        _ => None,
     }
 }
 
@@ -173,6 +267,8 @@ pub(crate) struct Handler {
     pub(crate) output: Option<Type>,
     /// The statements to protect.
     pub(crate) body: TokenStream,
+    /// The names of the arguments in them.
+    pub(crate) owned: Vec<Owned>,
     /// The name of `self` in them, if it is another one.
     this: Option<Ident>,
     /// The code around them, unless that is the braces of the function.

@@ -55,7 +55,8 @@ use crate::validate::Call;
 /// It stands on free functions and methods with every form of `self`, in traits and `impl`s, under `#[async_trait]`,
 /// and above or below attributes such as `#[tracing::instrument]`. The expressions in it see the names that the body
 /// sees at its beginning: the arguments, `self`, statics. They are evaluated before the body runs and only borrow, so
-/// the body may move the arguments.
+/// the body may move the arguments. The body owns all of them, whether or not it mentions them: they are dropped before the key is
+/// freed. Only what a pattern gives no name to (`..`) is dropped later.
 ///
 /// # Options
 ///
@@ -163,7 +164,9 @@ use crate::validate::Call;
 /// ## `on_error`
 ///
 /// `release` frees the key, and the next delivery runs the body again. `record` stores the error as a result and replays it;
-/// it needs `E: Serialize + DeserializeOwned`. A function decides for each error:
+/// it needs `E: Serialize + DeserializeOwned`. An error is never recorded if the library has refused a call of the same body for
+/// the moment (`InProgress`, `Store`, `confirm_lease`, …): the body may have failed for that alone. A function decides for each
+/// other error:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, OnError, idempotent};

@@ -3,7 +3,8 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use idem_runtime::{Error, MemoryStore, idempotent};
+use futures::FutureExt as _;
+use idem_runtime::{Error, Key, MemoryStore, Store as _, idempotent};
 
 use crate::{App, spawned, twice, twice_here};
 
@@ -71,6 +72,87 @@ async fn not_send(app: &App, id: Rc<str>) -> Result<String, Error> {
     let id = Rc::clone(&id);
     tokio::task::yield_now().await;
     Ok(format!("{id} {}", app.run()))
+}
+
+/// An argument whose drop notes whether the key is still held.
+struct Guard<'a> {
+    key: &'a str,
+    held: &'a std::sync::Mutex<Vec<bool>>,
+    app: &'a App,
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        let key = Key::new("shapes::arguments::guards", self.key).expect("a valid key");
+        let found = self.app.store.inspect(&key).now_or_never().expect("memory answers immediately");
+        // Without a record the call has not begun.
+        let held = found.expect("an answer").is_none_or(|found| found.record.is_pending());
+        self.held.lock().unwrap().push(held);
+    }
+}
+
+impl<'a> Guard<'a> {
+    fn many<const N: usize>(key: &'a str, held: &'a std::sync::Mutex<Vec<bool>>, app: &'a App) -> [Self; N] {
+        [(); N].map(|()| Self { key, held, app })
+    }
+}
+
+struct Two<'a>(Guard<'a>, Guard<'a>);
+
+#[idempotent(key = "{first.key}", ttl = "1h", store = first.app.store, scope = shared("shapes::arguments::guards"))]
+async fn guards(
+    first: Guard<'_>,
+    _second: Guard<'_>,
+    _: Guard<'_>,
+    (_fourth, _): (Guard<'_>, Guard<'_>),
+    Two(sixth, _seventh): Two<'_>,
+    [_eighth, ..]: [Guard<'_>; 1],
+) -> Result<u32, Error> {
+    drop(sixth);
+    tokio::task::yield_now().await;
+    Ok(1)
+}
+
+struct Shop;
+
+#[async_trait::async_trait]
+trait Guards {
+    async fn guards(&self, first: Guard<'_>, second: Guard<'_>, pair: (Guard<'_>, Guard<'_>)) -> Result<u32, Error>;
+}
+
+#[async_trait::async_trait]
+impl Guards for Shop {
+    #[idempotent(key = "{first.key}", ttl = "1h", store = first.app.store, scope = shared("shapes::arguments::guards"))]
+    async fn guards(
+        &self,
+        first: Guard<'_>,
+        _second: Guard<'_>,
+        (_third, _): (Guard<'_>, Guard<'_>),
+    ) -> Result<u32, Error> {
+        Ok(1)
+    }
+}
+
+/// The body owns its arguments, whether or not it mentions them: they are dropped before the key is freed.
+#[tokio::test]
+#[expect(clippy::many_single_char_names, reason = "one for each form of an argument")]
+async fn arguments_are_dropped_before_the_key_is_freed() {
+    let (app, held) = (App::default(), std::sync::Mutex::default());
+    let [a, b, c, d, e, f, g, h] = Guard::many("returned", &held, &app);
+    assert_eq!(guards(a, b, c, (d, e), Two(f, g), [h]).await.unwrap(), 1);
+    assert_eq!(std::mem::take(&mut *held.lock().unwrap()), [true; 8]);
+
+    let [a, b, c, d, e, f, g, h] = Guard::many("dropped", &held, &app);
+    let mut call = Box::pin(guards(a, b, c, (d, e), Two(f, g), [h]));
+    assert!((&mut call).now_or_never().is_none());
+    drop(call);
+    assert_eq!(std::mem::take(&mut *held.lock().unwrap()), [true; 8]);
+
+    let [a, b, c, d] = Guard::many("boxed", &held, &app);
+    assert_eq!(Shop.guards(a, b, (c, d)).await.unwrap(), 1);
+    // The output of `#[async_trait]` drops what has no name before the call begins.
+    let held = std::mem::take(&mut *held.lock().unwrap());
+    assert!(held.iter().all(|held| *held), "{held:?}");
 }
 
 #[test]

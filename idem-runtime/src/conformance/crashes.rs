@@ -1,8 +1,8 @@
 //! At most one run under `on_crash = fail`.
 
-use super::{Case, completed};
+use super::{Case, PAUSE, TOLERANCE, completed, forged, limited};
 use crate::policy::OnCrash;
-use crate::record::{Record, Release, Reservation, ReserveRequest, State, Verdict};
+use crate::record::{Lease, Record, Release, Reservation, ReserveRequest, State, Verdict};
 
 fn fail(request: ReserveRequest) -> ReserveRequest {
     ReserveRequest { on_crash: OnCrash::Fail, ..request }
@@ -10,7 +10,8 @@ fn fail(request: ReserveRequest) -> ReserveRequest {
 
 pub(super) async fn crashed_under_fail(case: &Case) {
     let key = case.key("");
-    case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.begins(&lease).await;
     case.lapse().await;
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
@@ -50,6 +51,7 @@ pub(super) async fn marked_interrupted(case: &Case) {
 pub(super) async fn live_lease_under_fail(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied);
     case.waits_for(&case.request(&key), 1, "a live lease under `fail`, met under `retry`").await;
     case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, met under `fail`").await;
     // An `Err` that is released counts as a return: the body may run again.
@@ -60,9 +62,112 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
 pub(super) async fn late_finish_under_fail(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.begins(&lease).await;
     case.lapse().await;
     case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the lapsed lease was not taken over");
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished, "finished after all").await;
+}
+
+pub(super) async fn unmarked_lapse_under_fail(case: &Case) {
+    let key = case.key("");
+    case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.lapse().await;
+    let lease = case.takes_over(&fail(case.short(&key)), 2, "lapsed before its body, met under `fail`").await;
+    assert_eq!(lease.attempts_used, 1, "an attempt whose body has not begun does not count");
+    case.lapse().await;
+    case.takes_over(&case.request(&key), 3, "lapsed before its body, met under `retry`").await;
+}
+
+pub(super) async fn unmarked_lapse_does_not_count(case: &Case) {
+    let key = case.key("");
+    case.reserved(&limited(case.short(&key), 1), 1, "no body has begun").await;
+    for attempt in 2..=4 {
+        case.lapse().await;
+        let lease = case.takes_over(&limited(case.short(&key), 1), attempt, "no body has begun").await;
+        assert_eq!(lease.attempts_used, 1, "only this attempt counts");
+    }
+    case.lapse().await;
+    let lease = case.takes_over(&limited(case.short(&key), 1), 5, "no body has begun").await;
+    case.begins(&lease).await;
+    case.lapse().await;
+    let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
+    case.is_told(&limited(case.request(&key), 1), exhausted, "one of one bodies has begun").await;
+}
+
+pub(super) async fn begin_is_recorded(case: &Case) {
+    for (name, request) in
+        [("retry", case.request(&case.key("retry"))), ("fail", fail(case.request(&case.key("fail"))))]
+    {
+        let lease = case.reserved(&request, 1, "a key that was never used").await;
+        let earliest = case.now();
+        case.sleep(PAUSE).await;
+        assert_eq!(case.begin(&lease).await, Verdict::Applied, "{name}: a live lease");
+        let found = case.recorded(&request.key).await;
+        let (lease_time, ttl, on_crash) = (request.lease, request.ttl, request.on_crash);
+        let state = State::Pending { lease: lease_time, ttl, on_crash, begun: true };
+        assert_eq!(found.record, Record::after(&lease, state), "{name}: the record says that the body has begun");
+        let left = found.lapses_in.unwrap_or_default();
+        let since = case.since(earliest).saturating_sub(PAUSE);
+        assert!(left + since + TOLERANCE >= request.lease, "{name}: the mark renews the lease, {left:?} are left");
+        assert_eq!(case.renew(&lease).await, Verdict::Applied);
+        assert_eq!(case.recorded(&request.key).await.record, found.record, "{name}: a renewal keeps the mark");
+        assert_eq!(case.reserved(&request, 1, "repeated with its owner token").await, lease, "{name}");
+        assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "{name}: a marked attempt finishes");
+    }
+}
+
+pub(super) async fn begin_repeated(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.begins(&lease).await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied, "repeated");
+    case.lapse().await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied, "repeated after the lease: the body may run by now");
+    assert_eq!(case.release(&lease, Release::NotStarted).await, Verdict::Applied, "the body has not begun after all");
+    let record = case.recorded(&key).await.record;
+    assert_eq!(record, Record { attempts_used: 0, ..Record::after(&lease, State::Released) }, "the record of it");
+}
+
+pub(super) async fn begin_is_the_owners(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+    let other = forged(&lease, &case.request(&key));
+    case.changes_nothing(&key, case.begin(&other), "a mark with another owner token").await;
+    let other = Lease { attempt: 2, ..lease.clone() };
+    case.changes_nothing(&key, case.begin(&other), "a mark with another number").await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied, "the mark of its owner");
+    let nothing = case.key("nothing");
+    let absent = Lease { key: nothing.clone(), ..lease };
+    assert_eq!(case.begin(&absent).await, Verdict::Refused, "a mark of nothing");
+    assert_eq!(case.inspect(&nothing).await, None, "a refused mark makes no record");
+}
+
+pub(super) async fn begin_after_a_lapse(case: &Case) {
+    let key = case.key("");
+    let late = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.lapse().await;
+    case.changes_nothing(&key, case.begin(&late), "a mark that arrives after the lease").await;
+    let lease = case.takes_over(&fail(case.request(&key)), 2, "lapsed before its body").await;
+    case.changes_nothing(&key, case.begin(&late), "a mark that arrives after a takeover").await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied, "the mark of the successor");
+
+    let key = case.key("renewed");
+    let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.lapse().await;
+    case.begins(&lease).await;
+}
+
+pub(super) async fn begin_after_the_end(case: &Case) {
+    for release in [Release::Returned, Release::NotStarted, Release::Interrupted] {
+        let key = case.key(&format!("{release:?}"));
+        let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+        assert_eq!(case.release(&lease, release).await, Verdict::Applied);
+        case.changes_nothing(&key, case.begin(&lease), "a mark that arrives after the release").await;
+    }
+    let key = case.key("finished");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    case.changes_nothing(&key, case.begin(&lease), "a mark that arrives after the result").await;
 }

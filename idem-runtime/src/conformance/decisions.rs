@@ -1,19 +1,27 @@
 //! What operators decide besides reopening: results, leases and records.
 
+use std::sync::Arc;
+
 use super::{Case, LONG, PAUSE, TOLERANCE, abandon, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
+use crate::record::request::Standing;
 use crate::record::{
-    Action, Decided, Decision, Finish, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult,
-    Verdict,
+    Action, Decided, Decision, Finish, Lease, Record, Release, Reservation, ReserveRequest, Revision, State,
+    StoredResult, Verdict,
 };
 
 /// How many polls after which a call is dropped.
 const POLLS: [usize; 4] = [0, 1, 2, 5];
 
-/// One of each action.
+/// One of each action about a record without a result.
 pub(super) fn actions() -> [Action; 4] {
     [Action::Reopen, Action::Resolve(completed("decided")), Action::BreakLease, Action::Forget]
+}
+
+/// One of each action about a record with a result.
+fn corrections() -> [Action; 3] {
+    [Action::Discard, Action::Replace(Finish::Failed(stored("decided"))), Action::Forget]
 }
 
 impl Case {
@@ -23,7 +31,15 @@ impl Case {
     }
 
     async fn resolve(&self, key: &Key, attempt: u32, finish: &Finish) -> Decided {
-        self.decide(&Decision::resolve(key, attempt, finish.clone())).await
+        self.decides(key, attempt, Action::Resolve(finish.clone())).await
+    }
+
+    /// A key whose only attempt has completed with the result `1`.
+    async fn completed(&self, name: &str) -> (Key, Lease) {
+        let key = self.key(name);
+        let lease = self.first(&key, OnCrash::Retry).await;
+        assert_eq!(self.finish(&lease, &completed("1")).await, Verdict::Applied);
+        (key, lease)
     }
 
     /// A key whose first attempt has ended, or died, in each way without a result.
@@ -54,7 +70,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
     let absent = case.key("absent");
     for action in actions() {
         for attempt in [0, 1] {
-            let decided = case.decide(&Decision::new(&absent, attempt, action.clone())).await;
+            let decided = case.decides(&absent, attempt, action.clone()).await;
             assert_eq!(decided, Decided::NoRecord, "`{}` of a key without a record", action.name());
         }
         assert_eq!(case.inspect(&absent).await, None, "a refused `{}` makes no record", action.name());
@@ -64,7 +80,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
     let lease = case.first(&key, OnCrash::Retry).await;
     for action in actions() {
         for attempt in [0, 2] {
-            let decision = Decision::new(&key, attempt, action.clone());
+            let decision = case.decision(&key, attempt, action.clone()).await;
             let told = case.decide(&decision).await;
             let why = format!("`{}` of attempt {attempt}, while attempt 1 runs", action.name());
             assert_eq!(told, Decided::OtherAttempt { latest: 1 }, "{why}");
@@ -73,7 +89,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
         if action == Action::BreakLease {
             continue;
         }
-        let decision = Decision::new(&key, 1, action.clone());
+        let decision = case.decision(&key, 1, action.clone()).await;
         let why = format!("`{}` of a live lease", action.name());
         match case.decide(&decision).await {
             Decided::LiveLease { lapses_in } => {
@@ -86,7 +102,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     for attempt in [0, 2] {
         for action in actions() {
-            let told = case.decide(&Decision::new(&key, attempt, action.clone())).await;
+            let told = case.decides(&key, attempt, action.clone()).await;
             assert_eq!(told, Decided::OtherAttempt { latest: 1 }, "`{}` of attempt {attempt}", action.name());
         }
     }
@@ -100,11 +116,12 @@ pub(super) async fn resolve_ends_it(case: &Case) {
         for (key, lease, how) in case.unfinished().await {
             let why = format!("{how}, then resolved");
             let before = case.recorded(&key).await.record;
-            assert_eq!(case.resolve(&key, 1, &finish).await, Decided::Applied, "{why}");
+            let decision = case.decision(&key, 1, Action::Resolve(finish.clone())).await;
+            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
             let record = case.recorded(&key).await.record;
             let expected = Record { owner: record.owner, state: finish.state(), ..before };
             assert_eq!(record, expected, "{why}: the record afterwards");
-            assert_eq!(case.resolve(&key, 1, &finish).await, Decided::Applied, "{why}, and again");
+            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}, and again");
             assert_eq!(case.recorded(&key).await.record, record, "{why}, and again: the record afterwards");
             let fail = ReserveRequest { on_crash: OnCrash::Fail, ..limited(case.request(&key), 1) };
             for request in [&case.request(&key), &fail] {
@@ -113,7 +130,7 @@ pub(super) async fn resolve_ends_it(case: &Case) {
             let other = marked(case.request(&key), 2);
             case.is_told(&other, Reservation::FingerprintMismatch { attempt: 1 }, &why).await;
             drop(lease);
-            assert_eq!(case.decide(&Decision::forget(&key, 1)).await, Decided::Applied, "for the next round");
+            assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "for the next round");
         }
     }
 }
@@ -125,12 +142,14 @@ pub(super) async fn resolve_spares_results(case: &Case) {
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         let other = if name == "failed" { completed("1") } else { Finish::Failed(stored("1")) };
         for other in [completed("2"), other, Finish::Completed(StoredResult::Unencodable)] {
-            let decision = Decision::resolve(&key, 1, other);
+            let decision = case.decision(&key, 1, Action::Resolve(other)).await;
             assert_eq!(case.decide(&decision).await, Decided::Finished, "another result for what has {name}");
             case.changes_nothing(&key, case.decide(&decision), "another result").await;
         }
         assert_eq!(case.resolve(&key, 1, &finish).await, Decided::Applied, "the same result");
-        case.is_told(&case.request(&key), Reservation::finished(Record::after(&lease, finish.state())), name).await;
+        let record = case.recorded(&key).await.record;
+        assert_eq!(Record { owner: lease.owner, ..record.clone() }, Record::after(&lease, finish.state()), "{name}");
+        case.is_told(&case.request(&key), Reservation::finished(record), name).await;
     }
 }
 
@@ -139,8 +158,8 @@ pub(super) async fn resolve_supplies_a_missing_result(case: &Case) {
         let key = case.key(name);
         let lease = case.first(&key, OnCrash::Retry).await;
         assert_eq!(case.finish(&lease, &Finish::Completed(missing)).await, Verdict::Applied);
-        let failed = Decision::resolve(&key, 1, Finish::Failed(stored("1")));
-        assert_eq!(case.decide(&failed).await, Decided::Finished, "a failure for what has completed");
+        let failed = Finish::Failed(stored("1"));
+        assert_eq!(case.resolve(&key, 1, &failed).await, Decided::Finished, "a failure for what has completed");
         for _ in 0..2 {
             assert_eq!(case.resolve(&key, 1, &completed("1")).await, Decided::Applied, "{name}");
         }
@@ -149,6 +168,181 @@ pub(super) async fn resolve_supplies_a_missing_result(case: &Case) {
         case.is_told(&case.request(&key), Reservation::finished(record), name).await;
         assert_eq!(case.resolve(&key, 1, &completed("2")).await, Decided::Finished, "{name}: another one");
     }
+}
+
+pub(super) async fn reopen_spares_results(case: &Case) {
+    let nothing = Finish::Completed(StoredResult::Unencodable);
+    for (at, finish) in [completed("1"), Finish::Failed(stored("1")), nothing].into_iter().enumerate() {
+        let key = case.key(&at.to_string());
+        let lease = case.first(&key, OnCrash::Retry).await;
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
+        let decision = case.decision(&key, 1, Action::Reopen).await;
+        assert_eq!(case.decide(&decision).await, Decided::Finished, "{finish:?}");
+        case.changes_nothing(&key, case.decide(&decision), "`reopen` of a finished record").await;
+    }
+}
+
+pub(super) async fn discard_finished(case: &Case) {
+    for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
+        let key = case.key(name);
+        let lease = case.first(&key, OnCrash::Fail).await;
+        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
+        let decision = case.decision(&key, 1, Action::Discard).await;
+        let before = case.recorded(&key).await.record;
+        for _ in 0..2 {
+            assert_eq!(case.decide(&decision).await, Decided::Applied, "{name}");
+            let after = case.recorded(&key).await.record;
+            let expected = Record { attempts_used: 0, state: State::Released, owner: after.owner, ..before.clone() };
+            assert_eq!(after, expected, "{name}: the record afterwards");
+        }
+        case.changes_nothing(&key, case.finish(&lease, &finish), "the first result, presented again").await;
+        let second = case.reserved(&limited(case.request(&key), 1), 2, "a key whose result was discarded").await;
+        assert_eq!(second.attempts_used, 1, "{name}: no attempt counts against the limit");
+    }
+    for (key, _, how) in case.unfinished().await {
+        let decision = case.decision(&key, 1, Action::Discard).await;
+        assert_eq!(case.decide(&decision).await, Decided::Unfinished, "{how}");
+        case.changes_nothing(&key, case.decide(&decision), &format!("`discard`: {how}")).await;
+    }
+}
+
+pub(super) async fn replace_corrects(case: &Case) {
+    for (at, finish) in [completed("2"), Finish::Failed(stored("1")), completed("1")].into_iter().enumerate() {
+        let (key, lease) = case.completed(&at.to_string()).await;
+        let why = format!("a result that was replaced by {finish:?}");
+        let decision = case.decision(&key, 1, Action::Replace(finish.clone())).await;
+        let before = case.recorded(&key).await.record;
+        for _ in 0..2 {
+            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
+            let after = case.recorded(&key).await.record;
+            assert_eq!(after, Record { state: finish.state(), owner: after.owner, ..before.clone() }, "{why}");
+            case.is_told(&case.request(&key), Reservation::finished(after), &why).await;
+        }
+        case.changes_nothing(&key, case.finish(&lease, &completed("1")), "the first result, presented again").await;
+    }
+    for (key, _, how) in case.unfinished().await {
+        let decision = case.decision(&key, 1, Action::Replace(completed("1"))).await;
+        assert_eq!(case.decide(&decision).await, Decided::Unfinished, "{how}");
+        case.changes_nothing(&key, case.decide(&decision), &format!("`replace`: {how}")).await;
+    }
+}
+
+pub(super) async fn decisions_about_one_record(case: &Case) {
+    // Interrupted, and so at the mercy of every decision.
+    let interrupted = async |name: &str| {
+        let key = case.key(name);
+        let lease = case.first(&key, OnCrash::Fail).await;
+        assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+        key
+    };
+    let is_told = |told: &Decided, name: &str, why: &str| match told {
+        Decided::Changed { decided_by, .. } => assert_eq!(decided_by.as_deref(), Some(name), "{why}"),
+        Decided::NoRecord => assert_eq!(name, "forgetful", "{why}"),
+        other => panic!("{why}: should be refused as changed, was answered {other:?}"),
+    };
+    let mut rounds = 0;
+    for first in actions() {
+        for second in actions() {
+            rounds += 1;
+            let by = if first == Action::Forget { "forgetful" } else { "alice" };
+            let key = interrupted(&format!("one after the other {rounds}")).await;
+            let earlier = case.decision(&key, 1, first.clone()).await.by(by);
+            let later = case.decision(&key, 1, second.clone()).await.by("bob");
+            let why = format!("`{}`, after `{}` of the same record", second.name(), first.name());
+            assert_eq!(case.decide(&earlier).await, Decided::Applied, "{why}");
+            let between = case.inspect(&key).await.map(|found| found.record);
+            is_told(&case.decide(&later).await, by, &why);
+            assert_eq!(
+                case.inspect(&key).await.map(|found| found.record),
+                between,
+                "{why}: refused, but it changed it"
+            );
+        }
+    }
+    for first in corrections() {
+        let by = if first == Action::Forget { "forgetful" } else { "alice" };
+        let (key, _) = case.completed(&format!("corrected by {}", first.name())).await;
+        let earlier = case.decision(&key, 1, first.clone()).await.by(by);
+        let later = case.decision(&key, 1, Action::Replace(completed("2"))).await.by("bob");
+        assert_eq!(case.decide(&earlier).await, Decided::Applied);
+        is_told(&case.decide(&later).await, by, first.name());
+    }
+    for round in 0..20 {
+        let key = interrupted(&format!("at the same time {round}")).await;
+        let resolve = case.decision(&key, 1, Action::Resolve(completed("decided"))).await.by("alice");
+        let reopen = case.decision(&key, 1, Action::Reopen).await.by("bob");
+        let start = Arc::new(tokio::sync::Barrier::new(2));
+        let [one, other] = [resolve, reopen].map(|decision| {
+            let (store, start) = (Arc::clone(case.store()), Arc::clone(&start));
+            tokio::spawn(async move {
+                start.wait().await;
+                store.decide(&decision).await
+            })
+        });
+        let mut told = Vec::new();
+        for task in [one, other] {
+            told.push(case.soon(task, "two decisions").await.expect("no panic").expect("an answer"));
+        }
+        let record = case.recorded(&key).await.record;
+        match &told[..] {
+            [Decided::Applied, Decided::Changed { .. }] => assert_eq!(record.state, completed("decided").state()),
+            [Decided::Changed { .. }, Decided::Applied] => assert_eq!(record.state, State::Released),
+            _ => panic!("of two contrary decisions about one record one is applied, they were answered {told:?}"),
+        }
+    }
+}
+
+pub(super) async fn decisions_name_what_was_seen(case: &Case) {
+    let changed = async |seen: Decision, standing: Standing, why: &str| {
+        assert_eq!(case.decide(&seen).await, Decided::changed(standing), "{why}");
+        case.changes_nothing(&seen.key, case.decide(&seen), why).await;
+    };
+    // Its attempt ends.
+    let key = case.key("ended");
+    let lease = case.first(&key, OnCrash::Fail).await;
+    let seen = case.decision(&key, 1, Action::BreakLease).await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+    changed(seen, Standing::Interrupted, "a running attempt that was interrupted since").await;
+    // Its attempt finishes after all.
+    let key = case.key("late");
+    let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    let decisions = [Action::Reopen, Action::Forget, Action::Resolve(completed("decided")), Action::BreakLease];
+    let mut seen = Vec::new();
+    for action in decisions {
+        seen.push(case.decision(&key, 1, action).await);
+    }
+    assert_eq!(case.finish(&lease, &completed("late")).await, Verdict::Applied);
+    for seen in seen {
+        changed(seen, Standing::Completed, "a lapsed attempt that has finished since").await;
+    }
+    // Its lease holds after all, as a renewal may have come since.
+    let key = case.key("renewed");
+    let lease = case.first(&key, OnCrash::Retry).await;
+    let seen = case.decision(&key, 1, Action::BreakLease).await;
+    let seen = Decision { seen: Revision { standing: Standing::Lapsed, ..seen.seen }, ..seen };
+    changed(seen, Standing::Running, "a lapsed lease that was renewed since").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
+    // Another person decides twice, and the record looks as before.
+    let (key, _) = case.completed("corrected twice").await;
+    let seen = case.decision(&key, 1, Action::Discard).await.by("alice");
+    for finish in [completed("2"), completed("1")] {
+        assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, Decided::Applied);
+    }
+    changed(seen, Standing::Completed, "a result that was replaced twice since").await;
+    // The key is forgotten, and the first attempt of another life ends in the same way.
+    let (key, _) = case.completed("forgotten").await;
+    let seen = case.decision(&key, 1, Action::Discard).await;
+    assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied);
+    let lease = case.first(&key, OnCrash::Retry).await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    changed(seen, Standing::Completed, "a key that was forgotten since").await;
+    // A lease that lapses is over, as the operator wants it.
+    let key = case.key("lapsed");
+    case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    let seen = case.decision(&key, 1, Action::BreakLease).await;
+    case.lapse().await;
+    assert_eq!(case.decide(&seen).await, Decided::Applied, "a lease that lapses before it is broken");
 }
 
 pub(super) async fn resolve_fences(case: &Case) {
@@ -177,7 +371,7 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
         };
         let before = case.recorded(&key).await.expires_in;
         case.sleep(PAUSE).await;
-        assert_eq!(case.decide(&Decision::new(&key, 1, action)).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 1, action).await, Decided::Applied);
         let after = case.recorded(&key).await.expires_in;
         case.has_left(after, before, earliest, &format!("the retention after `{name}`"));
         assert!(after + PAUSE <= before + TOLERANCE, "`{name}` extended the retention: {before:?}, then {after:?}");
@@ -188,7 +382,7 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
 async fn breaks(case: &Case, key: &Key, lease: &Lease, state: State) {
     let before = case.recorded(key).await.record;
     for _ in 0..2 {
-        assert_eq!(case.decide(&Decision::break_lease(key, 1)).await, Decided::Applied, "a live lease");
+        assert_eq!(case.decides(key, 1, Action::BreakLease).await, Decided::Applied, "a live lease");
         let after = case.recorded(key).await;
         let expected = Record { state: state.clone(), owner: after.record.owner, ..before.clone() };
         assert_eq!((after.record, after.lapses_in), (expected, None), "a record whose lease was broken");
@@ -204,10 +398,10 @@ pub(super) async fn break_lease_frees(case: &Case) {
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
     case.is_told(&limited(case.request(&key), 1), exhausted, "an attempt whose lease was broken counts").await;
     let second = case.reserved(&case.request(&key), 2, "a key whose lease was broken").await;
-    let told = case.decide(&Decision::break_lease(&key, 1)).await;
+    let told = case.decides(&key, 1, Action::BreakLease).await;
     assert_eq!(told, Decided::OtherAttempt { latest: 2 }, "repeated, once the next attempt runs");
     assert_eq!(case.finish(&second, &completed("2")).await, Verdict::Applied);
-    let told = case.decide(&Decision::break_lease(&key, 2)).await;
+    let told = case.decides(&key, 2, Action::BreakLease).await;
     assert_eq!(told, Decided::Finished, "an attempt that has finished holds no lease");
     let finished = Reservation::finished(Record::after(&second, completed("2").state()));
     case.is_told(&case.request(&key), finished, "the successor's result").await;
@@ -216,25 +410,31 @@ pub(super) async fn break_lease_frees(case: &Case) {
 pub(super) async fn break_lease_under_fail(case: &Case) {
     let key = case.key("");
     let lease = case.first(&key, OnCrash::Fail).await;
+    assert_eq!(case.begin(&lease).await, Verdict::Applied);
     breaks(case, &key, &lease, State::Interrupted).await;
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let request = ReserveRequest { on_crash, ..case.request(&key) };
         case.is_told(&request, Reservation::Interrupted { attempt: 1 }, "a lease under `fail` that was broken").await;
     }
     assert_eq!(case.resolve(&key, 1, &completed("1")).await, Decided::Applied, "what was broken can be resolved");
+
+    let key = case.key("before its body");
+    let lease = case.first(&key, OnCrash::Fail).await;
+    breaks(case, &key, &lease, State::Released).await;
+    case.changes_nothing(&key, case.begin(&lease), "a mark that arrives after the lease was broken").await;
 }
 
 pub(super) async fn forget_erases(case: &Case) {
     for (key, late, how) in case.unfinished().await {
-        assert_eq!(case.decide(&Decision::forget(&key, 1)).await, Decided::Applied, "{how}");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "{how}");
         assert_eq!(case.inspect(&key).await, None, "{how}, then forgotten: the record is still there");
-        assert_eq!(case.decide(&Decision::forget(&key, 1)).await, Decided::NoRecord, "{how}, forgotten twice");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::NoRecord, "{how}, forgotten twice");
         assert_eq!(case.finish(&late, &completed("late")).await, Verdict::Refused, "{how}, then forgotten");
         assert_eq!(case.renew(&late).await, Verdict::Refused, "{how}, then forgotten");
         let request = marked(limited(case.request(&key), 1), 2);
         let lease = case.reserved(&request, 1, "a key that was forgotten").await;
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-        assert_eq!(case.decide(&Decision::forget(&key, 1)).await, Decided::Applied, "a finished record");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "a finished record");
         assert_eq!(case.inspect(&key).await, None, "a finished record that was forgotten");
     }
 }
@@ -245,10 +445,10 @@ pub(super) async fn dropped_decisions(case: &Case) {
             let key = case.key(&format!("{polls} {}", action.name()));
             case.first(&key, OnCrash::Fail).await;
             if action != Action::BreakLease {
-                assert_eq!(case.decide(&Decision::break_lease(&key, 1)).await, Decided::Applied);
+                assert_eq!(case.decides(&key, 1, Action::BreakLease).await, Decided::Applied);
             }
             let before = case.recorded(&key).await.record;
-            let decision = Decision::new(&key, 1, action.clone());
+            let decision = case.decision(&key, 1, action.clone()).await;
             abandon(case, case.store().decide(&decision), polls).await;
             let why = format!("`{}`, dropped after {polls} polls", action.name());
             let between = case.inspect(&key).await.map(|found| found.record);

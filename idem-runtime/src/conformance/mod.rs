@@ -71,8 +71,10 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
+use crate::record::request::Standing;
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Trail, Verdict,
+    Action, Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision, StoredResult,
+    Trail, Verdict,
 };
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
@@ -131,11 +133,18 @@ macro_rules! __conformance_clauses {
         released_owner_never_reserves_again: "A reservation that arrives after its own release is answered `Released` and changes nothing.",
         attempts_never_repeat: "Attempt numbers strictly increase while the record is retained: over releases, lapses and `reopen`.",
         max_attempts_counts_releases: "Released attempts count against `max_attempts`.",
-        max_attempts_counts_lapses: "Lapsed attempts count against `max_attempts`.",
+        max_attempts_counts_lapses: "Attempts that lapse after their bodies have begun count against `max_attempts`.",
         not_started_does_not_count: "`release(NotStarted)` takes one attempt off the count, and the next attempt still has the next number.",
         exhaustion_is_not_final: "A request with a higher `max_attempts` runs after one that was refused; a result is replayed whatever the limit.",
         // Crashes.
-        crashed_under_fail: "A lapsed attempt under `on_crash = fail` is interrupted for every request: no other body starts.",
+        crashed_under_fail: "An attempt under `on_crash = fail` that lapses after its body has begun is interrupted for every request: no other body starts.",
+        unmarked_lapse_under_fail: "An attempt under `on_crash = fail` that lapses before its body has begun is taken over, and not counted.",
+        unmarked_lapse_does_not_count: "An attempt that lapses before its body has begun does not count against `max_attempts`.",
+        begin_is_recorded: "`begin` is recorded, renews the lease, and stays recorded while the attempt runs.",
+        begin_repeated: "A repeated `begin` is recognised, even after the lease; the attempt may still be given back as not started.",
+        begin_is_the_owners: "Only the attempt itself can mark its record, by owner token and number.",
+        begin_after_a_lapse: "A `begin` that arrives after the lease, or after a takeover, is refused; a renewed lease can be marked.",
+        begin_after_the_end: "A `begin` that arrives after the end of the attempt is refused.",
         crash_met_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by others.",
         marked_interrupted: "After `release(Interrupted)` every request is refused, whatever its `on_crash`.",
         live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
@@ -207,10 +216,14 @@ macro_rules! __conformance_clauses {
         inspection: "`inspect` shows the record, when its lease lapses and when its retention ends.",
         reopen_refused: "`reopen` refuses a live lease, another attempt and an absent record.",
         reopen_interrupted: "`reopen` lets an interrupted key run again.",
-        reopen_finished: "`reopen` of a finished record discards its result and lets the key run again.",
+        reopen_spares_results: "`reopen` of a finished record is refused.",
+        discard_finished: "`discard` of a finished record gives up its result and lets the key run again; of any other record it is refused.",
+        replace_corrects: "`replace` gives a finished record another end in one step; of any other record it is refused.",
         reopen_lapsed: "`reopen` of a lapsed attempt ends it: its later writes are refused.",
         reopen_released: "`reopen` of a released record sets its count of attempts to zero.",
         reopen_keeps_retention: "`reopen` leaves the retention as it was.",
+        decisions_about_one_record: "Of two contrary decisions about the same record one is applied, and the other is refused as changed, one after the other or at the same time.",
+        decisions_name_what_was_seen: "A decision is refused if an attempt or a decision has changed the record since it was seen, even back to the same state.",
         refusals_say_why: "A decision that is refused says why: no record, another attempt and its number, or a live lease and when it lapses.",
         resolve_ends_it: "`resolve` gives an interrupted, released or lapsed attempt the end that it names, as often as it is repeated.",
         resolve_spares_results: "`resolve` replaces no result that was recorded.",
@@ -236,6 +249,7 @@ macro_rules! __conformance_clauses {
         owners_are_unique: "Two handles never make the same owner token.",
         dropped_reserve: "A reservation whose future is dropped takes effect in full or not at all.",
         dropped_reserve_stays_away: "A reservation whose caller was dropped and has cleaned up takes no effect afterwards.",
+        dropped_begin: "A `begin` whose future is dropped takes effect in full or not at all, and may be repeated.",
         dropped_renew: "A renewal whose future is dropped takes effect in full or not at all.",
         dropped_finish: "A finish whose future is dropped takes effect in full or not at all.",
         dropped_release: "A release whose future is dropped takes effect in full or not at all.",
@@ -259,11 +273,15 @@ macro_rules! list {
 }
 
 use crashes::{
+    begin_after_a_lapse, begin_after_the_end, begin_is_recorded, begin_is_the_owners, begin_repeated,
     crash_met_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
+    unmarked_lapse_does_not_count, unmarked_lapse_under_fail,
 };
 use decisions::{
-    break_lease_frees, break_lease_under_fail, decisions_keep_retention, dropped_decisions, forget_erases,
-    refusals_say_why, resolve_ends_it, resolve_fences, resolve_spares_results, resolve_supplies_a_missing_result,
+    break_lease_frees, break_lease_under_fail, decisions_about_one_record, decisions_keep_retention,
+    decisions_name_what_was_seen, discard_finished, dropped_decisions, forget_erases, refusals_say_why,
+    reopen_spares_results, replace_corrects, resolve_ends_it, resolve_fences, resolve_spares_results,
+    resolve_supplies_a_missing_result,
 };
 use fingerprints::{
     fingerprint_survives, mismatch_at_takeover, mismatch_on_replay, mismatch_once_exhausted, mismatch_once_interrupted,
@@ -272,8 +290,8 @@ use fingerprints::{
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
 use listing::{list_filters, list_shows_each_once, list_shows_what_inspect_does, ping_is_answered};
 use operators::{
-    inspection, purge_spares_the_kept, reopen_finished, reopen_interrupted, reopen_keeps_retention, reopen_lapsed,
-    reopen_refused, reopen_released,
+    inspection, purge_spares_the_kept, reopen_interrupted, reopen_keeps_retention, reopen_lapsed, reopen_refused,
+    reopen_released,
 };
 use reserving::{
     attempts_never_repeat, exhaustion_is_not_final, first_reservation, live_lease_is_pending,
@@ -290,7 +308,7 @@ use retention::{
     result_is_forgotten, retention_of_a_pending_record, retention_starts_at_the_end,
 };
 use robustness::{
-    dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
+    dropped_begin, dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
     dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique, unreachable_store,
 };
 use telling::{
@@ -624,6 +642,17 @@ impl Case {
         assert_eq!(self.reserve(request).await.aged(None), expected, "{why}");
     }
 
+    async fn begin(&self, lease: &Lease) -> Verdict {
+        self.ask(self.store().begin(lease), "begin").await
+    }
+
+    /// Marks that the body of `lease` begins, however slow the machine is: a short lease may lapse before the mark.
+    async fn begins(&self, lease: &Lease) {
+        while self.begin(lease).await == Verdict::Refused {
+            assert_eq!(self.renew(lease).await, Verdict::Applied, "nobody has taken over");
+        }
+    }
+
     async fn renew(&self, lease: &Lease) -> Verdict {
         let answers = self.ask(StoreFuture::new(renew_all(self.store(), std::slice::from_ref(lease))), "renew").await;
         assert_eq!(answers.len(), 1, "one lease gets one answer");
@@ -642,8 +671,25 @@ impl Case {
         self.ask(self.store().decide(decision), decision.action.name()).await
     }
 
+    /// The decision of an operator who looks at `key` now, about attempt `attempt`.
+    async fn decision(&self, key: &Key, attempt: u32, action: Action) -> Decision {
+        let seen = match self.inspect(key).await {
+            Some(found) => found.revision(),
+            None => unseen(Standing::Interrupted),
+        };
+        Decision::new(key, seen.with_attempt(attempt), action)
+    }
+
+    /// Looks at `key`, and decides about attempt `attempt`.
+    async fn decides(&self, key: &Key, attempt: u32, action: Action) -> Decided {
+        let decision = self.decision(key, attempt, action).await;
+        self.decide(&decision).await
+    }
+
+    /// Looks at `key`, and lets the next delivery run after attempt `attempt`, whatever has become of that.
     async fn reopen(&self, key: &Key, attempt: u32) -> Verdict {
-        self.decide(&Decision::reopen(key, attempt)).await.into()
+        let is_finished = self.inspect(key).await.is_some_and(|found| found.record.is_finished());
+        self.decides(key, attempt, if is_finished { Action::Discard } else { Action::Reopen }).await.into()
     }
 
     async fn purge(&self, batch: u32) -> u64 {
@@ -722,6 +768,11 @@ fn fingerprint(byte: u8) -> Fingerprint {
 /// A result as the codec `json` encodes it.
 fn stored(bytes: impl Into<Vec<u8>>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
+}
+
+/// The sight of a record that no test has made.
+fn unseen(standing: Standing) -> Revision {
+    Revision { owner: [0; 8], attempt: 0, standing }
 }
 
 fn completed(text: &str) -> Finish {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
+use crate::record::{Action, Decided, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
@@ -18,7 +18,11 @@ pub(super) async fn inspection(case: &Case) {
         let request = marked(ReserveRequest { lease, ttl, on_crash, ..case.request(&key) }, 9);
         let held = case.reserved(&request, 1, "a key that was never used").await;
         let pending = case.recorded(&key).await;
-        assert_eq!(pending.record, Record::after(&held, State::Pending { lease, ttl, on_crash }), "a pending record");
+        assert_eq!(
+            pending.record,
+            Record::after(&held, State::Pending { lease, ttl, on_crash, begun: false }),
+            "a pending record"
+        );
         case.has_left(pending.lapses_in.expect("a pending record has a lease"), lease, earliest, "the lease");
         case.has_left(pending.expires_in, lease + ttl, earliest, "the retention of a pending record");
 
@@ -65,11 +69,12 @@ pub(super) async fn reopen_refused(case: &Case) {
 /// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened and that the next attempt runs.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
-    assert_eq!(case.reopen(key, 1).await, Verdict::Applied, "{why}");
+    let decision = case.decision(key, 1, Action::Reopen).await;
+    assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
     let reopened = case.recorded(key).await.record;
     let expected = Record { attempts_used: 0, state: State::Released, owner: reopened.owner, ..before };
     assert_eq!(reopened, expected, "{why}: the record afterwards");
-    assert_eq!(case.reopen(key, 1).await, Verdict::Applied, "{why}: repeated");
+    assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}: repeated");
     let request = limited(marked(case.request(key), 1), 1);
     let lease = case.reserved(&request, 2, why).await;
     assert_eq!(lease.attempts_used, 1, "{why}: no attempt counts against the limit");
@@ -88,20 +93,11 @@ pub(super) async fn reopen_interrupted(case: &Case) {
     runs_again(case, &key, "an attempt that was marked as interrupted").await;
 
     let key = case.key("lapsed");
-    case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
+    case.begins(&lease).await;
     case.lapse().await;
     case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
     runs_again(case, &key, "an attempt that lapsed under `fail`").await;
-}
-
-pub(super) async fn reopen_finished(case: &Case) {
-    for (name, finish) in [("completed", completed("1")), ("failed", Finish::Failed(stored("1")))] {
-        let key = case.key(name);
-        let lease = case.reserved(&marked(case.request(&key), 1), 1, "a key that was never used").await;
-        assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
-        runs_again(case, &key, name).await;
-        case.changes_nothing(&key, case.finish(&lease, &finish), "the first result, presented again").await;
-    }
 }
 
 pub(super) async fn reopen_lapsed(case: &Case) {

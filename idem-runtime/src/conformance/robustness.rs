@@ -4,7 +4,8 @@ use std::collections::HashSet;
 
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
 use crate::policy::OnCrash;
-use crate::record::{Decision, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
+use crate::record::request::Standing;
+use crate::record::{Action, Decided, Decision, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 use crate::store::{Store, StoreError, StoreErrorKind};
 
 /// How many times a call is polled before it is dropped.
@@ -58,7 +59,7 @@ pub(super) async fn dropped_reserve(case: &Case) {
         let dropped = case.request(&key);
         abandon(case, case.store().reserve(&dropped), polls).await;
         let (lease, _) = case.wins(&dropped, &format!("repeated after a takeover dropped after {polls} polls")).await;
-        assert_eq!((lease.attempt, lease.attempts_used), (2, 2), "dropped after {polls} polls: one attempt, not two");
+        assert_eq!((lease.attempt, lease.attempts_used), (2, 1), "dropped after {polls} polls: one attempt, not two");
     }
 }
 
@@ -113,6 +114,21 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     }
 }
 
+pub(super) async fn dropped_begin(case: &Case) {
+    for polls in POLLS {
+        let key = case.key(&polls.to_string());
+        let lease = case
+            .reserved(&ReserveRequest { on_crash: OnCrash::Fail, ..case.request(&key) }, 1, "a key that was never used")
+            .await;
+        abandon(case, case.store().begin(&lease), polls).await;
+        let state = case.recorded(&key).await.record.state;
+        assert!(matches!(state, State::Pending { .. }), "dropped after {polls} polls: {state:?}");
+        assert_eq!(case.begin(&lease).await, Verdict::Applied, "repeated");
+        assert_eq!(case.release(&lease, Release::NotStarted).await, Verdict::Applied);
+        case.reserved(&ReserveRequest { on_crash: OnCrash::Fail, ..case.request(&key) }, 2, "released").await;
+    }
+}
+
 pub(super) async fn dropped_renew(case: &Case) {
     for polls in POLLS {
         let key = case.key(&polls.to_string());
@@ -161,8 +177,9 @@ pub(super) async fn dropped_reopen(case: &Case) {
         let key = case.key(&polls.to_string());
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-        abandon(case, case.store().decide(&Decision::reopen(&key, 1)), polls).await;
-        assert_eq!(case.reopen(&key, 1).await, Verdict::Applied, "dropped after {polls} polls, then repeated");
+        let decision = case.decision(&key, 1, Action::Discard).await;
+        abandon(case, case.store().decide(&decision), polls).await;
+        assert_eq!(case.decide(&decision).await, Decided::Applied, "dropped after {polls} polls, then repeated");
         case.reserved(&case.request(&key), 2, "a reopened key").await;
     }
 }
@@ -196,7 +213,7 @@ pub(super) async fn unreachable_store(case: &Case) {
         let answer = case.soon(store.inspect(&key), "inspect").await;
         assert!(answer.is_err(), "an unreachable store answered an inspection: {answer:?}");
         for action in super::decisions::actions() {
-            let decision = Decision::new(&key, 1, action);
+            let decision = Decision::new(&key, super::unseen(Standing::Interrupted).with_attempt(1), action);
             let answer = case.soon(store.decide(&decision), decision.action.name()).await;
             assert!(answer.is_err(), "an unreachable store answered `{}`: {answer:?}", decision.action.name());
         }
@@ -238,7 +255,7 @@ pub(super) async fn foreign_value(case: &Case) {
         let answer = case.soon(case.store().release(&lease, Release::Returned), "release").await;
         assert!(!matches!(answer, Ok(Verdict::Applied)), "a release overwrote a foreign value");
         for action in super::decisions::actions() {
-            let decision = Decision::new(&key, 1, action);
+            let decision = Decision::new(&key, super::unseen(Standing::Interrupted).with_attempt(1), action);
             let answer = case.soon(case.store().decide(&decision), decision.action.name()).await;
             let kind = answer.as_ref().err().map(StoreError::kind);
             let name = decision.action.name();

@@ -5,8 +5,8 @@ use crate::clock::Instant;
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{
-    Decided, Decision, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest, Traceparent, Trail,
-    Verdict,
+    Action, Decided, Decision, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest, Traceparent,
+    Trail, Verdict,
 };
 
 const FIRST: Holder<'static> = Holder::new("host-1/17/first \u{fc}");
@@ -148,7 +148,7 @@ pub(super) async fn times_are_told(case: &Case) {
     let fourth = case.reserved(&case.request(&key), 4, "a reopened key").await;
     let fourth_at = (before, case.now());
     case.sleep(PAUSE).await;
-    assert_eq!(case.decide(&Decision::break_lease(&key, 4)).await, Decided::Applied);
+    assert_eq!(case.decides(&key, 4, Action::BreakLease).await, Decided::Applied);
     case.sleep(PAUSE).await;
     case.told_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
@@ -218,41 +218,34 @@ pub(super) async fn decision_is_named(case: &Case) {
     let fail = |key: &Key| ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) }.holder(FIRST);
     let reason = "é".repeat(Trail::MAX_REASON_BYTES / 2);
     let by = "a".repeat(Trail::MAX_BY_BYTES);
-    let decisions: [fn(&Key) -> Decision; 3] = [
-        |key| Decision::reopen(key, 1),
-        |key| Decision::resolve(key, 1, completed("1")),
-        |key| Decision::break_lease(key, 1),
-    ];
-    for decide in decisions {
-        let decision = decide(&case.key("")).by(&*by).reason(&*reason);
-        let name = decision.action.name();
+    for action in [Action::Reopen, Action::Resolve(completed("1")), Action::BreakLease] {
+        let name = action.name();
         let key = case.key(name);
-        let decision = Decision { key: key.clone(), ..decision };
         let request = fail(&key);
         let lease = case.reserved(&request, 1, "a key that was never used").await;
         if name != "break_lease" {
             assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
         }
         case.tells(&key, &request.trail, "nobody has decided").await;
+        let decision = case.decision(&key, 1, action.clone()).await.by(&*by).reason(&*reason);
         for _ in 0..2 {
             assert_eq!(case.decide(&decision).await, Decided::Applied);
             case.tells(&key, &request.trail.with_decision(&by, &reason), name).await;
         }
-        let again = Decision::new(&key, 1, decision.action.clone()).by("bob");
+        let again = case.decision(&key, 1, action.clone()).await.by("bob");
         assert_eq!(case.decide(&again).await, Decided::Applied);
         case.tells(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
-        let again = Decision::new(&key, 1, decision.action);
-        assert_eq!(case.decide(&again).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 1, action).await, Decided::Applied);
         case.tells(&key, &request.trail, "a decision of nobody in particular").await;
     }
 
     let key = case.key("kept");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
-    let refused = Decision::reopen(&key, 2).by("alice").reason("INC-7");
+    let refused = case.decision(&key, 2, Action::Reopen).await.by("alice").reason("INC-7");
     assert_eq!(case.decide(&refused).await, Decided::OtherAttempt { latest: 1 });
     assert_eq!(case.recorded(&key).await.decided_by(), None, "a decision that was refused");
-    assert_eq!(case.decide(&Decision { attempt: 1, ..refused }).await, Decided::Applied);
+    assert_eq!(case.decide(&Decision { seen: refused.seen.with_attempt(1), ..refused }).await, Decided::Applied);
     let request = case.request(&key).holder(SECOND);
     let lease = case.reserved(&request, 2, "a reopened key").await;
     let trail = request.trail.with_decision("alice", "INC-7");

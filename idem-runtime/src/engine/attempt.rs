@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::held::note_refusal;
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
@@ -137,10 +138,12 @@ impl Attempt {
                 Ok(())
             }
             Ok(_) => {
+                note_refusal();
                 let (key, attempt) = (self.key().clone(), self.number());
-                Err(Error::LeaseLost { key, store, attempt, retry_after: self.pause() })
+                Err(Error::LeaseLost { key, store, attempt, retry_after: self.pause(), source: None })
             }
             Err(source) => {
+                note_refusal();
                 let (key, retry_after) = (self.key().clone(), self.pause());
                 Err(Error::Store { key, store, started: true, retry_after, source })
             }
@@ -152,6 +155,14 @@ impl Attempt {
     /// How long the message waits before it is delivered again.
     pub(crate) fn pause(&self) -> Duration {
         self.backoff.after(self.number(), self.lease.owner.seed())
+    }
+}
+
+impl Attempt {
+    /// The same for a body that runs without a reservation. No record counts its failures: the store handle does, by key.
+    pub(crate) fn pause_unprotected(&self, is_ok: bool) -> Duration {
+        let failures = self.store.heartbeats().unrecorded_failures(self.key(), is_ok);
+        self.backoff.after(failures.max(1), self.key().spread() ^ u64::from(failures))
     }
 }
 

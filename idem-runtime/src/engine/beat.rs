@@ -5,7 +5,7 @@ use std::future::Future;
 use std::task::Context;
 use std::time::Duration;
 
-use super::outcome::{Observe, Outcome, TimerSlot};
+use super::outcome::{Observe, TimerSlot};
 use crate::error::Error;
 use crate::store::{Beat, Beating, Callback};
 
@@ -26,9 +26,9 @@ pub trait Beats<O> {
     #[doc(hidden)]
     const WANTS_TIMER: bool;
 
-    /// What the delivery returns at once because its message is lost.
+    /// The result of a delivery that is cancelled because its message is lost: `error`.
     #[doc(hidden)]
-    fn lost(&mut self, calls: &[Outcome], cx: &Context<'_>) -> Option<O>;
+    fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<O>;
 
     /// The delivery waits for something, and `timer` is that of its first call.
     #[doc(hidden)]
@@ -46,7 +46,7 @@ pub struct NoBeat;
 impl<O> Beats<O> for NoBeat {
     const WANTS_TIMER: bool = false;
 
-    fn lost(&mut self, _: &[Outcome], _: &Context<'_>) -> Option<O> {
+    fn lost(&mut self, _: &dyn Fn() -> Error, _: &Context<'_>) -> Option<O> {
         None
     }
 
@@ -75,16 +75,11 @@ impl<C> fmt::Debug for OnBeat<C> {
 impl<C, T, E: From<Error>> Beats<Result<T, E>> for OnBeat<C> {
     const WANTS_TIMER: bool = true;
 
-    fn lost(&mut self, calls: &[Outcome], cx: &Context<'_>) -> Option<Result<T, E>> {
+    fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<Result<T, E>> {
         if !self.beating.as_ref()?.is_lost(cx.waker()) || self.on_lost == OnBeatLost::Continue {
             return None;
         }
-        let last = calls.last();
-        Some(Err(E::from(Error::MessageLost {
-            key: last.and_then(|call| call.key.clone()),
-            attempt: last.and_then(|call| call.attempt),
-            retry_after: Outcome::pause_of(last),
-        })))
+        Some(Err(E::from(error())))
     }
 
     fn start(&mut self, timer: &TimerSlot, cx: &Context<'_>) {
@@ -209,8 +204,8 @@ impl<F: Future, C> Observe<F, OnBeat<C>> {
 impl<F: Future, B> Observe<F, B> {
     /// How often the broker has delivered this message, this time included: `ApproximateReceiveCount`, `x-delivery-count`
     /// plus one, `delivered`. With it `Retry` carries a time that grows with the deliveries, also where no attempt counts them:
-    /// the duplicate of a handler that runs for long is delivered again after more and more leases, up to the longest pause of
-    /// the policy's [`Backoff`](crate::policy::Backoff).
+    /// the duplicate of a handler that runs for long is delivered again after more and more leases with each time that it meets
+    /// the same attempt, up to the longest pause of the policy's [`Backoff`](crate::policy::Backoff).
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -230,12 +225,17 @@ impl<F: Future, B> Observe<F, B> {
     /// How often the broker delivers a message before it sets it aside: `maxReceiveCount`, `x-delivery-limit` plus one,
     /// `max_deliver`. With [`delivery`](Observe::delivery) it tells how many deliveries are left. On the last two of them a
     /// duplicate of a running attempt waits for it in place of an answer, whatever `in_progress` says, for as long as an attempt
-    /// may run (`timeout`, and a lease): so the message is not set aside while its work is under way. A call whose store is away waits for
-    /// that as long. Combine it with
-    /// [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    /// may run (`timeout`, and a lease): so the message is not set aside while its work is under way. At most four duplicates of
+    /// a store handle wait so at a time, as each takes a place of its consumer; another one is answered. A call whose store is
+    /// away waits for that as long. Combine it with [`on_beat`](Observe::on_beat) where the broker has a time-out.
     ///
-    /// A broker that can't deliver later, but only at once, has spent its deliveries soon: give a limit of 1, and duplicates
-    /// always wait.
+    /// On the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
+    /// [`DeadLetter`](crate::Disposition::DeadLetter): no other delivery comes, and some brokers forget the message then. Before it, a
+    /// [fingerprint mismatch](Error::FingerprintMismatch) is delivered again, as the type of the payload may have changed with a
+    /// deployment.
+    ///
+    /// A broker that can't deliver later, but only at once, has spent its deliveries soon: give a limit of 1 without
+    /// [`delivery`](Observe::delivery), and duplicates always wait.
     pub fn delivery_limit(self, limit: u32) -> Self {
         self.map_observer(|observer| observer.budget.limit = Some(limit))
     }
@@ -260,6 +260,16 @@ impl Budget {
     /// The number of this delivery, where it is known.
     pub(super) fn number(self) -> Option<u32> {
         self.number
+    }
+
+    /// Whether the broker delivers the message no more after this delivery.
+    pub(super) fn is_last(self) -> bool {
+        matches!((self.number, self.limit), (Some(number), Some(limit)) if number >= limit)
+    }
+
+    /// Whether the broker is known to deliver the message once more if this delivery fails.
+    pub(super) fn has_more(self) -> bool {
+        matches!((self.number, self.limit), (Some(number), Some(limit)) if number < limit)
     }
 
     /// Whether the broker may soon set the message aside.

@@ -1,11 +1,13 @@
 //! The beginning of a call: reserves its key, or returns why its body must not run.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Subject;
 use super::attempt::{self, Attempt};
+use super::batch::Turn;
 use super::end;
 use super::held::HeldAttempt;
 use super::outcome::{self, Refusal};
@@ -14,15 +16,34 @@ use crate::combine::race;
 use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
-use crate::policy::{InProgress, MissingKey, Mode, OnStoreError, OnUndecodable, Policy};
-use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, Verdict};
+use crate::policy::{
+    Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Policy, PolicyProblem,
+};
+use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, Verdict};
 use crate::store::flight::{Aboard, News, wait_once};
-use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
+use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
-/// How many owner tokens a call may draw. It needs a second one if a clean-up overtook its own late request.
+/// How many owner tokens a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
+/// had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
+
+thread_local! {
+    /// Whether a call has begun to wait on this thread since the last look.
+    static WAITS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that is away.
+pub(super) fn waits() {
+    WAITS.set(true);
+}
+
+/// Whether a call that was polled on this thread since the last look [waits].
+#[cfg(feature = "tower")]
+pub(crate) fn has_begun_to_wait() -> bool {
+    WAITS.replace(false)
+}
 
 /// How a call begins.
 pub(super) struct Beginning {
@@ -31,6 +52,8 @@ pub(super) struct Beginning {
     pub(super) waited: Option<Duration>,
     /// Whether the store answered as soon as it was asked.
     pub(super) at_once: bool,
+    /// The turn of the call on its key, if it is one of a batch.
+    pub(super) turn: Option<Box<Turn>>,
 }
 
 /// What a call does with its body.
@@ -59,7 +82,16 @@ pub(super) struct Replay {
     pub(super) age: Option<Duration>,
     /// For how long the policy of the call keeps a result.
     pub(super) ttl: Duration,
+    pub(super) backoff: Backoff,
     pub(super) on_undecodable: OnUndecodable,
+}
+
+impl Replay {
+    /// The pause before a message is delivered again whose delivery fails after this replay: as long as the record is old, so
+    /// that it doubles each time.
+    pub(super) fn pause(&self) -> Duration {
+        self.backoff.during(self.age.unwrap_or_default(), self.record.owner.seed())
+    }
 }
 
 /// Reserves the key of `subject`, or returns why its body must not run.
@@ -73,12 +105,17 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
         let turns = outcome::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
-            return Beginning { start, waited: None, at_once: false };
+            return Beginning { start, waited: None, at_once: false, turn: None };
         }
-        // Items of one batch with one key run one after the other: the second one replays the first.
-        let queued = match (turns, key) {
-            (Some((turns, item)), Ok(key)) => turns.enter(key, item).await,
-            _ => false,
+        // Items of one batch with one key run one after the other: the second one replays the first. Shadow mode must not delay a
+        // call.
+        let (mut turn, queued) = match (turns, key) {
+            (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
+                let limit = || store.heartbeats().clock().sleep(policy.timeout.saturating_add(policy.lease));
+                // Boxed: most calls are not in a batch, but would carry its size inline.
+                Box::pin(turns.enter(key, item, limit)).await
+            }
+            _ => (None, false),
         };
         let mut outage = None;
         loop {
@@ -90,6 +127,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
                 };
                 let Some(pause) = pause else {
                     beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
+                    beginning.turn = turn.take();
                     // In place, as it is large.
                     if let Some(instead) = instead(&subject, mode, &beginning.start) {
                         beginning.start = instead;
@@ -98,6 +136,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
                 };
                 pause
             };
+            waits();
             // Here, as every call would carry what is in the block over this await.
             store.heartbeats().clock().sleep(pause).await;
         }
@@ -152,26 +191,30 @@ fn is_no_answer(error: &Error) -> bool {
 async fn admit(subject: &Subject, mode: Mode) -> Beginning {
     let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
-        Err(start) => return Beginning { start: *start, waited: None, at_once: false },
+        Err(start) => return Beginning { start: *start, waited: None, at_once: false, turn: None },
     };
     let (mut met_at, mut waited) = (None, false);
     loop {
         let running = match request.ask().await {
             Step::Decided(start) => {
                 let waited = request.since(met_at.filter(|_| waited));
-                return Beginning { start, waited, at_once: request.at_once };
+                return Beginning { start, waited, at_once: request.at_once, turn: None };
             }
             Step::AskAgain => continue,
             Step::Running(running) => running,
         };
+        request.may_wait_at_last();
         if request.may_wait(&mut met_at).is_zero() {
             let waited = request.since(met_at.filter(|_| waited));
-            return Beginning { start: Start::Refused(request.in_progress(running)), waited, at_once: false };
+            let start = Start::Refused(request.in_progress(running));
+            return Beginning { start, waited, at_once: false, turn: None };
         }
         waited = true;
+        waits();
         // Boxed: most calls don't wait, but would carry its size inline.
         if let Some(start) = Box::pin(request.wait(running, &mut met_at)).await {
-            return Beginning { start: *start, waited: request.since(met_at), at_once: request.at_once };
+            let waited = request.since(met_at);
+            return Beginning { start: *start, waited, at_once: request.at_once, turn: None };
         }
     }
 }
@@ -203,6 +246,8 @@ struct Request<'a> {
     at_once: bool,
     /// How many owner tokens the call has drawn.
     tokens: u8,
+    /// The right to wait on the last deliveries of the message.
+    last_wait: Option<LastWait>,
 }
 
 impl<'a> Request<'a> {
@@ -219,6 +264,15 @@ impl<'a> Request<'a> {
         };
         if let Err(reason) = policy.check() {
             return refuse(Error::InvalidPolicy { key, problem: reason });
+        }
+        if let Some(longest) = outcome::redelivered_for()
+            && policy.ttl < longest
+        {
+            let redelivery = (longest < Duration::MAX).then_some(longest);
+            return refuse(Error::InvalidPolicy {
+                key,
+                problem: PolicyProblem::TtlBelowRedelivery { ttl: policy.ttl, redelivery },
+            });
         }
         if let Err(reason) = policy.check_with(store)
             && store.heartbeats().warns_now()
@@ -246,7 +300,7 @@ impl<'a> Request<'a> {
             Some(traceparent) => reserve.traceparent(traceparent),
             None => reserve,
         };
-        Ok(Self { subject, mode, reserve, unanswered_since: None, at_once: false, tokens: 1 })
+        Ok(Self { subject, mode, reserve, unanswered_since: None, at_once: false, tokens: 1, last_wait: None })
     }
 
     fn store(&self) -> &'a Arc<dyn Store> {
@@ -284,27 +338,59 @@ impl<'a> Request<'a> {
                     (reply.answer, Some(asked_at))
                 }
             };
-            if let Some(lease) = granted_too_late(&answer, self.clock(), since) {
-                // Boxed, as it is rare.
-                match Box::pin(confirm(self.store(), &self.reserve, lease)).await {
-                    Ok(Some(since)) => asked_at = since,
-                    Ok(None) => return Step::AskAgain,
+            if let Some(unready) = self.unready(&answer, since) {
+                self.at_once = false;
+                // Boxed: most calls are ready, and would carry its size inline.
+                match Box::pin(prepare(self.store(), &self.reserve, unready)).await {
+                    Ok(Prepared::Since(since)) => {
+                        asked_at = since;
+                        if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
+                            // The record is no longer what the reservation wrote.
+                            lease.reserved_at = ReservedAt::default();
+                        }
+                    }
+                    Ok(Prepared::Lost) => return Step::AskAgain,
+                    Ok(Prepared::NotMarked) => return self.ask_as_another(lapsed_before_its_body),
                     Err(error) => answer = Err(error),
                 }
             }
             match answer {
-                Ok(Reservation::Released { .. }) if self.tokens < TOKENS => {
-                    self.reserve.owner = self.store().heartbeats().new_owner();
-                    (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
-                    return Step::AskAgain;
-                }
-                Ok(Reservation::Released { .. }) => return Step::Decided(self.no_answer(tokens_repeat())),
+                Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
                 Ok(Reservation::FingerprintMismatch { attempt }) => attempt,
                 Ok(reservation) => return self.decide(reservation, asked_at),
                 Err(error) => return Step::Decided(self.no_answer(error)),
             }
         };
         Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
+    }
+
+    /// Whether the record has to say that the body begins before it does.
+    ///
+    /// Under `fail` a crash after that interrupts the key; without it the key is free. `max_attempts` counts the attempts that
+    /// say so: all but the first one of a key, which most calls are. The first one says so if no other is allowed.
+    fn marks(&self, lease: &Lease) -> bool {
+        let Policy { on_crash, max_attempts, .. } = self.subject.policy;
+        let counts = max_attempts.is_some_and(|max| lease.attempt > 1 || max.get() == 1);
+        on_crash == OnCrash::Fail || counts
+    }
+
+    /// The lease of an answer that grants one whose body may not begin yet. The request was first sent at `since` (`None`: just
+    /// now).
+    fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<Unready> {
+        let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
+        let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
+        let unmarked = self.marks(lease);
+        (too_late || unmarked).then(|| Unready { lease: lease.clone(), too_late, unmarked })
+    }
+
+    /// Asks again with another owner token, or fails with `error` if the call has drawn enough of them.
+    fn ask_as_another(&mut self, error: fn() -> StoreError) -> Step {
+        if self.tokens == TOKENS {
+            return Step::Decided(self.no_answer(error()));
+        }
+        self.reserve.owner = self.store().heartbeats().new_owner();
+        (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
+        Step::AskAgain
     }
 
     /// The next step after a reservation.
@@ -314,8 +400,8 @@ impl<'a> Request<'a> {
         store.heartbeats().store_answered();
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
-                let Policy { on_undecodable, ttl, .. } = *policy;
-                Start::Replay(Replay { key: key.clone(), store: name, record, age, ttl, on_undecodable })
+                let Policy { on_undecodable, ttl, backoff, .. } = *policy;
+                Start::Replay(Replay { key: key.clone(), store: name, record, age, ttl, backoff, on_undecodable })
             }
             Reservation::Granted { lease, takeover } => {
                 if takeover {
@@ -354,11 +440,19 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store: store.name(), started: false, retry_after, source })
     }
 
+    /// The call waits for another attempt if the broker might take no answer but the next one, whatever `in_progress` says, and
+    /// if not too many others do.
+    fn may_wait_at_last(&mut self) {
+        if self.last_wait.is_none() && self.mode == Mode::Enforce && outcome::budget().is_scarce() {
+            self.last_wait = self.store().heartbeats().last_wait();
+        }
+    }
+
     /// How much longer the call may wait for another attempt. The time counts from the first one that it met, at `met_at`.
     fn may_wait(&self, met_at: &mut Option<Instant>) -> Duration {
         let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
-        // Another answer might be the last that the broker takes for this message: the attempt may run for so long.
-        let scarce = outcome::budget().is_scarce().then(|| timeout.saturating_add(lease));
+        // The attempt may run for so long.
+        let scarce = self.last_wait.is_some().then(|| timeout.saturating_add(lease));
         let limit = match in_progress {
             InProgress::Wait(limit) => Some(limit).max(scarce),
             InProgress::Reject => scarce,
@@ -378,7 +472,11 @@ impl<'a> Request<'a> {
         let key = self.reserve.key.clone();
         let Policy { backoff, lease, .. } = self.subject.policy;
         let retry_after = match outcome::budget().number() {
-            Some(number) => backoff.beyond(lapses_in, lease, number, self.reserve.owner.seed()),
+            Some(number) => {
+                // A delivery that met no attempt, or another one, says nothing about how long this one takes.
+                let met = self.store().heartbeats().meets(&key, attempt).min(number);
+                backoff.beyond(lapses_in, lease, met, self.reserve.owner.seed())
+            }
             None => lapses_in,
         };
         Error::InProgress { key, store: self.store().name(), attempt, retry_after }
@@ -444,7 +542,7 @@ impl<'a> Request<'a> {
         let (store, key) = (self.store(), &self.reserve.key);
         // A request of ours that got no answer may land while we wait.
         let may_have_landed = self.unanswered_since.is_some();
-        let mut unanswered = Unanswered { store, request: &self.reserve, may_have_landed };
+        let mut unanswered = Unanswered { store, request: &self.reserve, may_have_landed, may_be_marked: false };
         let told = wait_once(store, key, running.attempt, left.min(running.lapses_in), left).await;
         unanswered.may_have_landed = false;
         told.map(Arc::new)
@@ -480,7 +578,7 @@ async fn send<'a>(
     asking: &mut StoreFuture<'a, Reservation>,
     mut may_have_landed: bool,
 ) -> Reply {
-    let mut guard = Unanswered { store, request, may_have_landed: true };
+    let mut guard = Unanswered { store, request, may_have_landed: true, may_be_marked: false };
     let mut pauses = RESERVE_PAUSES.iter();
     let mut unanswered = false;
     loop {
@@ -506,19 +604,42 @@ async fn send<'a>(
     }
 }
 
-/// The lease of an answer that grants one which has lapsed already: another attempt may have run meanwhile. The request was
-/// first sent at `since` (`None`: just now).
-fn granted_too_late<'a>(
-    answer: &'a Result<Reservation, StoreError>,
-    clock: &dyn Clock,
-    since: Option<Instant>,
-) -> Option<&'a Lease> {
-    match (answer, since) {
-        (Ok(Reservation::Granted { lease, .. }), Some(since)) => {
-            (clock.now() >= since.saturating_add(lease.duration)).then_some(lease)
+/// A lease that is granted, and what is missing before its body may begin.
+struct Unready {
+    lease: Lease,
+    /// The answer took longer than the lease: another attempt may have run meanwhile.
+    too_late: bool,
+    /// The record has to say that the body begins.
+    unmarked: bool,
+}
+
+/// The state of a lease whose body may or may not begin.
+enum Prepared {
+    /// It is held since then: the body may begin.
+    Since(Instant),
+    /// Another attempt has it.
+    Lost,
+    /// The store refuses to mark it.
+    NotMarked,
+}
+
+/// Confirms and marks a lease, as far as that is missing.
+async fn prepare(store: &Arc<dyn Store>, request: &ReserveRequest, unready: Unready) -> Result<Prepared, StoreError> {
+    let Unready { lease, too_late, unmarked } = unready;
+    let mut since = store.heartbeats().clock().now();
+    if too_late {
+        match confirm(store, request, &lease).await? {
+            Some(confirmed) => since = confirmed,
+            None => return Ok(Prepared::Lost),
         }
-        _ => None,
     }
+    if unmarked {
+        match mark(store, request, &lease).await? {
+            Some(marked) => since = marked,
+            None => return Ok(Prepared::NotMarked),
+        }
+    }
+    Ok(Prepared::Since(since))
 }
 
 /// Renews a lease that has lapsed before its body could start, and returns since when it is held again; `None` if it is lost.
@@ -529,7 +650,7 @@ async fn confirm(
     lease: &Lease,
 ) -> Result<Option<Instant>, StoreError> {
     let clock = store.heartbeats().clock();
-    let mut unused = Unanswered { store, request, may_have_landed: true };
+    let mut unused = Unanswered { store, request, may_have_landed: true, may_be_marked: false };
     loop {
         let since = clock.now();
         let answers = renew_all(store, std::slice::from_ref(lease)).await?;
@@ -550,17 +671,51 @@ async fn confirm(
     }
 }
 
+/// Marks that the body is about to begin, and returns since when the lease is held; `None` if the store refuses that. If the
+/// store does not answer, the reservation is released: the body has not begun.
+async fn mark(store: &Arc<dyn Store>, request: &ReserveRequest, lease: &Lease) -> Result<Option<Instant>, StoreError> {
+    let clock = store.heartbeats().clock();
+    let mut unused = Unanswered { store, request, may_have_landed: true, may_be_marked: true };
+    let mut pauses = RESERVE_PAUSES.iter();
+    loop {
+        let since = clock.now();
+        match store.begin(lease).watched(store, StoreOp::Begin).await {
+            Ok(Verdict::Refused) => {
+                unused.may_have_landed = false;
+                return Ok(None);
+            }
+            Ok(Verdict::Applied) if clock.now() < since.saturating_add(lease.duration) => {
+                unused.may_have_landed = false;
+                return Ok(Some(since));
+            }
+            // The answer came after the lease: another mark renews it.
+            Ok(Verdict::Applied) => {}
+            Err(error) => match pauses.next() {
+                Some(pause) if error.is_transient() => clock.sleep(*pause).await,
+                _ => return Err(error),
+            },
+        }
+    }
+}
+
+fn lapsed_before_its_body() -> StoreError {
+    let message = "the lease lapsed before the record could say that the body begins, again and again";
+    StoreError::new(StoreErrorKind::Unavailable, message)
+}
+
 /// Frees the key if a call is dropped whose reservation may have taken effect, or still may.
 struct Unanswered<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,
     may_have_landed: bool,
+    /// Whether the record may say that the body has begun.
+    may_be_marked: bool,
 }
 
 impl Drop for Unanswered<'_> {
     fn drop(&mut self) {
         if self.may_have_landed {
-            end::clean_up_late(self.store, self.request);
+            end::clean_up_late(self.store, self.request, self.may_be_marked);
         }
     }
 }

@@ -9,7 +9,7 @@
 //! What is seen of it from outside is its [`Telemetry`].
 //!
 //! `Body` goes straight to `Over` if its lease is lost or its time is out. A call that is dropped in `Body` or `End` leaves
-//! the rest to the drop of its [`HeldAttempt`].
+//! the rest to the drop of its [`HeldAttempt`]. The values of the body are dropped before its key is freed, on every way out.
 //!
 //! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
 //! calls.
@@ -23,16 +23,17 @@ use tracing::Span;
 
 use super::Subject;
 use super::attempt::Attempt;
-use super::begin::{Beginning, Replay, Start, begin};
+use super::batch::Turn;
+use super::begin::{Beginning, Start, begin};
 use super::end::{Ending, RecordContent, end};
-use super::held::{HeldAttempt, poll_as, tell};
-use super::outcome::{Outcome, Refusal, Seat, Stage, report};
+use super::held::{HeldAttempt, note_refusal, poll_as, tell};
+use super::outcome::{Commit, ErrorFacts, Kept, ObservedCall, Progress, Refusal, Seat, report, report_again};
 use super::recorder::Recorder;
 use super::telemetry::{Facts, Telemetry};
 use crate::codec::ResultProblem;
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};
-use crate::record::{Finish, State, StoredResult};
+use crate::record::{Finish, Release, State, StoredResult};
 
 /// The future of a call.
 pub(super) fn run<T, E, R, B>(subject: Subject, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
@@ -42,7 +43,7 @@ where
     B: Future<Output = Result<T, E>>,
 {
     let slot = ResultSlot { recorder, result: None };
-    Run { protocol: protocol(subject), handler: Handler { body: Some(body), slot } }
+    Run { handler: Handler { body: Some(body), slot }, protocol: protocol(subject) }
 }
 
 /// A body and its result, type-erased so that the call loop is compiled once.
@@ -131,12 +132,19 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
 }
 
 pin_project! {
-    /// One call: the protocol, and what it is about.
-    struct Run<P, B, R, T, E> {
-        #[pin]
-        protocol: P,
+    /// One call. Fields are dropped in this order: first the values of the body, which may undo what it has done, then the
+    /// protocol, which frees the key for another body.
+    struct Run<P: Protocol, B, R, T, E> {
         #[pin]
         handler: Handler<B, R, T, E>,
+        #[pin]
+        protocol: P,
+    }
+
+    impl<P: Protocol, B, R, T, E> PinnedDrop for Run<P, B, R, T, E> {
+        fn drop(this: Pin<&mut Self>) {
+            this.project().protocol.drops_values();
+        }
     }
 }
 
@@ -159,22 +167,26 @@ where
 /// Drives a [`Work`] until it has its result.
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
+
+    /// The call is dropped, and the values of its body are first.
+    fn drops_values(self: Pin<&mut Self>);
 }
 
 #[inline]
 fn protocol(subject: Subject) -> impl Protocol {
     let Policy { max_result_bytes, on_uncertain, .. } = subject.policy;
-    let pending_commit = !subject.store.heartbeats().renews();
-    let outcome = Outcome { pending_commit, ..Outcome::UNKNOWN };
+    let commit = if subject.store.heartbeats().renews() { Commit::Done } else { Commit::Pending };
+    let seen = ObservedCall { commit, ..ObservedCall::NEW };
     let telemetry = Telemetry::new(&subject);
     // Built in place: a call is large.
     Call {
         phase: Phase::Begin { begin: begin(subject) },
-        outcome,
+        seen,
         seat: None,
         max_result_bytes,
         on_uncertain,
         end,
+        turn: None,
         telemetry,
     }
 }
@@ -183,11 +195,13 @@ pin_project! {
     struct Call<A, C> {
         #[pin]
         phase: Phase<A, C>,
-        outcome: Outcome,
+        seen: ObservedCall,
         seat: Seat,
         max_result_bytes: usize,
         on_uncertain: Option<fn(Uncertain<'_>)>,
         end: fn(HeldAttempt) -> C,
+        // Dropped after the phase: the next item of the batch finds the key free.
+        turn: Option<Box<Turn>>,
         // Dropped last: it tells how the call ended.
         telemetry: Telemetry,
     }
@@ -207,6 +221,7 @@ pin_project! {
         // ...and without.
         Unprotected {
             attempt: Option<Attempt>,
+            refused_inside: bool,
         },
         End {
             #[pin]
@@ -230,34 +245,38 @@ where
         loop {
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
-                    if this.outcome.stage == Stage::None {
-                        this.outcome.stage = Stage::Reserving;
+                    if this.seen.progress == Progress::None {
+                        this.seen.progress = Progress::Reserving;
                         facts.begins();
-                        report(this.seat, || this.outcome.clone());
+                        report(this.seat, || this.seen.clone());
                     }
-                    let Beginning { start, waited, at_once } = ready!(begin.poll(cx));
-                    this.outcome.waited = waited.is_some();
+                    let Beginning { start, waited, at_once, turn } = ready!(begin.poll(cx));
+                    *this.turn = turn;
+                    this.seen.waited = waited.is_some();
                     if let Some(waited) = waited {
                         facts.waited(span, waited);
                     }
-                    let entered = enter(start, this.outcome, facts, span, work.as_mut(), *this.on_uncertain);
+                    let entered = enter(start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain);
                     let Some(entered) = entered else { break };
-                    this.outcome.stage = Stage::Running;
-                    this.outcome.executed = true;
-                    report(this.seat, || this.outcome.clone());
+                    this.seen.progress = Progress::Running;
+                    report(this.seat, || this.seen.clone());
                     facts.body_begins(match &entered {
                         Entered::Held(held) if at_once => Some(held.attempt().reserved_at),
                         _ => None,
                     });
                     this.phase.set(match entered {
                         Entered::Held(held) => Phase::Body { held: Some(held) },
-                        Entered::Unprotected(attempt) => Phase::Unprotected { attempt },
+                        Entered::Unprotected(attempt) => Phase::Unprotected { attempt, refused_inside: false },
                     });
                 }
-                PhaseProjection::Unprotected { attempt } => {
-                    let is_ok = ready!(polling(facts, || poll_as(attempt, work.as_mut(), cx)));
+                PhaseProjection::Unprotected { attempt, refused_inside } => {
+                    let is_ok = ready!(polling(facts, || poll_as(attempt, refused_inside, work.as_mut(), cx)));
+                    if *refused_inside && !is_ok {
+                        note_refusal();
+                    }
                     facts.body_ended(None);
-                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
+                    this.seen.progress = Progress::Returned { is_ok, kept: Kept::Nothing };
+                    this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
                     break;
                 }
                 PhaseProjection::Body { held } => {
@@ -270,18 +289,22 @@ where
                         Err(error) => {
                             work.as_mut().drop_body();
                             facts.refused(span, &error);
-                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                            refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
                             break;
                         }
                     };
-                    this.outcome.stage = Stage::Recording;
-                    report(this.seat, || this.outcome.clone());
-                    this.outcome.disposition = disposition(is_ok, this.outcome.disposition);
+                    this.seen.progress = Progress::Recording;
+                    report(this.seat, || this.seen.clone());
                     if is_ok {
                         // In case the encoding panics: the body has succeeded, so no other may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
-                    held.on_drop = Some(work.as_mut().record(*this.max_result_bytes));
+                    held.on_drop = Some(if held.refused_inside() && !is_ok {
+                        note_refusal();
+                        Ending::Release(Release::Returned)
+                    } else {
+                        work.as_mut().record(*this.max_result_bytes)
+                    });
                     // The variables of the body may be large, and may hold locks or permits for which others wait.
                     work.as_mut().drop_body();
                     let enforced = held.enforced;
@@ -290,18 +313,17 @@ where
                 PhaseProjection::End { end, is_ok, enforced } => {
                     match ready!(end.poll(cx)) {
                         Ok(content) => {
-                            this.outcome.recorded = content != RecordContent::Nothing;
-                            this.outcome.result_stored = matches!(content, RecordContent::Result { .. });
-                            if !*is_ok && this.outcome.recorded {
-                                this.outcome.disposition = Disposition::DeadLetter;
-                            }
-                            facts.recorded(*is_ok, this.outcome.attempt, content);
+                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: kept(content) };
+                            facts.recorded(*is_ok, this.seen.attempt, content);
                         }
                         Err(error) if *enforced => {
                             facts.refused(span, &error);
-                            refuse(this.outcome, work.as_mut(), error, *this.on_uncertain);
+                            refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
                         }
-                        Err(error) => tracing::info!(%error, "shadow mode: the result is not recorded"),
+                        Err(error) => {
+                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: Kept::Nothing };
+                            tracing::info!(%error, "shadow mode: the result is not recorded");
+                        }
                     }
                     break;
                 }
@@ -309,10 +331,16 @@ where
         }
         // The phase stays as it is: it has ended, and to replace it would write all of it.
         work.drop_body();
-        this.outcome.stage = Stage::Over;
-        facts.over(span, this.outcome);
-        report(this.seat, || std::mem::replace(this.outcome, Outcome::UNKNOWN));
+        *this.turn = None;
+        facts.over(span, this.seen);
+        report(this.seat, || std::mem::replace(this.seen, ObservedCall::NEW));
         Poll::Ready(())
+    }
+
+    fn drops_values(self: Pin<&mut Self>) {
+        if let PhaseProjection::Body { held: Some(held) } = self.project().phase.project() {
+            held.drops_values();
+        }
     }
 }
 
@@ -325,7 +353,8 @@ enum Entered {
 /// How the body runs, or `None` if it does not.
 fn enter(
     start: Start,
-    outcome: &mut Outcome,
+    seen: &mut ObservedCall,
+    seat: Seat,
     facts: &mut Facts,
     span: Option<&Span>,
     mut work: Pin<&mut dyn Work>,
@@ -334,31 +363,38 @@ fn enter(
     let error = match start {
         Start::Reserved(held) => {
             let number = held.attempt().number();
-            outcome.key = Some(held.attempt().key().clone());
-            outcome.attempt = Some(number);
-            outcome.takeover = held.takeover;
-            outcome.disposition = Disposition::Retry { after: held.pause() };
+            seen.key = Some(held.attempt().key().clone());
+            seen.attempt = Some(number);
+            seen.takeover = held.takeover;
+            seen.again = Some(held.pause());
             facts.reserved(span, number, held.takeover);
             return Some(Entered::Held(held));
         }
         Start::Unprotected { attempt, mode, bypassed } => {
-            outcome.key = attempt.as_ref().map(|attempt| attempt.key().clone());
-            outcome.bypassed = bypassed;
+            seen.key = attempt.as_ref().map(|attempt| attempt.key().clone());
+            seen.bypassed = bypassed;
             facts.unprotected(mode, bypassed);
             return Some(Entered::Unprotected(attempt));
         }
-        Start::Replay(replay) => match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
-            Ok(is_ok) => {
-                facts.replayed(span, &replay, outcome.waited);
-                replayed(outcome, replay, is_ok);
-                return None;
+        Start::Replay(replay) => {
+            seen.again = Some(replay.pause());
+            // In case the decoding panics.
+            report_again(seat, seen.again);
+            match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
+                Ok(is_ok) => {
+                    facts.replayed(span, &replay, seen.waited);
+                    seen.progress = Progress::Replayed { is_ok };
+                    seen.attempt = Some(replay.record.attempt);
+                    seen.key = Some(replay.key);
+                    return None;
+                }
+                Err(problem) => Error::ResultUnavailable { key: replay.key, store: replay.store, problem },
             }
-            Err(problem) => Error::ResultUnavailable { key: replay.key, store: replay.store, problem },
-        },
+        }
         Start::Refused(error) => error,
     };
     facts.refused(span, &error);
-    refuse(outcome, work, error, on_uncertain);
+    refuse(seen, work, error, on_uncertain);
     None
 }
 
@@ -370,27 +406,25 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
-fn replayed(outcome: &mut Outcome, replay: Replay, is_ok: bool) {
-    outcome.replayed = true;
-    outcome.recorded = true;
-    outcome.result_stored = true;
-    outcome.attempt = Some(replay.record.attempt);
-    outcome.disposition = if is_ok { Disposition::Ack } else { Disposition::DeadLetter };
-    outcome.key = Some(replay.key);
+fn kept(content: RecordContent) -> Kept {
+    match content {
+        RecordContent::Nothing => Kept::Nothing,
+        RecordContent::Completion(_) => Kept::Completion,
+        RecordContent::Result { .. } => Kept::Result,
+    }
 }
 
-/// What to do with the message of a body whose result was not recorded, or not yet; `retry` if it returned an error.
-fn disposition(is_ok: bool, retry: Disposition) -> Disposition {
-    if is_ok { Disposition::Ack } else { retry }
-}
-
-fn refuse(outcome: &mut Outcome, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
-    outcome.key = error.key().cloned();
-    outcome.refusal = Refusal::of(&error);
-    outcome.recorded = matches!(error, Error::ResultUnavailable { .. });
-    outcome.uncertain = error.is_uncertain();
-    outcome.misconfigured = error.is_misconfigured();
-    outcome.disposition = error.disposition();
+fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
+    seen.key = error.key().cloned();
+    let facts = ErrorFacts { disposition: error.disposition(), misconfigured: error.is_misconfigured() };
+    if let Disposition::Retry { after } = facts.disposition {
+        note_refusal();
+        seen.again = Some(after);
+    }
+    seen.progress = match Refusal::of(&error) {
+        Some(refusal) => Progress::Refused { refusal, error: facts },
+        None => Progress::Unrecorded { error: facts },
+    };
     if let Some(uncertain) = error.uncertain() {
         tell(on_uncertain, uncertain);
     }

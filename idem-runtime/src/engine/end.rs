@@ -10,12 +10,15 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::metrics::{Dropped, StoreOp};
+use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture};
+use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, UnderWay};
 
 /// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause of a write that outlasts its lease.
+const LONGEST_PAUSE_IN_OUTAGE: Duration = Duration::from_secs(10);
 
 /// How an attempt ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -78,8 +81,14 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
             (Ok(Verdict::Applied), Some(ending)) => content(held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
-        // Only a release that failed leaves something to do: the drop of `HeldAttempt` repeats it late.
-        if ended.is_ok() || matches!(held.on_drop, Some(Ending::Finish(_))) {
+        let is_release = matches!(held.on_drop, Some(Ending::Release(_)));
+        // The drop of `HeldAttempt` repeats what is left: a release that failed, and a result that no other attempt can
+        // supply meanwhile.
+        let goes_on = match &ended {
+            Ok(_) => false,
+            Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),
+        };
+        if !goes_on {
             held.on_drop = None;
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
@@ -92,7 +101,7 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
                 );
                 Err(held.lost())
             }
-            Err(error) if held.on_drop.is_some() => {
+            Err(error) if is_release => {
                 // The caller gets the body's own error, and does not wait for its key to be freed.
                 tracing::debug!(
                     key = %lease.key, %error,
@@ -121,7 +130,7 @@ async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<V
             enforced: true,
             ..
         } if matches!(ending, Ending::Finish(_)) => {
-            write_again(&**store, lease, *reserved_at, ending, Err(error)).await
+            write_again(Tries::new(&**store, lease, *reserved_at), ending, Err(error)).await
         }
         _ => Err(error),
     }
@@ -163,19 +172,34 @@ fn may_pass(error: &StoreError) -> bool {
     }
 }
 
-/// The pauses between tries, until `limit` has passed or the lease is over.
+/// Whether the end of this attempt is still wanted after its lease: under `on_crash = fail` a body that has begun keeps all
+/// others out until its end is written, or an operator decides.
+fn outlasts_lease(lease: &Lease) -> bool {
+    lease.on_crash == OnCrash::Fail
+}
+
+/// The pauses between tries, for one lease at most and while that may be held; or for the retention of the record.
 struct Tries<'a> {
     store: &'a dyn Store,
     lease: &'a Lease,
     confirmed_at: Instant,
     began: Instant,
     pause: Duration,
+    /// Whether to go on after the lease, for as long as the process lives and the record is retained.
+    outlasts: bool,
+    /// Keeps `flush` waiting during the lease, and no longer.
+    under_way: Option<UnderWay>,
 }
 
 impl<'a> Tries<'a> {
     fn new(store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
         let began = store.heartbeats().clock().now();
-        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE }
+        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: false, under_way: None }
+    }
+
+    /// The tries of a write that no call waits for.
+    fn late(self, under_way: UnderWay, outlasts: bool) -> Self {
+        Self { outlasts, under_way: Some(under_way), ..self }
     }
 
     fn elapsed(&self) -> Duration {
@@ -193,11 +217,16 @@ impl<'a> Tries<'a> {
         let heartbeats = self.store.heartbeats();
         let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
         let left = held.min(self.lease.duration.saturating_sub(self.elapsed()));
-        if left.is_zero() {
-            return false;
-        }
-        heartbeats.clock().sleep(self.pause.min(left)).await;
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        let (pause, longest) = match left.is_zero() {
+            false => (self.pause.min(left), LONGEST_PAUSE),
+            true if self.outlasts && heartbeats.writes_late() && self.elapsed() < self.lease.ttl => {
+                self.under_way = None;
+                (self.pause, LONGEST_PAUSE_IN_OUTAGE)
+            }
+            true => return false,
+        };
+        heartbeats.clock().sleep(pause).await;
+        self.pause = (self.pause * 2).min(longest);
         true
     }
 }
@@ -205,14 +234,12 @@ impl<'a> Tries<'a> {
 /// Repeats `ending`, whose first write returned `written`, for one lease at most and while that can be held. Every
 /// write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease but has not
 /// taken the result for half a lease, `ending` becomes one without it.
-pub(crate) async fn write_again(
-    store: &dyn Store,
-    lease: &Lease,
-    confirmed_at: Instant,
+async fn write_again(
+    mut tries: Tries<'_>,
     ending: &mut Ending,
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
-    let mut tries = Tries::new(store, lease, confirmed_at);
+    let Tries { store, lease, .. } = tries;
     // Whether the store had confirmed a renewal of this lease, since the first try, when the last write was sent.
     let mut renews = false;
     loop {
@@ -252,6 +279,8 @@ pub(crate) enum Late {
     Panicked,
     /// Its body was cancelled for its time limit, and the caller knows.
     TimedOut,
+    /// Its body was cancelled as its lease could not be renewed, and the caller knows.
+    Unrenewed,
     /// Its body returned an error, which the caller has, and the key could not be freed then.
     Returned,
     /// Its body returned, and the call was dropped while that was being recorded.
@@ -265,6 +294,7 @@ impl Late {
             Self::Cancelled => "the call was dropped while its body ran",
             Self::Panicked => "the body panicked",
             Self::TimedOut => "the body ran for longer than its `timeout` and was cancelled",
+            Self::Unrenewed => "the lease of the body could not be renewed, and the body was cancelled",
             Self::Returned => "the body returned an error, and its caller has it",
             Self::Recording => "the body returned, and the call was dropped while that was being recorded",
         }
@@ -281,10 +311,10 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
     let under_way = store.heartbeats().under_way();
     let clock = Arc::clone(&store);
     clock.heartbeats().clock().spawn(Box::pin(async move {
-        let _under_way = under_way;
         let store = store.upkeep();
+        let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, outlasts_lease(&lease));
         let written = write(&*store, &lease, &ending).await;
-        let written = write_again(&*store, &lease, confirmed_at, &mut ending, written).await;
+        let written = write_again(tries, &mut ending, written).await;
         tell_late(store.name(), &lease, &ending, late.what_happened(), &written);
     }));
 }
@@ -335,7 +365,10 @@ fn tell_late(
 /// A release alone could arrive before the reservation, which would then hold the key without a body. So the key is
 /// reserved once more with the same owner token, and then released. That leaves a record which the late request has not
 /// seen: it can neither insert its own nor replace this one.
-pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest) {
+///
+/// A reservation that lands after this has been given up lapses without a body: it holds the key for one lease, is not counted
+/// and interrupts nothing. A mark that lands (`may_be_marked`) would do both, so its key is freed for as long as that takes.
+pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
     if !store.heartbeats().writes_late() {
         return;
     }
@@ -350,10 +383,12 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest) {
     let under_way = store.heartbeats().under_way();
     let upkeep = Arc::clone(store);
     store.heartbeats().clock().spawn(Box::pin(async move {
-        let _under_way = under_way;
         let store = upkeep.upkeep();
         let (key, name) = (&request.key, store.name());
-        match clean_up(&*store, &request).await {
+        let asked_at = store.heartbeats().clock().now();
+        let unanswered = request.unanswered();
+        let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, may_be_marked);
+        match clean_up(tries, &request).await {
             Ok(()) => tracing::debug!(
                 parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"
             ),
@@ -371,10 +406,8 @@ fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> 
     store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
 }
 
-async fn clean_up(store: &dyn Store, request: &ReserveRequest) -> Result<(), StoreError> {
-    let asked_at = store.heartbeats().clock().now();
-    let unanswered = request.unanswered();
-    let mut tries = Tries::new(store, &unanswered, asked_at);
+async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), StoreError> {
+    let Tries { store, lease: unanswered, .. } = tries;
     loop {
         let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {
             Ok(Reservation::Granted { lease, .. }) => match free(store, &lease).await {
@@ -389,7 +422,7 @@ async fn clean_up(store: &dyn Store, request: &ReserveRequest) -> Result<(), Sto
             // replace it.
             Ok(_) => Ok(()),
             // The reservation may have taken effect all the same: release it.
-            Err(error) if error.may_have_landed() => match free(store, &unanswered).await {
+            Err(error) if error.may_have_landed() => match free(store, unanswered).await {
                 Ok(Verdict::Applied) => Ok(()),
                 _ => Err(error),
             },

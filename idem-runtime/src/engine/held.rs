@@ -1,5 +1,6 @@
 //! An attempt that holds its key while the body runs.
 
+use std::cell::Cell;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use super::outcome::Observation;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
-use crate::store::{LeaseStanding, StoreFuture};
+use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
 /// A reservation, and the write that its drop makes: while the body runs, the drop releases the key (or marks it
 /// interrupted); while the result is being recorded, it records the result late.
@@ -22,11 +23,13 @@ pub(super) struct HeldAttempt {
     pub(super) takeover: bool,
     /// Whether a lost lease cancels the body.
     pub(super) enforced: bool,
-    timeout: Duration,
+    limits: Limits,
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(super) on_drop: Option<Ending>,
     /// How the body ended, once it has.
     ended: Option<BodyEnd>,
+    /// Whether the library refused a call for the moment that the body made.
+    refused_inside: bool,
 }
 
 /// Where a body stands between two polls.
@@ -49,6 +52,8 @@ pub(super) enum BodyEnd {
     LeaseLost,
     /// It ran for longer than its `timeout`.
     TimedOut,
+    /// Its lease lapsed, and the store would not renew it: for good, or for too long.
+    Unrenewed,
 }
 
 impl HeldAttempt {
@@ -59,15 +64,17 @@ impl HeldAttempt {
         };
         let on_drop = Some(Ending::Release(release));
         let Policy { timeout, on_uncertain, .. } = *policy;
+        let limits = Limits { timeout, pause: enforced.then(|| policy.longest_pause()) };
         Self {
             attempt: Some(attempt),
             body: BodyStage::New,
             takeover,
             enforced,
-            timeout,
+            limits,
             on_uncertain,
             on_drop,
             ended: None,
+            refused_inside: false,
         }
     }
 
@@ -83,11 +90,12 @@ impl HeldAttempt {
                 LeaseStanding::Lapsed => return Poll::Pending,
                 LeaseStanding::Lost => return Poll::Ready(BodyEnd::LeaseLost),
                 LeaseStanding::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
+                LeaseStanding::Unrenewed => return Poll::Ready(BodyEnd::Unrenewed),
                 LeaseStanding::Held => return self.poll_as_attempt(work, cx),
             }
         }
         let Attempt { store, lease, reserved_at, .. } = self.attempt();
-        store.heartbeats().register(store, lease, *reserved_at, self.timeout);
+        store.heartbeats().register(store, lease, *reserved_at, self.limits);
         let polled = self.poll_as_attempt(work, cx);
         if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
             // The lease ended during the first poll, when no waker was registered yet.
@@ -98,7 +106,7 @@ impl HeldAttempt {
 
     fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
         self.body = BodyStage::Polling;
-        let polled = poll_as(&mut self.attempt, work, cx);
+        let polled = poll_as(&mut self.attempt, &mut self.refused_inside, work, cx);
         self.body = BodyStage::Pending;
         polled.map(BodyEnd::Returned)
     }
@@ -109,6 +117,20 @@ impl HeldAttempt {
         match self.enforced {
             true => store.heartbeats().standing(lease.owner, cx.waker()),
             false => LeaseStanding::Held,
+        }
+    }
+
+    /// Whether the body may have failed only because the library refused a call in it for the moment. Such an error is not
+    /// recorded: the next delivery may get further.
+    pub(super) fn refused_inside(&self) -> bool {
+        self.refused_inside
+    }
+
+    /// The body is not polled again, and its values are about to be dropped: the lease is kept for that.
+    pub(super) fn drops_values(&self) {
+        let Some(Attempt { store, lease, .. }) = &self.attempt else { return };
+        if self.body != BodyStage::New {
+            store.heartbeats().drops_values(lease.owner, self.limits.timeout);
         }
     }
 
@@ -134,7 +156,8 @@ impl HeldAttempt {
                 Err(self.lost())
             }
             BodyEnd::TimedOut => {
-                let timeout = self.timeout;
+                self.drops_values();
+                let timeout = self.limits.timeout;
                 match self.on_drop {
                     Some(Ending::Release(Release::Interrupted)) => tracing::error!(
                         %key, store, attempt, ?timeout,
@@ -149,6 +172,23 @@ impl HeldAttempt {
                 self.on_uncertain = None;
                 Err(self.timed_out())
             }
+            BodyEnd::Unrenewed => {
+                let source = self.attempt().store.heartbeats().why_unrenewed(lease.owner);
+                self.drops_values();
+                match source.is_for_good() {
+                    true => tracing::error!(
+                        %key, store, attempt, error = %source,
+                        "the lease lapsed, and the store refuses to renew it; the body was cancelled"
+                    ),
+                    false => tracing::warn!(
+                        %key, store, attempt, error = %source,
+                        "the lease lapsed, and the store has not renewed it for as long as a body may be paused; the body was \
+                         cancelled"
+                    ),
+                }
+                self.on_uncertain = None;
+                Err(self.unrenewed(source))
+            }
         }
     }
 
@@ -161,13 +201,24 @@ impl HeldAttempt {
     pub(super) fn lost(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
-        Error::LeaseLost { key, store, attempt, retry_after: self.pause() }
+        Error::LeaseLost { key, store, attempt, retry_after: self.pause(), source: None }
+    }
+
+    fn unrenewed(&self, source: StoreError) -> Error {
+        let Attempt { store, lease, backoff, .. } = self.attempt();
+        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        let retry_after = match source.is_for_good() {
+            // A repair takes minutes.
+            true => backoff.after(8, lease.owner.seed()),
+            false => self.pause(),
+        };
+        Error::LeaseLost { key, store, attempt, retry_after, source: Some(source) }
     }
 
     fn timed_out(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
-        Error::TimedOut { key, store, attempt, timeout: self.timeout, retry_after: self.pause() }
+        Error::TimedOut { key, store, attempt, timeout: self.limits.timeout, retry_after: self.pause() }
     }
 }
 
@@ -199,9 +250,45 @@ fn tell_dropped(late: Late, store: &'static str, lease: &Lease) {
     }
 }
 
-/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes.
-pub(super) fn poll_as(attempt: &mut Option<Attempt>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<bool> {
+thread_local! {
+    /// Whether the library has refused a call for the moment in the body that is being polled on this thread.
+    static REFUSED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The library refuses a call for the moment: the body that made it, if any, may fail for that alone.
+pub(super) fn note_refusal() {
+    REFUSED.set(true);
+}
+
+/// Notes the refusals of one body until it is dropped.
+struct Refusals<'a> {
+    inside: &'a mut bool,
+    outside: bool,
+}
+
+impl<'a> Refusals<'a> {
+    fn enter(inside: &'a mut bool) -> Self {
+        let outside = REFUSED.replace(*inside);
+        Self { inside, outside }
+    }
+}
+
+impl Drop for Refusals<'_> {
+    fn drop(&mut self) {
+        *self.inside = REFUSED.replace(self.outside);
+    }
+}
+
+/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes; `refused_inside` is whether the
+/// library has refused one of them for the moment.
+pub(super) fn poll_as(
+    attempt: &mut Option<Attempt>,
+    refused_inside: &mut bool,
+    work: Pin<&mut dyn Work>,
+    cx: &mut Context<'_>,
+) -> Poll<bool> {
     let mut nobody = None;
+    let _refusals = Refusals::enter(refused_inside);
     let _observation = Observation::enter(&mut nobody);
     let _entered = Entered::enter(attempt);
     work.poll_body(cx)
@@ -216,6 +303,7 @@ impl Drop for HeldAttempt {
             (None, _) if self.body == BodyStage::Polling => Late::Panicked,
             (None, _) => Late::Cancelled,
             (Some(BodyEnd::TimedOut), _) => Late::TimedOut,
+            (Some(BodyEnd::Unrenewed), _) => Late::Unrenewed,
             (_, Some(Ending::Release(_))) => Late::Returned,
             _ => Late::Recording,
         };
@@ -229,7 +317,9 @@ impl Drop for HeldAttempt {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
-        if let Some(ending) = self.on_drop.take() {
+        // A body that has not begun is not interrupted, whatever the policy says of a crash.
+        let ending = if begun { self.on_drop.take() } else { Some(Ending::Release(Release::NotStarted)) };
+        if let Some(ending) = ending {
             end::write_late(store, lease, confirmed_at, ending, late);
         }
     }

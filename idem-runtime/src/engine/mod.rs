@@ -9,6 +9,7 @@ mod batch;
 mod beat;
 mod begin;
 mod call;
+mod disposition;
 mod end;
 mod held;
 mod outcome;
@@ -24,13 +25,17 @@ use serde::Serialize;
 #[cfg(feature = "testing")]
 pub(crate) use self::attempt::Entered;
 pub use self::attempt::{Attempt, current};
-pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, ObserveAll, observe_all};
+pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, ObserveAll, observe_all};
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
+#[cfg(feature = "tower")]
+pub(crate) use self::begin::has_begun_to_wait;
 #[cfg(feature = "http")]
 pub(crate) use self::end::Ending;
 #[cfg(feature = "testing")]
 pub(crate) use self::outcome::Observation;
 pub use self::outcome::{CatchPanics, Observe, Outcome, Refusal, observe};
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) use self::outcome::{Settled, settle, unsettled};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
@@ -160,7 +165,7 @@ impl<R> Operation<R> {
     /// then.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the body and frees the key, or counts as an interruption under
+    /// Dropping the future cancels the body, drops its values and then frees the key, or counts as an interruption under
     /// [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the future is
     /// dropped.
     pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>

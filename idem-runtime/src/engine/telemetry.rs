@@ -10,7 +10,7 @@ use tracing::field::Empty;
 use super::Subject;
 use super::begin::Replay;
 use super::end::RecordContent;
-use super::outcome::{self, Outcome, Refusal};
+use super::outcome::{self, ObservedCall, Refusal};
 use crate::clock::Instant;
 use crate::error::{Disposition, Error};
 use crate::metrics::{CallOutcome, DispositionLabel, DoubtLabel, ScopeCells};
@@ -190,13 +190,14 @@ impl Facts {
     }
 
     /// The call has returned.
-    pub(super) fn over(&mut self, span: Option<&Span>, outcome: &Outcome) {
+    pub(super) fn over(&mut self, span: Option<&Span>, seen: &ObservedCall) {
         let Some(cells) = self.cells.take() else { return };
-        let label = self.outcome.unwrap_or(match outcome.disposition {
+        let disposed = seen.disposition();
+        let label = self.outcome.unwrap_or(match disposed {
             Disposition::Ack => CallOutcome::Executed,
             _ => CallOutcome::Failed,
         });
-        let disposition = match outcome.disposition {
+        let disposition = match disposed {
             Disposition::Ack => DispositionLabel::Ack,
             Disposition::Retry { .. } => DispositionLabel::Retry,
             Disposition::DeadLetter => DispositionLabel::DeadLetter,
@@ -206,10 +207,10 @@ impl Facts {
         let Some(span) = span else { return };
         span.record("idem.outcome", label.name());
         span.record("idem.disposition", disposition.name());
-        if let Disposition::Retry { after } = outcome.disposition {
+        if let Disposition::Retry { after } = disposed {
             span.record("idem.retry_after_ms", millis(after));
         }
-        if outcome.uncertain {
+        if seen.uncertain() {
             span.record("idem.uncertain", true);
         }
         if label == CallOutcome::Failed {
@@ -258,7 +259,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
         Error::LeaseLost { .. } => CallOutcome::LeaseLost,
         Error::TimedOut { .. } => CallOutcome::TimedOut,
         Error::Panicked { .. } => CallOutcome::Panicked,
-        Error::MessageLost { .. } => CallOutcome::Cancelled,
+        Error::MessageLost { .. } | Error::DeadlinePassed { .. } | Error::HeldBack { .. } => CallOutcome::Cancelled,
         Error::Unrecorded { .. } => CallOutcome::Unrecorded,
         Error::ResultUnavailable { .. } => CallOutcome::ResultUnavailable,
         Error::Store { .. } => CallOutcome::StoreError,
@@ -290,7 +291,8 @@ fn tell(error: &Error) {
             tracing::debug!(%key, store, attempt, "a duplicate: another attempt is running");
         }
         Error::FingerprintMismatch { key, store, attempt, payloads } => tracing::warn!(
-            %key, store, attempt, %payloads, "the key was used with another payload; the body did not run"
+            %key, store, attempt, %payloads, "the key was used with another payload; the body did not run: two operations share a key, or the type of the \
+             payload changed with a deployment"
         ),
         Error::ResultUnavailable { key, store, problem } => {
             tracing::warn!(%key, store, %problem, "the operation has finished, and its result can't be replayed");
@@ -303,7 +305,9 @@ fn tell(error: &Error) {
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }
         | Error::Panicked { .. }
-        | Error::MessageLost { .. } => {}
+        | Error::MessageLost { .. }
+        | Error::DeadlinePassed { .. }
+        | Error::HeldBack { .. } => {}
     }
 }
 

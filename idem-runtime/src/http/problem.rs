@@ -240,6 +240,7 @@ impl Problem {
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
             Error::Store { .. } | Error::Unrecorded { .. } => ProblemKind::StoreUnavailable,
+            Error::ResultUnavailable { .. } => ProblemKind::ResultUnavailable,
             _ if error.is_misconfigured() => ProblemKind::Misconfigured,
             Error::MissingKey { .. } | Error::InvalidKey { .. } => ProblemKind::InvalidKey,
             Error::InvalidFingerprint { .. } => ProblemKind::InvalidBody,
@@ -248,11 +249,13 @@ impl Problem {
             Error::FingerprintMismatch { .. } => ProblemKind::FingerprintMismatch,
             Error::Interrupted { .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
-            Error::ResultUnavailable { .. } => ProblemKind::ResultUnavailable,
             Error::TimedOut { .. } => ProblemKind::TimedOut,
-            Error::NoAttempt | Error::InvalidPolicy { .. } | Error::Panicked { .. } | Error::MessageLost { .. } => {
-                ProblemKind::Misconfigured
-            }
+            Error::NoAttempt
+            | Error::InvalidPolicy { .. }
+            | Error::Panicked { .. }
+            | Error::MessageLost { .. }
+            | Error::DeadlinePassed { .. }
+            | Error::HeldBack { .. } => ProblemKind::Misconfigured,
         };
         let retry_after = match &error {
             Error::InProgress { retry_after, .. }

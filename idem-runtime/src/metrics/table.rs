@@ -234,6 +234,8 @@ labels! {
     StoreOp, "op" {
         /// [`Store::reserve`](crate::Store::reserve).
         Reserve = "reserve",
+        /// [`Store::begin`](crate::Store::begin).
+        Begin = "begin",
         /// [`Store::renew`](crate::Store::renew).
         Renew = "renew",
         /// [`Store::finish`](crate::Store::finish).
