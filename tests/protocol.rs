@@ -14,7 +14,7 @@
 //!   answer goes on without one, and its request may arrive long after the call has ended.
 //! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. Where the store has no
 //!   clock, each call has one that is ahead of true time, read in whole ticks.
-//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators reopen.
+//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators look at records, and reopen them later.
 //!
 //! The parts that don't share the runtime's code are compared with it on random traces (`model/protocol/traces.rs`): the
 //! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request
@@ -87,8 +87,8 @@ macro_rules! configurations {
 }
 
 configurations! {
-    lost crashes beats polls stuck_keys hangs endings drops drops_in_one_step late_takeovers at_most_once one_side_fails errors_recorded waiting waits_and_fails max_attempts
-    attempts_refunded fingerprints refusals shadow two_keys three_workers restarts operators clocks_that_differ
+    lost crashes beats polls stuck_keys hangs endings drops drops_in_one_step late_takeovers at_most_once late_landings late_landings_counted one_side_fails errors_recorded waiting waits_and_fails max_attempts
+    attempts_refunded fingerprints refusals refused_renewals shadow two_keys three_workers restarts operators two_operators clocks_that_differ
     late_renewals_between_clocks one_value doubled_reservation
 }
 

@@ -280,6 +280,24 @@ pub(crate) fn all() -> Vec<Config> {
         )
         .scenes(&[Interrupted, InProgress]),
         config(
+            "late_landings",
+            "`on_crash = fail`, and requests of calls that are gone or dead, which land after a lease or two",
+            &[FAIL, FAIL],
+            1,
+            Budget { crashes: 1, faults: 2, ticks: 4, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Interrupted]),
+        config(
+            "late_landings_counted",
+            "`max_attempts = 1`, and the same",
+            &[Plan { max_attempts: Some(1), ..CALL }, Plan { max_attempts: Some(1), ..CALL }],
+            1,
+            Budget { crashes: 1, faults: 1, ticks: 3, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Exhausted]),
+        config(
             "one_side_fails",
             "`on_crash = fail` on one side only, whichever came first",
             &[FAIL, CALL, FAIL],
@@ -345,6 +363,15 @@ pub(crate) fn all() -> Vec<Config> {
         .refusing()
         .scenes(&[Unprotected, Unrecorded, StoreFailed, Replay]),
         config(
+            "refused_renewals",
+            "a store that refuses renewals for good, and bodies that learn it when their lease lapses",
+            &[SUCCEEDS, SUCCEEDS],
+            2,
+            Budget { faults: 1, beats: 1, polls: 1, ticks: 3, ..nothing },
+        )
+        .refusing()
+        .scenes(&[LeaseLost, Replay]),
+        config(
             "shadow",
             "`mode = shadow` beside calls that are enforced: it refuses nothing, and changes nothing for them",
             &[Plan { shadow: true, ..CALL }, SUCCEEDS],
@@ -384,6 +411,14 @@ pub(crate) fn all() -> Vec<Config> {
             Budget { reopens: 1, ends: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Interrupted, LeaseLost, Replay]),
+        config(
+            "two_operators",
+            "a record that two operators look at, and let run again one after the other",
+            &[FAIL, CALL],
+            2,
+            Budget { reopens: 2, crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Interrupted]),
         config(
             "clocks_that_differ",
             "a store without a clock: three clients whose clocks differ by up to the skew",

@@ -91,10 +91,24 @@ mutants! {
     RetentionIsTheLease => Rule::S4, "crashes";
     /// An operator's reopening forgets the number of the attempt.
     ReopenForgetsNumber => Rule::S4, "operators";
+    /// A decision compares the number of the attempt alone.
+    DecidesUnseen => Rule::S15, "two_operators";
+    /// A decision leaves the owner token of the record as it was.
+    DecisionKeepsOwner => Rule::S15, "two_operators";
     /// At takeover, `on_crash = fail` of the attempt that died is ignored.
     FailOfOwnerIgnored => Rule::S5, "one_side_fails";
     /// At takeover, `on_crash = fail` of the caller is ignored.
     FailOfCallerIgnored => Rule::S5, "one_side_fails";
+    /// A mark that arrives after the lease of its attempt is made.
+    MarkedAfterLapse => Rule::S14, "late_landings";
+    /// An attempt that lapses without a mark is interrupted under `fail`.
+    UnmarkedIsInterrupted => Rule::S14, "late_landings";
+    /// An attempt that lapses without a mark counts against `max_attempts`.
+    UnmarkedCounts => Rule::S14, "late_landings_counted";
+    /// A body under `fail` begins without a mark.
+    BeginsUnmarked => Rule::S5, "at_most_once";
+    /// A body begins although its mark was refused.
+    MarkRefusedStartsBody => Rule::S5, "late_landings";
     /// An interrupted record may be reserved.
     InterruptedRunsAgain => Rule::S5, "at_most_once";
     /// A reservation that is repeated with the same owner token is taken for somebody else's.
@@ -179,6 +193,12 @@ mutants! {
     DropWritesNothing => Rule::S12, "drops";
     /// A reservation whose answer is not awaited is not released.
     UnansweredNotReleased => Rule::S12, "drops";
+    /// A key is freed before the values of its body are dropped.
+    ReleasedBeforeValues => Rule::S17, "drops";
+    /// The lease is not renewed while the values of a body that has run for too long are dropped.
+    ValuesWithoutLease => Rule::L6, "hangs";
+    /// A body waits for a lease although the store has refused for good to renew it.
+    RefusedWaitsOn => ENDS, "refused_renewals";
     /// A body that returns an error keeps its key.
     ErrorKeepsKey => Rule::L2, "drops";
     /// A body is registered for heartbeats when its first poll has ended.
@@ -231,6 +251,11 @@ impl Mutant {
             Self::FailOfOwnerIgnored => {
                 if let State::Pending { on_crash, .. } = &mut record.state {
                     *on_crash = OnCrash::Retry;
+                }
+            }
+            Self::UnmarkedIsInterrupted | Self::UnmarkedCounts if lapsed => {
+                if let State::Pending { begun, .. } = &mut record.state {
+                    *begun = true;
                 }
             }
             Self::FailOfCallerIgnored if lapsed => asked.on_crash = OnCrash::Retry,

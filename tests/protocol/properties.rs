@@ -6,8 +6,8 @@ use stateright::Property;
 
 use super::config::Config;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, KEYS, Kept, NOBODY, Phase, Request, Slot, Stand, Who, World,
-    holder, token,
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, KEYS, Kept, NOBODY, Phase, Request, Sight, Slot, Stand, Who,
+    World, holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
 
@@ -38,13 +38,16 @@ pub(crate) enum Rule {
     L6,
     L7,
     S11,
+    S15,
     S12,
+    S14,
+    S17,
     Told,
     EndsInTime,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 26] = [
+    pub(crate) const ALL: [Self; 29] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -68,7 +71,10 @@ impl Rule {
         Self::L6,
         Self::L7,
         Self::S11,
+        Self::S15,
         Self::S12,
+        Self::S14,
+        Self::S17,
         Self::Told,
         Self::EndsInTime,
     ];
@@ -89,7 +95,9 @@ impl Rule {
             Self::LateEnd => "a lapsed attempt may still end if nobody took over",
             Self::SuccessHeld => "a success that could not be recorded is never released",
             Self::Fingerprint => "another payload is told so in every state",
-            Self::MaxAttempts => "no more bodies start than max_attempts",
+            Self::MaxAttempts => {
+                "no more bodies start than max_attempts, and one if the first attempt of the key has crashed"
+            }
             Self::KeysApart => "one key never touches another",
             Self::L1 => "L1 a lapsed lease blocks nobody",
             Self::L2 => "L2 once all is quiet, nothing that ended in order holds its key",
@@ -97,9 +105,12 @@ impl Rule {
             Self::L6 => "L6 a lease does not lapse for want of a renewal, or of an answer that is there",
             Self::L7 => "L7 no lease is renewed for a body that has run for too long",
             Self::S11 => "S11 no body is polled beyond its lease",
+            Self::S15 => "S15 a decision is applied only to the record that its operator saw",
+            Self::S17 => "S17 the values of a body are dropped before its key is freed",
             Self::Told => "nobody is told that a lease was lost whose result is recorded",
             Self::EndsInTime => "the end of an attempt is written within one lease, or given up",
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
+            Self::S14 => "S14 no key is interrupted and no attempt counted for a body that did not begin",
             Self::L4 => "L4 a body whose lease was found lost does not run on",
         }
     }
@@ -114,7 +125,7 @@ impl Rule {
             };
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
-            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4 L6 L7 S11 S12 Told EndsInTime);
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4 L6 L7 S11 S15 S12 S14 S17 Told EndsInTime);
         Property::always(self.name(), condition)
     }
 }
@@ -271,7 +282,7 @@ pub(crate) fn audit(
     let was_pending = old.is_some_and(|old| old.is_pending());
     // A reservation that arrives again may have given the same call a later attempt without its knowledge.
     let named = match ask {
-        Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
+        Ask::Begin { attempt, .. } | Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
         Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
     };
     let holds = past.holder == token && past.attempt == named;
@@ -282,6 +293,13 @@ pub(crate) fn audit(
         Ask::Reserve { .. } => {
             audit_reservation(config, world, old, request, answer);
             return;
+        }
+        Ask::Begin { .. } => {
+            let done = answer == Answer::Write(Done::Done);
+            broken.note(Rule::S2, !was_pending && done);
+            // A request that arrives after the lease marks nothing; where senders set the times, that can't be told.
+            let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
+            broken.note(Rule::S14, done && late && config.skew.is_none());
         }
         Ask::Renew { .. } => {
             broken.note(Rule::S2, !was_pending && answer == Answer::Write(Done::Done));
@@ -301,15 +319,17 @@ pub(crate) fn audit(
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
-    broken.note(Rule::LateEnd, was_pending && holds && answer == Answer::Write(Done::Refused));
+    let begins = matches!(ask, Ask::Begin { .. });
+    broken.note(Rule::LateEnd, was_pending && holds && !begins && answer == Answer::Write(Done::Refused));
     broken.note(Rule::S4, new.is_none_or(|new| new.attempt < past.attempt) && changed);
     if !done || !was_pending || !holds {
         return;
     }
+    broken.note(Rule::S17, deed.values && !matches!(ask, Ask::Begin { .. } | Ask::Renew { .. }));
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
-        Ask::Renew { .. } => deed.promised_until = deed.promised_until.max(promised),
+        Ask::Begin { .. } | Ask::Renew { .. } => deed.promised_until = deed.promised_until.max(promised),
         Ask::Finish { kept, .. } => {
             (deed.promised_until, deed.recorded) = (0, true);
             world.history[key].result.get_or_insert(kept);
@@ -322,7 +342,7 @@ pub(crate) fn audit(
 fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
     let from = match (config.skew, ask) {
         // By true time: the sender believes in its lease from when it asked.
-        (Some(_), Ask::Reserve { sent, .. } | Ask::Renew { sent, .. }) => sent,
+        (Some(_), Ask::Reserve { sent, .. } | Ask::Begin { sent, .. } | Ask::Renew { sent, .. }) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
     };
@@ -355,7 +375,9 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             };
             broken.note(Rule::S1, (0..config.count()).any(promised));
             let dead_under_fail = before != NOBODY && is_fail(&config.plans[usize::from(before)]);
-            broken.note(Rule::S5, was_pending && (is_fail(plan) || dead_under_fail));
+            // An attempt under `fail` that is not marked has no body.
+            let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
+            broken.note(Rule::S5, was_pending && interrupted);
             broken.note(Rule::S5, was(|old| old.stand == Stand::Interrupted));
         }
         Answer::Pending { .. } => {
@@ -370,13 +392,23 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             };
             broken.note(Rule::L1, !was_pending || until + slack <= sent);
         }
+        Answer::Exhausted if config.counts_bodies() => {
+            // The latest attempt is marked, and its body may be about to begin.
+            let it = world.call(before.min(CALLS as Who - 1));
+            let open = it.deed.body == Body::NotStarted && (it.is_active() || it.phase == Phase::Dead);
+            let begun = past.bodies + u8::from(open && was(Slot::begun));
+            broken.note(Rule::S14, plan.max_attempts.is_some_and(|max| begun < max));
+        }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
             // A call that was dropped before its body started, and has cleaned up, has interrupted nothing.
             let it = world.call(before.min(CALLS as Who - 1));
-            let started = it.deed.body != Body::NotStarted || it.phase == Phase::Dead;
-            let open = it.is_active() || it.deed.abandoned;
-            broken.note(Rule::S12, before != NOBODY && !started && !open);
+            let started = it.deed.body != Body::NotStarted;
+            // A process that died after its mark landed can't tell whether it polled the body. A clean-up may be under way.
+            let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
+            // A body under `retry` may begin without a mark; its operation is not repeated by a caller under `fail`.
+            let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
+            broken.note(Rule::S14, !started && !open && !unmarked);
             let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::L1, !fail && was(|old| old.stand != Stand::Interrupted));
         }
@@ -398,8 +430,13 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
 }
 
 /// Checks an operator's change of the record `met`.
-pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, key: u8) {
-    let at = usize::from(key);
+pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight: &Sight) {
+    let (key, at) = (sight.key, usize::from(sight.key));
+    let is_live = met.is_pending() && met.lapses_at > world.now;
+    let parts = |slot: &Slot| (slot.owner, slot.attempt, slot.stand);
+    let same = parts(met) == parts(&sight.slot) && is_live == sight.live;
+    world.broken.note(Rule::S15, !same || world.history[at].decided != sight.decided);
+    world.history[at].decided += 1;
     let live = |who: Who| {
         let call = world.call(who);
         config.plans[usize::from(who)].key == key && call.deed.promised_until > world.now
@@ -427,7 +464,8 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;
-    world.broken.note(Rule::MaxAttempts, plan.max_attempts.is_some_and(|max| bodies > max));
+    // The first attempt of a key is not marked, unless it is the only one: its crash is not counted.
+    world.broken.note(Rule::MaxAttempts, plan.max_attempts.is_some_and(|max| bodies > max + u8::from(max > 1)));
     if !config.counts_bodies() {
         world.history[key].bodies = 0;
     }
@@ -509,6 +547,8 @@ pub(crate) fn look(config: &Config, world: &mut World) {
             let call = world.call(holder(slot.owner));
             let holds = call.phase != Phase::Dead && !call.deed.abandoned;
             let gone = call.phase == Phase::Over(Class::Dropped) || call.deed.body == Body::NotStarted;
+            let begun = slot.begun() && call.deed.body == Body::NotStarted;
+            broken.note(Rule::S14, begun && call.phase != Phase::Dead);
             broken.note(if gone { Rule::S12 } else { Rule::L2 }, holds);
         }
     }

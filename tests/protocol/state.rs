@@ -30,6 +30,8 @@ pub(crate) fn holder(token: Token) -> Who {
 pub(crate) const CALLS: usize = 4;
 /// How many keys it may have.
 pub(crate) const KEYS: usize = 2;
+/// How many operators may have looked at a record and not yet decided.
+pub(crate) const OPERATORS: usize = 2;
 
 /// One state of the model.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -43,14 +45,32 @@ pub(crate) struct World {
     pub(crate) net: Vec<Request>,
     /// How many events outside of the protocol may still happen.
     pub(crate) left: Budget,
+    /// What operators have seen and not yet decided about.
+    pub(crate) sights: [Option<Sight>; OPERATORS],
     pub(crate) history: [History; KEYS],
     pub(crate) broken: Broken,
+}
+
+/// A record as an operator saw it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Sight {
+    pub(crate) key: u8,
+    pub(crate) operator: u8,
+    pub(crate) slot: Slot,
+    /// Whether its lease held.
+    pub(crate) live: bool,
+    /// How many decisions about the key had been applied. The protocol never reads this.
+    pub(crate) decided: u8,
 }
 
 /// A record, and when its lease lapses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Slot {
     pub(crate) owner: Token,
+    /// How many decisions were applied since the latest attempt began: each changes the owner token of the record.
+    pub(crate) decisions: u8,
+    /// The operator who decided last; the first one gives no name, nor is there any before a decision.
+    pub(crate) by: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
@@ -66,6 +86,11 @@ impl Slot {
         matches!(self.stand, Stand::Pending { .. })
     }
 
+    /// Whether its body has begun, as far as the record says.
+    pub(crate) fn begun(&self) -> bool {
+        matches!(self.stand, Stand::Pending { begun: true, .. })
+    }
+
     pub(crate) fn result(&self) -> Option<Kept> {
         match self.stand {
             Stand::Completed(kept) | Stand::Failed(kept) => Some(kept),
@@ -77,7 +102,7 @@ impl Slot {
 /// [`State`](idem_runtime::record::State) in small numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Stand {
-    Pending { fail: bool },
+    Pending { fail: bool, begun: bool },
     Released,
     Interrupted,
     Completed(Kept),
@@ -112,6 +137,11 @@ pub(crate) enum Ask {
         sent: u8,
         attempt: u8,
     },
+    /// Marks that the body begins; with the same time, and the number of the attempt.
+    Begin {
+        sent: u8,
+        attempt: u8,
+    },
     /// With the number of the attempt. Its starts go into the record if records are written whole.
     Finish {
         kept: Kept,
@@ -126,8 +156,10 @@ pub(crate) enum Ask {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Met {
     pub(crate) owner: Token,
+    pub(crate) decisions: u8,
     pub(crate) attempt: u8,
     pub(crate) is_pending: bool,
+    pub(crate) begun: bool,
     pub(crate) revived: u8,
 }
 
@@ -223,6 +255,10 @@ pub(crate) struct Call {
     pub(crate) beat: Beat,
     /// Whether the heartbeat has found the lease lost.
     pub(crate) lost: bool,
+    /// Whether the store has refused for good to renew its lease.
+    pub(crate) refused: bool,
+    /// Whether its record may say that its body has begun.
+    pub(crate) marked: bool,
     pub(crate) deed: Deed,
 }
 
@@ -241,8 +277,11 @@ impl Call {
         renewed: false,
         beat: Beat::None,
         lost: false,
+        refused: false,
+        marked: false,
         deed: Deed {
             body: Body::NotStarted,
+            values: false,
             granted: false,
             recorded: false,
             released: false,
@@ -268,10 +307,14 @@ pub(crate) enum Phase {
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
     /// The reservation was answered after its lease: it is renewed, since `at`, before the body may start.
     Confirming { at: u8, line: Line },
+    /// The record is to say, since `at`, that the body begins.
+    Marking { tries: u8, at: u8, line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
     /// The body is being polled, and may block there; or it waits to be polled.
     Body { polled: bool },
+    /// The body has ended early, and its values are being dropped. Then the end is written; the caller was told `told`.
+    Dropping { ending: Ending, told: Class },
     /// The last write. `late` is what the caller was told, if no caller waits for the write any more.
     Ending { ending: Ending, late: Option<Class>, line: Line },
     /// Nothing is left to do.
@@ -360,6 +403,8 @@ pub(crate) enum Class {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Deed {
     pub(crate) body: Body,
+    /// Its body has values.
+    pub(crate) values: bool,
     /// The store has granted it an attempt.
     pub(crate) granted: bool,
     /// Its result was recorded.
@@ -398,10 +443,12 @@ pub(crate) struct History {
     pub(crate) result: Option<Kept>,
     /// How many bodies started.
     pub(crate) bodies: u8,
+    /// How many decisions of operators were applied.
+    pub(crate) decided: u8,
 }
 
 impl History {
-    pub(crate) const NONE: Self = Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0 };
+    pub(crate) const NONE: Self = Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0, decided: 0 };
 }
 
 /// How many events outside of the protocol may happen.
@@ -423,7 +470,7 @@ pub(crate) struct Budget {
     pub(crate) ticks: u8,
     /// Ends of retention.
     pub(crate) ends: u8,
-    /// Records that an operator reopens.
+    /// Records that an operator looks at, and then lets run again.
     pub(crate) reopens: u8,
     /// Restarts of the store, or breaks of all connections.
     pub(crate) restarts: u8,

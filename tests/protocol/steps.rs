@@ -11,8 +11,8 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Met, Phase, Request,
-    Reserving, Slot, Stand, Who, World, token,
+    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Met, OPERATORS, Phase,
+    Request, Reserving, Sight, Slot, Stand, Who, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -45,6 +45,10 @@ pub(crate) enum Action {
     HearsBeat(Who),
     /// The heartbeat gets an error; the renewal may yet arrive.
     BeatFails(Who),
+    /// The store refuses to renew the lease, now and ever.
+    BeatIsRefusedForGood(Who),
+    /// The lease of a body has lapsed, and is not renewed ever: the body is cancelled.
+    GivesUp(Who),
     /// The body returns.
     Returns(Who, bool),
     /// A poll of the body ends, and the body is pending.
@@ -55,6 +59,8 @@ pub(crate) enum Action {
     TimesOut(Who),
     /// The call is dropped, or its body panics.
     IsDropped(Who),
+    /// The last value of a body that has ended early is dropped.
+    LosesValues(Who),
     /// Its process dies.
     Dies(Who),
     /// The waiting call asks again: it was woken, or its time is over.
@@ -65,7 +71,9 @@ pub(crate) enum Action {
     Tick,
     /// The retention of a record ends.
     Ends(u8),
-    /// An operator reopens a record.
+    /// An operator looks at a record.
+    Looks(u8),
+    /// An operator lets the record that they have looked at run again.
     Reopens(u8),
     /// The store restarts, and loses nothing but its connections.
     Restarts,
@@ -120,6 +128,7 @@ impl Config {
             calls: [Call::IDLE; CALLS],
             net: Vec::new(),
             left: self.budget,
+            sights: [None; OPERATORS],
             history: [History::NONE; 2],
             broken: properties::Broken::default(),
         }
@@ -173,7 +182,10 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             continue;
         }
         match call.phase {
-            Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => match line {
+            Phase::Reserving { line, .. }
+            | Phase::Confirming { line, .. }
+            | Phase::Marking { line, .. }
+            | Phase::Ending { line, .. } => match line {
                 Line::Sent => {
                     actions.push(Action::StoreDoes(who));
                     if left.faults > 0 {
@@ -219,10 +231,13 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                 let plan = config.plan(who);
                 if is_over(config, world, call) && !plan.shadow {
                     actions.push(Action::TimesOut(who));
+                } else if gives_up(config, world, who) {
+                    actions.push(Action::GivesUp(who));
                 } else if !plan.hangs() && may_be_polled(config, world, who) {
                     actions.push(Action::IsPolled(who));
                 }
             }
+            Phase::Dropping { .. } => actions.push(Action::LosesValues(who)),
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
         match call.beat {
@@ -235,12 +250,15 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                 actions.push(Action::StoreDoesBeat(who));
                 if left.faults > 0 {
                     actions.push(Action::BeatFails(who));
+                    if config.refusals {
+                        actions.push(Action::BeatIsRefusedForGood(who));
+                    }
                 }
             }
             Beat::Answered { .. } if may_hear(config, world) => actions.push(Action::HearsBeat(who)),
             Beat::Answered { .. } => {}
         }
-        let told = matches!(call.phase, Phase::Ending { late: Some(_), .. });
+        let told = matches!(call.phase, Phase::Ending { late: Some(_), .. } | Phase::Dropping { .. });
         if left.cancels > 0 && !told {
             actions.push(Action::IsDropped(who));
         }
@@ -262,8 +280,13 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         if left.ends > 0 && slot.is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= world.now) {
             actions.push(Action::Ends(key));
         }
-        if left.reopens > 0 && slot.is_some() {
-            actions.push(Action::Reopens(key));
+        if left.reopens > 0 && slot.is_some() && world.sights.contains(&None) {
+            actions.push(Action::Looks(key));
+        }
+    }
+    for (operator, sight) in (0..).zip(&world.sights) {
+        if sight.is_some() {
+            actions.push(Action::Reopens(operator));
         }
     }
     if left.restarts > 0 && active > 0 {
@@ -286,7 +309,9 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
 fn beats(config: &Config, world: &World, who: Who) -> bool {
     let call = world.call(who);
     let kept = match call.phase {
+        Phase::Body { .. } | Phase::Dropping { .. } if call.refused => false,
         Phase::Body { .. } => !is_over(config, world, call) || config.is(Mutant::RenewedBeyondTimeout),
+        Phase::Dropping { .. } => true,
         Phase::Ending { late, .. } => late.is_none(),
         _ => false,
     };
@@ -307,6 +332,11 @@ fn is_over(config: &Config, world: &World, call: &Call) -> bool {
 /// Whether the process believes in the lease of the body, so that it may poll the body.
 fn may_be_polled(config: &Config, world: &World, who: Who) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
+}
+
+/// Whether the body would wait for a lease that is never renewed.
+fn gives_up(config: &Config, world: &World, who: Who) -> bool {
+    world.call(who).refused && waits_for_lease(config, world, who) && !config.is(Mutant::RefusedWaitsOn)
 }
 
 fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
@@ -397,6 +427,15 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             world.left.faults -= 1;
             orphan_beat(config, world, who);
         }
+        Action::BeatIsRefusedForGood(who) => {
+            world.left.faults -= 1;
+            let call = world.call_mut(who);
+            (call.beat, call.refused) = (Beat::None, true);
+        }
+        Action::GivesUp(who) => {
+            body_is_gone(world, who);
+            drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::LeaseLost);
+        }
         Action::Returns(who, ok) => returns(config, world, who, ok),
         Action::Yields(who) => yields(config, world, who),
         Action::IsPolled(who) => {
@@ -405,8 +444,9 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::TimesOut(who) => {
             body_is_gone(world, who);
-            late(config, world, who, Ending::Release(How::dropped(config.plan(who).on_crash)), Class::TimedOut);
+            drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::TimedOut);
         }
+        Action::LosesValues(who) => loses_values(config, world, who),
         Action::IsDropped(who) => {
             world.left.cancels -= 1;
             is_dropped(config, world, who);
@@ -416,6 +456,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             orphan(config, world, who);
             orphan_beat(config, world, who);
             body_is_gone(world, who);
+            world.call_mut(who).deed.values = false;
             rest(world, who, Phase::Dead);
         }
         Action::Tick => {
@@ -436,13 +477,17 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             forgive(config, world, key);
             world.history[usize::from(key)] = History::NONE;
         }
-        Action::Reopens(key) => reopens(config, world, key),
+        Action::Looks(key) => looks(world, key),
+        Action::Reopens(operator) => reopens(config, world, operator),
         Action::Restarts => {
             world.left.restarts -= 1;
             for who in 0..config.count() {
                 let call = world.call_mut(who);
                 match &mut call.phase {
-                    Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. }
+                    Phase::Reserving { line, .. }
+                    | Phase::Confirming { line, .. }
+                    | Phase::Marking { line, .. }
+                    | Phase::Ending { line, .. }
                         if matches!(line, Line::Answered(_)) =>
                     {
                         *line = Line::Cut;
@@ -504,13 +549,18 @@ impl World {
 
     pub(crate) fn holds_in_body_or_end(&self, who: Who) -> bool {
         let call = self.call(who);
-        call.deed.granted && matches!(call.phase, Phase::Body { .. } | Phase::Ending { late: None, .. })
+        let is_at_it =
+            matches!(call.phase, Phase::Body { .. } | Phase::Dropping { .. } | Phase::Ending { late: None, .. });
+        call.deed.granted && is_at_it
     }
 }
 
 fn line(call: &mut Call) -> &mut Line {
     match &mut call.phase {
-        Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => line,
+        Phase::Reserving { line, .. }
+        | Phase::Confirming { line, .. }
+        | Phase::Marking { line, .. }
+        | Phase::Ending { line, .. } => line,
         other => unreachable!("{other:?} waits for no answer"),
     }
 }
@@ -521,6 +571,9 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
     let ask = match call.phase {
         Phase::Reserving { what, .. } => Ask::Reserve { sent: what.at, over: what.over },
         Phase::Confirming { at, .. } => return Some(renewal(config, world, who, at)),
+        Phase::Marking { at, .. } => {
+            Ask::Begin { sent: if config.skew.is_some() { at } else { 0 }, attempt: call.attempt }
+        }
         Phase::Ending { ending, .. } => match ending {
             Ending::Finish { kept, ok } => Ask::Finish {
                 kept,
@@ -564,9 +617,10 @@ fn take_out(world: &mut World, request: Request) {
 /// The call no longer waits for its request; if the store has not executed it yet, it may do so later.
 fn orphan(config: &Config, world: &mut World, who: Who) {
     let sent = match world.call(who).phase {
-        Phase::Reserving { line, .. } | Phase::Confirming { line, .. } | Phase::Ending { line, .. } => {
-            line == Line::Sent
-        }
+        Phase::Reserving { line, .. }
+        | Phase::Confirming { line, .. }
+        | Phase::Marking { line, .. }
+        | Phase::Ending { line, .. } => line == Line::Sent,
         _ => false,
     };
     if sent {
@@ -598,6 +652,10 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
             Ask::Renew { sent, attempt } => {
                 let reading = reading(world, sent);
                 Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], token, attempt, reading))
+            }
+            Ask::Begin { sent, attempt } => {
+                let reading = reading(world, sent);
+                Answer::Write(store::begins(config, &mut world.slots[usize::from(key)], token, attempt, reading))
             }
             Ask::Finish { kept: Kept::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
             Ask::Finish { kept, ok, attempt, starts } => {
@@ -635,13 +693,24 @@ fn wake(config: &Config, world: &mut World, key: u8) {
     }
 }
 
-fn reopens(config: &Config, world: &mut World, key: u8) {
+fn looks(world: &mut World, key: u8) {
     world.left.reopens -= 1;
+    let at = usize::from(key);
+    let reading = Reading { now: world.now, skew: None };
+    let decided = world.history[at].decided;
+    let free = (0..).zip(&mut world.sights).find(|(_, sight)| sight.is_none());
+    let (operator, free) = free.expect("an operator who has decided");
+    *free = world.slots[at].map(|slot| Sight { decided, ..store::sees(key, operator, slot, reading) });
+}
+
+fn reopens(config: &Config, world: &mut World, operator: u8) {
+    let Some(sight) = world.sights[usize::from(operator)].take() else { return };
+    let key = sight.key;
     let Some(met) = world.slots[usize::from(key)] else { return };
     let reading = Reading { now: world.now, skew: None };
-    let done = store::reopens(config, &mut world.slots[usize::from(key)], met.attempt, reading);
+    let done = store::reopens(config, &mut world.slots[usize::from(key)], &sight, reading);
     if done == Verdict::Applied {
-        properties::audit_reopen(config, world, &met, key);
+        properties::audit_reopen(config, world, &met, &sight);
         wake(config, world, key);
         forgive(config, world, key);
     }
@@ -690,7 +759,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             if world.believed(config, who) == 0 && !config.is(Mutant::LateAnswerStartsBody) {
                 world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
             } else {
-                starts_body(config, world, who);
+                marks_or_starts(config, world, who);
             }
         }
         (Phase::Confirming { at, .. }, Answer::Write(Done::Done)) => {
@@ -698,8 +767,25 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             if world.believed(config, who) == 0 {
                 world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
             } else {
+                marks_or_starts(config, world, who);
+            }
+        }
+        (Phase::Marking { tries, at, .. }, Answer::Write(Done::Done)) => {
+            world.call_mut(who).asked_at = at;
+            if world.believed(config, who) == 0 {
+                world.call_mut(who).phase = Phase::Marking { tries, at: now, line: Line::Sent };
+            } else {
                 starts_body(config, world, who);
             }
+        }
+        (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::MarkRefusedStartsBody) => {
+            starts_body(config, world, who);
+        }
+        // The lease has lapsed, by the store's clock, or another attempt has taken over.
+        (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
+            let call = world.call_mut(who);
+            (call.generation, call.unanswered, call.marked) = (call.generation + 1, None, false);
+            reserve_anew(config, world, who);
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
             // Another attempt took over, and may have finished.
@@ -807,6 +893,22 @@ fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
 
+/// Whether the record has to say that the body of this attempt begins before it does.
+fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
+    let counts = plan.max_attempts.is_some_and(|max| attempt > 1 || max == 1);
+    (is_fail(plan) || counts) && !config.is(Mutant::BeginsUnmarked)
+}
+
+fn marks_or_starts(config: &Config, world: &mut World, who: Who) {
+    let (now, attempt) = (world.now, world.call(who).attempt);
+    if !marks(config, config.plan(who), attempt) {
+        return starts_body(config, world, who);
+    }
+    let call = world.call_mut(who);
+    call.marked = true;
+    call.phase = Phase::Marking { tries: 1, at: now, line: Line::Sent };
+}
+
 fn starts_body(config: &Config, world: &mut World, who: Who) {
     properties::body_starts(config, world, who);
     let call = world.call_mut(who);
@@ -814,6 +916,7 @@ fn starts_body(config: &Config, world: &mut World, who: Who) {
     if call.deed.body == Body::NotStarted {
         call.deed.body = Body::Running;
     }
+    call.deed.values = true;
     // Registered before the first poll, which may block.
     call.registered = !config.is(Mutant::RegisteredWhenPending);
     call.stop_at = config.plan(who).timeout.map_or(0, |timeout| call.asked_at + timeout * config.unit());
@@ -838,6 +941,7 @@ fn yields(config: &Config, world: &mut World, who: Who) {
 fn loses(config: &Config, world: &mut World, who: Who) {
     if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
         body_is_gone(world, who);
+        world.call_mut(who).deed.values = false;
         over(config, world, who, Class::LeaseLost);
     }
 }
@@ -869,7 +973,11 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 over(config, world, who, told);
             }
         }
-        Phase::Confirming { .. } => {
+        Phase::Marking { tries, .. } if trouble.is_transient() && tries < config.tries => {
+            let at = world.now;
+            world.call_mut(who).phase = Phase::Marking { tries: tries + 1, at, line: Line::Sent };
+        }
+        Phase::Confirming { .. } | Phase::Marking { .. } => {
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
             clean_up(config, world, who, told);
@@ -938,9 +1046,12 @@ fn ending_fails(
         _ => world.may_be_held(config, who),
     };
     let in_time = now < since + config.span() || config.is(Mutant::EndsForEver);
+    let outlasts = late.is_some() && outlasts_lease(config, world, who, ending);
     let may_pass = trouble.is_transient() || matches!(ending, Ending::Shortened { .. } | Ending::TryRelease);
-    if may_pass && held > 0 && in_time && !config.is(Mutant::GivesUpWithinLease) {
-        properties::tries_again(config, world, since);
+    if may_pass && ((held > 0 && in_time && !config.is(Mutant::GivesUpWithinLease)) || outlasts) {
+        if !outlasts {
+            properties::tries_again(config, world, since);
+        }
         return next(world, whole);
     }
     if whole == Ending::Instead && late.is_none() {
@@ -951,10 +1062,23 @@ fn ending_fails(
         if config.is(Mutant::UnrecordedIsReleased) {
             return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
         }
+        // No other attempt can supply the result meanwhile.
+        if may_pass && outlasts_lease(config, world, who, whole) {
+            return self::late(config, world, who, whole, Class::Unrecorded);
+        }
     }
     world.call_mut(who).deed.abandoned = true;
     world.call_mut(who).phase = Phase::Ending { ending: whole, late, line: Line::Sent };
     unrecorded(config, world, who, late, Class::Unrecorded);
+}
+
+/// Whether a late write goes on after its lease: the end of a body that keeps all others out, and the clean-up of a mark.
+fn outlasts_lease(config: &Config, world: &World, who: Who, ending: Ending) -> bool {
+    let plan = config.plan(who);
+    match ending {
+        Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => world.call(who).marked,
+        _ => is_fail(plan),
+    }
 }
 
 fn hears_beat(config: &Config, world: &mut World, who: Who) {
@@ -986,6 +1110,8 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
     if call.deed.body == Body::Running {
         call.deed.body = Body::Returned { ok };
     }
+    // In one step: what follows waits for it.
+    call.deed.values = false;
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
     if !ok && config.is(Mutant::ErrorKeepsKey) {
         return over(config, world, who, Class::Err);
@@ -1005,7 +1131,9 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     }
     match call.phase {
         // Whether or not it landed.
-        Phase::Reserving { .. } | Phase::Confirming { .. } if !config.is(Mutant::UnansweredNotReleased) => {
+        Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. }
+            if !config.is(Mutant::UnansweredNotReleased) =>
+        {
             clean_up(config, world, who, Class::Dropped);
         }
         Phase::Waiting { .. } if call.unanswered.is_some() => clean_up(config, world, who, Class::Dropped),
@@ -1015,7 +1143,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
                 Some(Mutant::DroppedCountsAsNotStarted) => How::NotStarted,
                 _ => How::dropped(config.plan(who).on_crash),
             };
-            late(config, world, who, Ending::Release(how), Class::Dropped);
+            drops_values(config, world, who, how, Class::Dropped);
         }
         Phase::Ending { ending, .. } => {
             let ending = match ending {
@@ -1026,6 +1154,26 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
         }
         _ => over(config, world, who, Class::Dropped),
     }
+}
+
+/// The values of a body that has ended early are dropped before its key is freed. The lease is renewed meanwhile, also beyond
+/// the time-out of the body.
+fn drops_values(config: &Config, world: &mut World, who: Who, how: How, told: Class) {
+    let ending = Ending::Release(how);
+    if config.is(Mutant::ReleasedBeforeValues) {
+        return late(config, world, who, ending, told);
+    }
+    let call = world.call_mut(who);
+    call.registered = !config.is(Mutant::ValuesWithoutLease);
+    call.stop_at = 0;
+    call.phase = Phase::Dropping { ending, told };
+}
+
+fn loses_values(config: &Config, world: &mut World, who: Who) {
+    let call = world.call_mut(who);
+    call.deed.values = false;
+    let Phase::Dropping { ending, told } = call.phase else { unreachable!("no values are being dropped") };
+    late(config, world, who, ending, told);
 }
 
 /// Frees the key of a reservation that may have landed, or may yet; the caller was told `told`.
@@ -1049,7 +1197,7 @@ fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Clas
     call.registered = false;
     call.stop_at = 0;
     // All that a late write knows of its lease is when it was last confirmed.
-    call.lost = false;
+    (call.lost, call.refused) = (false, false);
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
 }

@@ -8,18 +8,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
-use idem_runtime::record::{Admission, Record, State, StoredResult};
-use idem_runtime::store::{OwnerToken, Reservation, ReserveRequest, Verdict};
+use idem_runtime::record::{Admission, Record, Ruling, State, StoredResult, Trail};
+use idem_runtime::store::{Action, Decision, Inspection, OwnerToken, Reservation, ReserveRequest, Verdict};
 use idem_runtime::{Key, OnCrash};
+use idem_tests::decided;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Done, How, Kept, Met, Slot, Stand, Token};
+use super::state::{Answer, Done, How, Kept, Met, OPERATORS, Sight, Slot, Stand, Token};
 
 /// One tick of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
 /// Longer than any configuration lasts: the end of a retention is an event of its own.
 pub(crate) const TTL: Duration = Duration::from_secs(3600);
+/// The names of the operators.
+const NAMES: [&str; OPERATORS] = ["", "bob"];
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
 /// The request of a call, as the engine would make it.
@@ -75,9 +78,9 @@ fn ticks(duration: Duration) -> u8 {
 impl Stand {
     pub(crate) fn state(self, lease: Duration) -> State {
         match self {
-            Self::Pending { fail } => {
+            Self::Pending { fail, begun } => {
                 let on_crash = if fail { OnCrash::Fail } else { OnCrash::Retry };
-                State::Pending { lease, ttl: TTL, on_crash }
+                State::Pending { lease, ttl: TTL, on_crash, begun }
             }
             Self::Released => State::Released,
             Self::Interrupted => State::Interrupted,
@@ -90,7 +93,7 @@ impl Stand {
 impl From<&State> for Stand {
     fn from(state: &State) -> Self {
         match state {
-            State::Pending { on_crash, .. } => Self::Pending { fail: *on_crash == OnCrash::Fail },
+            State::Pending { on_crash, begun, .. } => Self::Pending { fail: *on_crash == OnCrash::Fail, begun: *begun },
             State::Released => Self::Released,
             State::Interrupted => Self::Interrupted,
             State::Completed(payload) => Self::Completed(kept(payload)),
@@ -103,16 +106,32 @@ impl From<&State> for Stand {
 impl Slot {
     /// The record in the runtime's form.
     pub(crate) fn record(&self, lease: u8) -> Record {
-        let mut record = Record::new(owner(self.owner), self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
+        let owner = decided(owner(self.owner), self.decisions.into());
+        let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
         record.attempts_used = self.starts.into();
         record.fingerprint = self.mark.map(fingerprint);
+        record.trail = Trail::default().with_decision(NAMES[usize::from(self.by)], "");
         record
     }
 
     /// `record` in the model's form.
     pub(crate) fn of(record: &Record, lapses_at: u8) -> Self {
+        // A token of the model is the same byte throughout, unless decisions have moved it.
+        let origin = |decisions: &u8| {
+            let tokens = 0..=Token::MAX;
+            tokens.into_iter().find(|token| decided(owner(*token), (*decisions).into()) == record.owner)
+        };
+        let first = record.owner.as_bytes()[0];
+        let (owner, decisions) = match owner(first) == record.owner {
+            true => (first, 0),
+            false => (1..8).find_map(|n| Some((origin(&n)?, n))).expect("a token of the model"),
+        };
         Self {
-            owner: record.owner.as_bytes()[0],
+            owner,
+            decisions,
+            by: small(
+                NAMES.iter().position(|name| *name == record.trail.decided_by().unwrap_or_default()).expect("known"),
+            ),
             attempt: small(record.attempt),
             starts: small(record.attempts_used),
             mark: record.fingerprint.map(|mark| mark.as_bytes()[1]),
@@ -125,8 +144,8 @@ impl Slot {
 
 impl Met {
     fn of(slot: &Slot) -> Self {
-        let Slot { owner, attempt, revived, .. } = *slot;
-        Self { owner, attempt, is_pending: slot.is_pending(), revived }
+        let Slot { owner, decisions, attempt, revived, .. } = *slot;
+        Self { owner, decisions, attempt, is_pending: slot.is_pending(), begun: slot.begun(), revived }
     }
 }
 
@@ -249,7 +268,8 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let with_result = matches!(stand, Stand::Completed(_) | Stand::Failed(_));
-    if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && met.owner != token {
+    let own = met.owner == token && met.decisions == 0;
+    if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && !own {
         return Done::Refused;
     }
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_what_has_ended(met, with_result)) {
@@ -300,6 +320,19 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     Done::Done
 }
 
+/// Marks that the body of attempt `attempt` of `token` begins, and renews its lease; a lease that has lapsed is not marked.
+pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
+    let Some(met) = slot.as_mut().filter(|met| met.owner == token && met.attempt == attempt) else {
+        return Done::Refused;
+    };
+    let late = met.lapses_at <= reading.now && config.mutant != Some(Mutant::MarkedAfterLapse);
+    match &mut met.stand {
+        Stand::Pending { begun, .. } if *begun || !late => *begun = true,
+        _ => return Done::Refused,
+    }
+    renews(config, slot, token, attempt, reading)
+}
+
 /// Renews the lease of attempt `attempt` of `token`.
 pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut() else { return Done::Refused };
@@ -321,14 +354,39 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
     Done::Done
 }
 
-/// Lets the next delivery run again, unless attempt `attempt` is not the latest or holds a live lease.
-pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, attempt: u8, reading: Reading) -> Verdict {
-    let Some(met) = slot.as_mut().filter(|met| met.attempt == attempt) else { return Verdict::Refused };
-    let live = met.is_pending() && reading.until(met.lapses_at, config.mutant) > 0;
-    if live && config.mutant != Some(Mutant::ReopenLive) {
-        return Verdict::Refused;
+/// What an operator sees of the record of `key`.
+pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> Sight {
+    let live = slot.is_pending() && reading.until(slot.lapses_at, None) > 0;
+    Sight { key, operator, slot, live, decided: 0 }
+}
+
+/// Lets the next delivery run again, if the record is the one that the operator saw. A recorded result is given up.
+pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &Sight, reading: Reading) -> Verdict {
+    let Some(met) = slot.as_mut() else { return Verdict::Refused };
+    let lapses_in = |left: u8| TICK * u32::from(left);
+    let (mut seen, seen_left) = (sight.slot, u8::from(sight.live));
+    if config.mutant == Some(Mutant::DecidesUnseen) && seen.attempt == met.attempt {
+        seen = *met;
     }
-    let attempt = if config.mutant == Some(Mutant::ReopenForgetsNumber) { 0 } else { met.attempt };
-    *met = Slot { starts: 0, attempt, stand: Stand::Released, lapses_at: 0, revived: 0, ..*met };
+    let action = if seen.result().is_some() { Action::Discard } else { Action::Reopen };
+    let mut left = if met.is_pending() { reading.until(met.lapses_at, config.mutant) } else { 0 };
+    let mut seen_left = if config.mutant == Some(Mutant::DecidesUnseen) { left } else { seen_left };
+    if config.mutant == Some(Mutant::ReopenLive) {
+        (left, seen_left) = (0, 0);
+    }
+    let left = lapses_in(left);
+    let seen = Inspection::new(seen.record(config.lease), TTL, Some(lapses_in(seen_left))).revision();
+    let key = Key::new("model", u32::from(sight.key)).expect("a key");
+    let decision = Decision::new(&key, seen, action).by(NAMES[usize::from(sight.operator)]);
+    let Ruling::Replace(with) = met.record(config.lease).decide(&decision, left) else {
+        return Verdict::Refused;
+    };
+    let mut with = Slot::of(&with, 0);
+    match config.mutant {
+        Some(Mutant::ReopenForgetsNumber) => with.attempt = 0,
+        Some(Mutant::DecisionKeepsOwner) => with.decisions = met.decisions,
+        _ => {}
+    }
+    *met = with;
     Verdict::Applied
 }

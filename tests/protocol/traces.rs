@@ -55,6 +55,7 @@ enum Step {
     Reserve(Who),
     /// The same request arrives again, without a call that waits for the answer.
     Again(Who),
+    Begin(Who),
     Renew(Who),
     Finish(Who, bool, bool),
     Release(Who, How),
@@ -68,6 +69,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         5 => who().prop_map(Step::Reserve),
         1 => who().prop_map(Step::Again),
+        3 => who().prop_map(Step::Begin),
         2 => who().prop_map(Step::Renew),
         2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
         3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
@@ -112,14 +114,16 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
         FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
         FinishAnyAttempt, FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused,
-        LapsedStaysLive, LiveTakenOver, MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, ReleaseAnybodys,
-        ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenForgetsNumber, ReopenLive,
-        RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber, TakeoverKeepsToken,
+        LapsedStaysLive, LiveTakenOver, MarkedAfterLapse, MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated,
+        ReleaseAnybodys, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenForgetsNumber,
+        ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber,
+        TakeoverKeepsToken,
     };
     let runtime = runtime();
     for mutant in [
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
+        MarkedAfterLapse,
         FingerprintSkippedAtReplay,
         FingerprintSkippedAtTakeover,
         FinishAnyAttempt,
@@ -176,6 +180,12 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let modelled = store::reserves(config, &mut slots[key_of(who)], who, None, reading);
                 prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
             }
+            Step::Begin(who) => {
+                let lease = &leases[usize::from(who)];
+                let found = real.begin(lease).await.unwrap();
+                let modelled = store::begins(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
+                prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+            }
             Step::Renew(who) => {
                 let lease = &leases[usize::from(who)];
                 let found = renew_all(&real, std::slice::from_ref(lease)).await.unwrap();
@@ -198,7 +208,9 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
             Step::Reopen(key, off) => {
                 let attempt = slots[usize::from(key)].map_or(1, |slot: Slot| slot.attempt) + off;
                 let found = real.reopen(&key_named(key), attempt.into()).await.unwrap();
-                let modelled = store::reopens(config, &mut slots[usize::from(key)], attempt, reading);
+                let slot = &mut slots[usize::from(key)];
+                let seen = slot.map(|slot| store::sees(key, 0, Slot { attempt, ..slot }, reading));
+                let modelled = seen.map_or(Verdict::Refused, |seen| store::reopens(config, slot, &seen, reading));
                 prop_assert_eq!(modelled, found, "{:?}", step);
             }
             Step::Tick => {
@@ -237,6 +249,7 @@ struct Asked {
 #[derive(Clone, Debug)]
 enum Real {
     Reserve(ReserveRequest),
+    Begin(Lease),
     Renew(Vec<Lease>),
     Finish(Lease, Finish),
     Release(Lease, Release),
@@ -247,6 +260,7 @@ impl Real {
     fn is(&self, ask: Ask) -> bool {
         match (self, ask) {
             (Self::Reserve(_), Ask::Reserve { .. }) => true,
+            (Self::Begin(lease), Ask::Begin { attempt, .. }) => numbers(lease).0 == attempt,
             (Self::Renew(leases), Ask::Renew { attempt, .. }) => leases.iter().all(|lease| numbers(lease).0 == attempt),
             (Self::Finish(lease, finish), Ask::Finish { ok, kept, attempt, .. }) => {
                 numbers(lease).0 == attempt
@@ -262,6 +276,7 @@ impl Real {
     async fn arrives(&self, store: &MemoryStore) {
         match self {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
+            Self::Begin(lease) => drop(store.begin(lease).await.unwrap()),
             Self::Renew(leases) => drop(renew_all(store, leases).await.unwrap()),
             Self::Finish(lease, finish) => drop(store.finish(lease, finish).await.unwrap()),
             Self::Release(lease, release) => drop(store.release(lease, *release).await.unwrap()),
@@ -324,6 +339,10 @@ impl Store for Scripted {
         self.ask(Real::Reserve(request.clone()), async move { self.inner.reserve(request).await })
     }
 
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        self.ask(Real::Begin(lease.clone()), async move { self.inner.begin(lease).await })
+    }
+
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let renewed = self.ask(Real::Renew(leases.to_vec()), async move { renew_all(&self.inner, leases).await });
         StoreFuture::renewed(answer, renewed)
@@ -365,7 +384,8 @@ impl From<Error> for Failure {
 
 /// The policy of a plan.
 fn policy(config: &Config, plan: &Plan) -> Policy {
-    let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash);
+    // The model has no outage that outlasts the pause of a body.
+    let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash).max_pause(TTL);
     let policy = match plan.wait {
         Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
         None => policy,
@@ -521,6 +541,13 @@ impl<'a> Pair<'a> {
         self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
     }
 
+    /// The engine drops the values of a body and asks for the release in one step.
+    fn loses_values(&mut self) {
+        if matches!(self.phase(), Phase::Dropping { .. }) {
+            self.does(Action::LosesValues(0));
+        }
+    }
+
     /// The steps of the body that need no store.
     fn follow_body(&mut self) {
         if self.phase() == (Phase::Body { polled: true }) {
@@ -530,6 +557,7 @@ impl<'a> Pair<'a> {
         let actions = self.actions();
         if actions.contains(&Action::TimesOut(0)) {
             self.does(Action::TimesOut(0));
+            self.loses_values();
         }
         if let Some(ok) = self.returns.filter(|_| actions.contains(&Action::IsPolled(0))) {
             self.returns = None;
@@ -565,7 +593,10 @@ impl<'a> Pair<'a> {
 
     async fn compare(&mut self) -> Result<(), TestCaseError> {
         let phase = self.phase();
-        let asks = matches!(phase, Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Ending { .. });
+        let asks = matches!(
+            phase,
+            Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. } | Phase::Ending { .. }
+        );
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
         let told = match phase {
             Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
@@ -601,7 +632,7 @@ impl<'a> Pair<'a> {
             let modelled = bytes.windows(2).all(|bytes| bytes[0] == bytes[1]);
             let others = modelled && holder(bytes[0]) > 0;
             let state = match &record.state {
-                State::Pending { on_crash, .. } => format!("pending {on_crash:?}"),
+                State::Pending { on_crash, begun, .. } => format!("pending {on_crash:?} {begun}"),
                 State::Completed(payload) => format!("completed {}", matches!(payload, StoredResult::Encoded { .. })),
                 State::Failed(payload) => format!("failed {}", matches!(payload, StoredResult::Encoded { .. })),
                 other => format!("{other:?}"),
@@ -697,6 +728,7 @@ impl<'a> Pair<'a> {
                     self.late.push((request, asked.what));
                 }
                 self.does(Action::IsDropped(0));
+                self.loses_values();
                 self.call = None;
             }
             Move::Return(ok) => {
@@ -750,6 +782,7 @@ impl<'a> Pair<'a> {
             }
             Move::Reopen => {
                 let attempt = self.world.slots[0].expect("there is one").attempt;
+                self.does(Action::Looks(0));
                 self.does(Action::Reopens(0));
                 let _ = self.store.inner.reopen(&key_named(0), attempt.into()).await.unwrap();
             }
@@ -946,6 +979,13 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                         };
                         let modelled = store::reserves(&config, &mut slots[slot(who)], who, None, reading(who));
                         prop_assert_eq!(modelled, found, "{:?}", step);
+                    }
+                    Step::Begin(who) => {
+                        let at = usize::from(who);
+                        let found = stores[at].begin(&leases[at]).await.unwrap();
+                        let attempt = numbers(&leases[at]).0;
+                        let modelled = store::begins(&config, &mut slots[slot(who)], who, attempt, reading(who));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
                     Step::Renew(who) => {
                         let at = usize::from(who);
