@@ -14,19 +14,19 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Decision, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Verdict, renew_all,
+    Action, Decision, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, Verdict,
+    renew_all,
 };
 use idem_runtime::{Key, MemoryStore, OnCrash, RedisStore, Store};
-use idem_tests::Reopen as _;
+use idem_tests::decided;
 use idem_tests::server::Kind;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
 #[path = "histories/reference.rs"]
-#[allow(dead_code, reason = "some decisions of operators are those of the simulation alone")]
 mod reference;
 
-use reference::{Answer, Ask, Entry, Phase, Reference};
+use reference::{Answer, Ask, Entry, Phase, Reference, Sight};
 
 /// A lease or retention that ends during a history.
 const SHORT: u64 = 40;
@@ -54,14 +54,43 @@ impl Time {
 /// One step of a history. An attempt is named by how many were requested after it.
 #[derive(Clone, Debug)]
 enum Step {
-    Reserve { key: usize, lease: u64, ttl: u64, fingerprint: Option<u8>, on_crash: OnCrash, max_attempts: Option<u32> },
-    ReserveAgain { back: usize },
-    Renew { backs: Vec<usize> },
-    Finish { back: usize, finish: Finish },
-    Release { back: usize, release: Release },
-    Reopen { key: usize, off_by: u32 },
-    BreakLease { key: usize, off_by: u32 },
-    Pass { millis: u64 },
+    Reserve {
+        key: usize,
+        lease: u64,
+        ttl: u64,
+        fingerprint: Option<u8>,
+        on_crash: OnCrash,
+        max_attempts: Option<u32>,
+    },
+    ReserveAgain {
+        back: usize,
+    },
+    Renew {
+        backs: Vec<usize>,
+    },
+    Begin {
+        back: usize,
+    },
+    Finish {
+        back: usize,
+        finish: Finish,
+    },
+    Release {
+        back: usize,
+        release: Release,
+    },
+    /// An operator looks at a key.
+    Look {
+        key: usize,
+    },
+    /// An operator decides about what one of the last looks showed.
+    Decide {
+        back: usize,
+        action: Action,
+    },
+    Pass {
+        millis: u64,
+    },
 }
 
 fn step(by_hand: bool) -> impl Strategy<Value = Step> {
@@ -77,7 +106,6 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
     // Mostly the latest attempts, as the writes of all others are refused.
-    let off_by = || prop_oneof![4 => Just(0_u32), 1 => 1..3_u32];
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {
@@ -88,7 +116,16 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         1 => Just(StoredResult::Unencodable),
     ];
     let finish = (payload, any::<bool>())
-        .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) });
+        .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) })
+        .boxed();
+    let action = prop_oneof![
+        Just(Action::Reopen),
+        Just(Action::Discard),
+        finish.clone().prop_map(Action::Resolve),
+        finish.clone().prop_map(Action::Replace),
+        Just(Action::BreakLease),
+        Just(Action::Forget),
+    ];
     let release = prop_oneof![
         3 => Just(Release::Returned),
         2 => Just(Release::NotStarted),
@@ -102,10 +139,11 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         ),
         1 => back().prop_map(|back| Step::ReserveAgain { back }),
         2 => proptest::collection::vec(back(), 0..4).prop_map(|backs| Step::Renew { backs }),
+        3 => back().prop_map(|back| Step::Begin { back }),
         2 => (back(), finish).prop_map(|(back, finish)| Step::Finish { back, finish }),
         3 => (back(), release).prop_map(|(back, release)| Step::Release { back, release }),
-        1 => (0..2_usize, off_by()).prop_map(|(key, off_by)| Step::Reopen { key, off_by }),
-        1 => (0..2_usize, off_by()).prop_map(|(key, off_by)| Step::BreakLease { key, off_by }),
+        2 => (0..2_usize).prop_map(|key| Step::Look { key }),
+        2 => (back(), action).prop_map(|(back, action)| Step::Decide { back, action }),
         3 => pause.prop_map(|millis| Step::Pass { millis }),
     ]
 }
@@ -117,6 +155,8 @@ struct History<'a> {
     reference: Reference,
     keys: [Key; 2],
     asks: Vec<(Ask, ReserveRequest, Lease)>,
+    /// What operators saw: in the store, and in the reference.
+    seen: Vec<(usize, Revision, Sight)>,
 }
 
 impl<'a> History<'a> {
@@ -126,7 +166,7 @@ impl<'a> History<'a> {
             run
         });
         let keys = [0, 1].map(|n| Key::new("model", format!("{run}:{n}")).unwrap());
-        Self { store, time, reference: Reference::default(), keys, asks: Vec::new() }
+        Self { store, time, reference: Reference::default(), keys, asks: Vec::new(), seen: Vec::new() }
     }
 
     /// The index of the attempt that was requested `back` before the latest one.
@@ -151,11 +191,12 @@ impl<'a> History<'a> {
         let millis = Duration::from_millis;
         {
             let mut record = Record::new(
-                self.owner(entry.owner),
+                decided(self.owner(entry.owner), entry.decisions),
                 entry.attempt,
                 match &entry.phase {
-                    Phase::Pending { lease, ttl, on_crash, .. } => {
-                        State::Pending { lease: millis(*lease), ttl: millis(*ttl), on_crash: *on_crash }
+                    Phase::Pending { lease, ttl, on_crash, begun, .. } => {
+                        let [lease, ttl] = [lease, ttl].map(|time| millis(*time));
+                        State::Pending { lease, ttl, on_crash: *on_crash, begun: *begun }
                     }
                     Phase::Released => State::Released,
                     Phase::Interrupted => State::Interrupted,
@@ -246,6 +287,13 @@ impl<'a> History<'a> {
                     asks.map(|(ask, attempt)| reference.renew(ask.key, ask.owner, attempt)).collect();
                 prop_assert_eq!(renew_all(self.store, &leases).await.unwrap(), expected);
             }
+            Step::Begin { back } => {
+                if let Some(index) = self.nth(*back) {
+                    let (ask, _, lease) = &self.asks[index];
+                    let expected = self.reference.begin(ask.key, ask.owner, lease.attempt);
+                    prop_assert_eq!(self.store.begin(lease).await.unwrap(), expected);
+                }
+            }
             Step::Finish { back, finish } => {
                 if let Some(index) = self.nth(*back) {
                     let (ask, _, lease) = &self.asks[index];
@@ -260,16 +308,21 @@ impl<'a> History<'a> {
                     prop_assert_eq!(self.store.release(lease, *release).await.unwrap(), expected);
                 }
             }
-            Step::Reopen { key, off_by } => {
-                let latest = self.reference.look(*key).map_or(1, |entry| entry.attempt);
-                let expected = self.reference.reopen(*key, latest + off_by);
-                prop_assert_eq!(self.store.reopen(&self.keys[*key], latest + off_by).await.unwrap(), expected);
+            Step::Look { key } => {
+                let found = self.store.inspect(&self.keys[*key]).await.unwrap();
+                self.seen.extend(found.map(|found| {
+                    let entry = self.reference.look(*key).expect("what is found is there");
+                    let (owner, decisions, attempt) = (entry.owner, entry.decisions, entry.attempt);
+                    (*key, found.revision(), Sight { owner, decisions, attempt, standing: found.standing() })
+                }));
             }
-            Step::BreakLease { key, off_by } => {
-                let latest = self.reference.look(*key).map_or(1, |entry| entry.attempt);
-                let expected = self.reference.break_lease(*key, latest + off_by);
-                let decision = Decision::break_lease(&self.keys[*key], latest + off_by);
-                prop_assert_eq!(Verdict::from(self.store.decide(&decision).await.unwrap()), expected);
+            Step::Decide { back, action } => {
+                if let Some(at) = self.seen.len().checked_sub(back + 1) {
+                    let (key, seen, sight) = &self.seen[at];
+                    let decision = Decision::new(&self.keys[*key], *seen, action.clone());
+                    let expected = self.reference.decide(*key, sight, action, "");
+                    prop_assert_eq!(Verdict::from(self.store.decide(&decision).await.unwrap()), expected);
+                }
             }
             Step::Pass { millis } => self.pass(*millis).await,
         }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use idem_runtime::OnCrash;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Finish, Release, Verdict};
+use idem_runtime::store::{Action, Finish, Release, Standing, Verdict};
 
 /// The request for an attempt.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub(crate) struct Ask {
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Phase {
-    Pending { lease: u64, ttl: u64, on_crash: OnCrash, lapses_at: u64 },
+    Pending { lease: u64, ttl: u64, on_crash: OnCrash, begun: bool, lapses_at: u64 },
     Released,
     Interrupted,
     Finished(Finish),
@@ -31,6 +31,9 @@ pub(crate) enum Phase {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: usize,
+    /// How many decisions were applied since the latest attempt began, and who made the last of them.
+    pub(crate) decisions: u32,
+    pub(crate) by: String,
     pub(crate) attempt: u32,
     pub(crate) starts: u32,
     pub(crate) fingerprint: Option<u8>,
@@ -49,7 +52,17 @@ pub(crate) enum Answer {
     Released { attempt: u32 },
 }
 
-/// The owner of a result that an operator has given: none of those who ask.
+/// What an operator saw of an entry.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Sight {
+    pub(crate) owner: usize,
+    pub(crate) decisions: u32,
+    pub(crate) attempt: u32,
+    pub(crate) standing: Standing,
+}
+
+/// An owner that never asked.
+#[allow(dead_code, reason = "the simulation alone meets owners whose requests it has not heard of")]
 pub(crate) const NOBODY: usize = usize::MAX;
 
 #[derive(Clone, Default, Debug)]
@@ -68,24 +81,26 @@ impl Reference {
         self.entries.get_mut(&key).filter(|entry| now < entry.forgotten_at)
     }
 
-    fn begin(&mut self, ask: &Ask, attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool) -> Answer {
+    fn grant(&mut self, ask: &Ask, attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool) -> Answer {
         let lapses_at = self.now + ask.lease;
-        let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, lapses_at };
+        let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, begun: false, lapses_at };
         let forgotten_at = lapses_at + ask.ttl;
-        let entry = Entry { owner: ask.owner, attempt, starts, fingerprint, phase, forgotten_at };
+        let (owner, decisions, by) = (ask.owner, 0, String::new());
+        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, phase, forgotten_at };
         self.entries.insert(ask.key, entry);
         Answer::Reserved { attempt, starts, fingerprint, takeover }
     }
 
     pub(crate) fn reserve(&mut self, ask: &Ask) -> Answer {
         let Some(entry) = self.look(ask.key).cloned() else {
-            return self.begin(ask, 1, 1, ask.fingerprint, false);
+            return self.grant(ask, 1, 1, ask.fingerprint, false);
         };
         let Entry { owner, attempt, starts, fingerprint, .. } = entry;
         if fingerprint.is_some() && ask.fingerprint.is_some() && fingerprint != ask.fingerprint {
             return Answer::Mismatch { attempt };
         }
         let mut takeover = false;
+        let mut counted = starts;
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
@@ -98,18 +113,38 @@ impl Reference {
             Phase::Pending { lapses_at, .. } if self.now < lapses_at => {
                 return Answer::Pending { attempt, lapses_in: lapses_at - self.now };
             }
-            Phase::Pending { on_crash, .. } => {
-                if on_crash == OnCrash::Fail || ask.on_crash == OnCrash::Fail {
+            Phase::Pending { on_crash, begun, .. } => {
+                // Under `fail` a body begins with its mark; under `retry` it may have begun without one.
+                let interrupted = match on_crash {
+                    OnCrash::Fail => begun,
+                    _ => ask.on_crash == OnCrash::Fail,
+                };
+                if interrupted {
                     return Answer::Interrupted { attempt };
                 }
                 takeover = true;
+                counted -= u32::from(!begun && counted > 0);
             }
         }
-        if ask.max_attempts.is_some_and(|max| starts >= max) {
-            return Answer::Exhausted { attempts: starts };
+        if ask.max_attempts.is_some_and(|max| counted >= max) {
+            return Answer::Exhausted { attempts: counted };
         }
         let fingerprint = if ask.fingerprint.is_some() { ask.fingerprint } else { fingerprint };
-        self.begin(ask, attempt + 1, starts + 1, fingerprint, takeover)
+        self.grant(ask, attempt + 1, counted + 1, fingerprint, takeover)
+    }
+
+    pub(crate) fn begin(&mut self, key: usize, owner: usize, number: u32) -> Verdict {
+        let now = self.now;
+        let Some(Entry { owner: holder, attempt, phase, .. }) = self.touch(key) else { return Verdict::Refused };
+        match phase {
+            Phase::Pending { begun, lapses_at, .. }
+                if (*holder, *attempt) == (owner, number) && (*begun || now < *lapses_at) =>
+            {
+                *begun = true;
+                self.renew(key, owner, number)
+            }
+            _ => Verdict::Refused,
+        }
     }
 
     pub(crate) fn renew(&mut self, key: usize, owner: usize, attempt: u32) -> Verdict {
@@ -127,7 +162,7 @@ impl Reference {
     pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Verdict {
         let now = self.now;
         let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
-        if entry.owner != ask.owner || entry.attempt != attempt {
+        if entry.owner != ask.owner || entry.decisions > 0 || entry.attempt != attempt {
             return Verdict::Refused;
         }
         match entry.phase {
@@ -144,7 +179,7 @@ impl Reference {
     pub(crate) fn release(&mut self, ask: &Ask, release: Release) -> Verdict {
         let now = self.now;
         let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
-        if entry.owner != ask.owner {
+        if entry.owner != ask.owner || entry.decisions > 0 {
             return Verdict::Refused;
         }
         match entry.phase {
@@ -161,58 +196,68 @@ impl Reference {
         }
     }
 
-    pub(crate) fn reopen(&mut self, key: usize, attempt: u32) -> Verdict {
+    pub(crate) fn decide(&mut self, key: usize, sight: &Sight, action: &Action, by: &str) -> Verdict {
         let now = self.now;
         let Some(entry) = self.touch(key) else { return Verdict::Refused };
-        if entry.attempt != attempt || matches!(entry.phase, Phase::Pending { lapses_at, .. } if now < lapses_at) {
+        if (entry.owner, entry.attempt) != (sight.owner, sight.attempt) {
             return Verdict::Refused;
         }
-        entry.phase = Phase::Released;
-        entry.starts = 0;
-        Verdict::Applied
-    }
-
-    pub(crate) fn break_lease(&mut self, key: usize, attempt: u32) -> Verdict {
-        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
-        entry.phase = match &entry.phase {
-            Phase::Pending { on_crash: OnCrash::Fail, .. } | Phase::Interrupted => Phase::Interrupted,
-            Phase::Pending { .. } | Phase::Released => Phase::Released,
-            Phase::Finished(_) => return Verdict::Refused,
+        let free = Phase::Released;
+        let next = match (action, &entry.phase) {
+            (Action::Reopen | Action::BreakLease, Phase::Finished(_)) => return Verdict::Refused,
+            (Action::Reopen, _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),
+            (Action::BreakLease, Phase::Pending { on_crash: OnCrash::Fail, begun: true, .. } | Phase::Interrupted) => {
+                Some((Phase::Interrupted, entry.starts))
+            }
+            (Action::BreakLease, _) => Some((free, entry.starts)),
+            (Action::Replace(finish), Phase::Finished(_)) | (Action::Resolve(finish), _) => {
+                Some((Phase::Finished(finish.clone()), entry.starts))
+            }
+            _ => None,
         };
-        Verdict::Applied
-    }
-
-    pub(crate) fn resolve(&mut self, key: usize, attempt: u32, finish: &Finish) -> Verdict {
-        let now = self.now;
-        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
-        let missing = |result: &StoredResult| !matches!(result, StoredResult::Encoded { .. });
-        match &entry.phase {
-            Phase::Pending { lapses_at, .. } if now < *lapses_at => return Verdict::Refused,
-            Phase::Pending { .. } | Phase::Released | Phase::Interrupted => {}
-            Phase::Finished(recorded) if recorded == finish => return Verdict::Applied,
-            Phase::Finished(recorded) => {
-                let alike = matches!(
-                    (recorded, finish),
-                    (Finish::Completed(_), Finish::Completed(_)) | (Finish::Failed(_), Finish::Failed(_))
-                );
-                // Supplied: nobody can have been given another one.
-                if !alike || !missing(recorded.result()) || missing(finish.result()) {
-                    return Verdict::Refused;
-                }
+        // The answer was lost, and the same person repeats the decision.
+        if entry.decisions == sight.decisions + 1 && entry.by == by {
+            let is_its_end = match action {
+                Action::Reopen | Action::Discard => entry.phase == Phase::Released && entry.starts == 0,
+                Action::Resolve(finish) | Action::Replace(finish) => entry.phase == Phase::Finished(finish.clone()),
+                Action::BreakLease => matches!(entry.phase, Phase::Released | Phase::Interrupted),
+                _ => false,
+            };
+            return if is_its_end { Verdict::Applied } else { Verdict::Refused };
+        }
+        let standing = match &entry.phase {
+            Phase::Pending { lapses_at, .. } if now < *lapses_at => Standing::Running,
+            Phase::Pending { .. } => Standing::Lapsed,
+            Phase::Released => Standing::Released,
+            Phase::Interrupted => Standing::Interrupted,
+            Phase::Finished(Finish::Completed(_)) => Standing::Completed,
+            Phase::Finished(Finish::Failed(_)) => Standing::Failed,
+        };
+        let lapsed_since = (sight.standing, standing) == (Standing::Running, Standing::Lapsed);
+        let breaks = *action == Action::BreakLease;
+        let as_seen = standing == sight.standing || (breaks && lapsed_since);
+        if entry.decisions != sight.decisions || !as_seen || (standing == Standing::Running && !breaks) {
+            return Verdict::Refused;
+        }
+        if let (Action::Resolve(finish), Phase::Finished(recorded)) = (action, &entry.phase) {
+            let missing = |result: &StoredResult| !matches!(result, StoredResult::Encoded { .. });
+            let alike = matches!(
+                (recorded, finish),
+                (Finish::Completed(_), Finish::Completed(_)) | (Finish::Failed(_), Finish::Failed(_))
+            );
+            // Supplied: no caller can have been given another one.
+            if recorded != finish && (!alike || !missing(recorded.result()) || missing(finish.result())) {
+                return Verdict::Refused;
             }
         }
-        entry.owner = NOBODY;
-        entry.phase = Phase::Finished(finish.clone());
-        Verdict::Applied
-    }
-
-    pub(crate) fn forget(&mut self, key: usize, attempt: u32) -> Verdict {
-        let now = self.now;
-        let Some(entry) = self.touch(key).filter(|entry| entry.attempt == attempt) else { return Verdict::Refused };
-        if matches!(entry.phase, Phase::Pending { lapses_at, .. } if now < lapses_at) {
-            return Verdict::Refused;
+        match next {
+            Some((phase, starts)) => {
+                let (decisions, by) = (entry.decisions + 1, by.to_owned());
+                *entry = Entry { decisions, by, starts, phase, ..entry.clone() };
+            }
+            None if *action == Action::Forget => drop(self.entries.remove(&key)),
+            None => return Verdict::Refused,
         }
-        self.entries.remove(&key);
         Verdict::Applied
     }
 }

@@ -8,32 +8,28 @@ use idem_runtime::Key;
 use idem_runtime::clock::Clock;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State};
-use idem_runtime::store::{Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Verdict};
+use idem_runtime::store::{
+    Action, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, Verdict,
+};
 use idem_runtime::testing::SimulatedClock;
+use idem_tests::decided;
 
-use crate::reference::{Answer, Ask, Entry, NOBODY, Phase};
+use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
 
 /// One operation on one key. A renewal of several leases is one operation for each.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Reserve(Ask),
     /// With the number of the attempt.
+    Begin(Ask, u32),
     Renew(Ask, u32),
     /// With the number of the attempt.
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
-    Reopen {
-        attempt: u32,
-    },
-    BreakLease {
-        attempt: u32,
-    },
-    Resolve {
-        attempt: u32,
-        finish: Finish,
-    },
-    Forget {
-        attempt: u32,
+    Decide {
+        sight: Sight,
+        action: Action,
+        by: String,
     },
     Inspect,
 }
@@ -209,21 +205,24 @@ impl History {
     /// Whether a decision after which `key` may run again landed at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
-        let reopens =
-            |op: &Op| matches!(op.asked, Asked::Reopen { .. } | Asked::BreakLease { .. } | Asked::Forget { .. });
+        let reopens = |op: &Op| matches!(&op.asked, Asked::Decide { action, .. } if action.finish().is_none());
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
     /// Whether an operator had `key` forgotten, so that its numbers began anew.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
-        self.ops.iter().any(|op| op.key == key && op.landed.is_some() && matches!(op.asked, Asked::Forget { .. }))
+        self.ops.iter().any(|op| {
+            op.key == key && op.landed.is_some() && matches!(&op.asked, Asked::Decide { action: Action::Forget, .. })
+        })
     }
 
     /// The results that operators have given to attempts of `key`: when each landed, for which attempt, and what it is.
     pub(crate) fn resolved(&self, key: usize) -> Vec<(u64, u32, Finish)> {
         let resolved = self.ops.iter().filter(|op| op.key == key && op.applied);
         let given = resolved.filter_map(|op| match (&op.asked, op.landed) {
-            (Asked::Resolve { attempt, finish }, Some((event, _))) => Some((event, *attempt, finish.clone())),
+            (Asked::Decide { sight, action, .. }, Some((event, _))) => {
+                Some((event, sight.attempt, action.finish()?.clone()))
+            }
             _ => None,
         });
         given.collect()
@@ -231,7 +230,10 @@ impl History {
 
     /// Whether an operator broke the lease of attempt `number` of `key` before the event `before`.
     pub(crate) fn was_broken(&self, key: usize, number: u32, before: u64) -> bool {
-        let breaks = |op: &Op| matches!(op.asked, Asked::BreakLease { attempt } if attempt == number);
+        let breaks = |op: &Op| match &op.asked {
+            Asked::Decide { sight, action, .. } => *action == Action::BreakLease && sight.attempt == number,
+            _ => false,
+        };
         let landed = |op: &Op| op.applied && op.landed.is_some_and(|(event, _)| event < before);
         self.ops.iter().any(|op| op.key == key && breaks(op) && landed(op))
     }
@@ -266,8 +268,9 @@ impl History {
 
     fn entry(&mut self, record: &Record, lapses_at: u64, forgotten_at: u64) -> Entry {
         let phase = match &record.state {
-            State::Pending { lease, ttl, on_crash } => {
-                Phase::Pending { lease: nanos(*lease), ttl: nanos(*ttl), on_crash: *on_crash, lapses_at }
+            State::Pending { lease, ttl, on_crash, begun } => {
+                let [lease, ttl] = [lease, ttl].map(|time| nanos(*time));
+                Phase::Pending { lease, ttl, on_crash: *on_crash, begun: *begun, lapses_at }
             }
             State::Released => Phase::Released,
             State::Interrupted => Phase::Interrupted,
@@ -275,8 +278,12 @@ impl History {
             State::Failed(payload) => Phase::Finished(Finish::Failed(payload.clone())),
             other => unreachable!("{other:?}"),
         };
+        let (owner, decisions) = self.descent(|token| *token == record.owner);
+        let by = if decisions > 0 { record.trail.decided_by().unwrap_or_default().to_owned() } else { String::new() };
         Entry {
-            owner: self.owners.iter().position(|owner| *owner == record.owner).unwrap_or(NOBODY),
+            owner,
+            decisions,
+            by,
             attempt: record.attempt,
             starts: record.attempts_used,
             fingerprint: self.mark(record.fingerprint),
@@ -285,20 +292,49 @@ impl History {
         }
     }
 
+    /// What an operator saw.
+    pub(crate) fn sight(&self, seen: &Revision) -> Sight {
+        let text = seen.to_string();
+        let (_, tag) = text.rsplit_once('-').expect("a mark");
+        let (owner, decisions) = self.descent(|token| format!("{token:?}").trim_end_matches('…') == tag);
+        Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
+    }
+
+    /// The owner whose token is the one that is meant, or whose token is after as many decisions.
+    fn descent(&self, is_meant: impl Fn(&OwnerToken) -> bool) -> (usize, u32) {
+        let owners = self.owners.iter().enumerate();
+        let mut all =
+            owners.flat_map(|(at, owner)| (0..32).map(move |decisions| (at, decisions, decided(*owner, decisions))));
+        all.find(|(.., token)| is_meant(token)).map_or((NOBODY, 0), |(owner, decisions, _)| (owner, decisions))
+    }
+
     /// Whether a caller asked and heard, between these events, that attempt `attempt` of `key` has lost its lease.
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
-        let ops = || self.ops.iter().filter(|op| op.key == key);
-        let owner = ops().find_map(|op| match (&op.asked, &op.end) {
+        let owner = self.owner_of(key, attempt);
+        self.ops.iter().filter(|op| op.key == key).any(|op| {
+            let refused = matches!(op.end, End::Answered { said: Said::Write(Verdict::Refused), .. });
+            let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
+            refused && heard && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
+        })
+    }
+
+    /// Whether the end of attempt `attempt` of `key` was asked for between these events.
+    pub(crate) fn was_ended(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
+        let owner = self.owner_of(key, attempt);
+        self.ops.iter().filter(|op| op.key == key && during.contains(&op.invoked)).any(|op| match &op.asked {
+            Asked::Finish(ask, ..) | Asked::Release(ask, _) => Some(ask.owner) == owner,
+            _ => false,
+        })
+    }
+
+    /// The owner that was told that it has attempt `attempt` of `key`.
+    fn owner_of(&self, key: usize, attempt: u32) -> Option<usize> {
+        self.ops.iter().filter(|op| op.key == key).find_map(|op| match (&op.asked, &op.end) {
             (
                 Asked::Reserve(ask),
                 End::Answered { said: Said::Reservation(Answer::Reserved { attempt: it, .. }), .. },
             ) if *it == attempt => Some(ask.owner),
             _ => None,
-        });
-        ops().any(|op| {
-            let refused = matches!(op.end, End::Answered { said: Said::Write(Verdict::Refused), .. });
-            let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
-            refused && heard && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
         })
     }
 

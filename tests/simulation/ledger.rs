@@ -39,6 +39,8 @@ pub(crate) enum Check {
     MissingEffect,
     /// At the end of the world, no key is held.
     Leak,
+    /// The values of a body are dropped before the end of its attempt is asked for.
+    Values,
     /// A waiting duplicate is woken when the attempt that it waits for ends.
     Woken,
     /// What an operator decides holds: nothing is decided while an attempt is running but that its lease ends, and after a
@@ -87,6 +89,8 @@ pub(crate) struct Run {
     /// Whether it renewed its lease itself.
     pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
+    /// When the last value of the body was dropped.
+    pub(crate) values_dropped: Option<u64>,
 }
 
 /// How a call ended for its caller.
@@ -185,6 +189,7 @@ impl Ledger {
             effect: None,
             confirms: false,
             ended: None,
+            values_dropped: None,
         });
         self.believe(net, call, attempt);
         self.runs.len() - 1
@@ -233,6 +238,12 @@ impl Ledger {
         }
     }
 
+    /// Enters that the last value of the body of `call` was dropped, if that began.
+    pub(crate) fn drop_values(&mut self, net: &Net, call: usize) {
+        let event = net.history().event();
+        self.runs.iter_mut().filter(|run| run.call == call).for_each(|run| run.values_dropped = Some(event));
+    }
+
     /// Enters the end of a call; its answer must be true by now.
     pub(crate) fn end_call(&mut self, net: &Net, call: usize, key: &Key, end: CallEnd) {
         let event = net.history().event();
@@ -276,6 +287,7 @@ impl Ledger {
             }
             Self::decisions(net, key, &runs, &mut find);
             Self::fencing(net, key, &runs, &mut find);
+            Self::values(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
         }
@@ -299,6 +311,15 @@ impl Ledger {
                 if first >= then && !net.history().was_broken(key, then, later.started) {
                     find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
                 }
+            }
+        }
+    }
+
+    fn values(net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+        for run in runs.iter().filter(|run| run.attempt > 0) {
+            let dropped = run.values_dropped.unwrap_or(u64::MAX);
+            if net.history().was_ended(key, run.attempt, &(run.started..dropped)) {
+                find(Check::Values, format!("{run:?} was ended while the body still had its values"));
             }
         }
     }

@@ -167,13 +167,11 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
+        Asked::Begin(ask, attempt) => Said::Write(reference.begin(key, ask.owner, *attempt)),
         Asked::Renew(ask, attempt) => Said::Write(reference.renew(key, ask.owner, *attempt)),
         Asked::Finish(ask, attempt, finish) => Said::Write(reference.finish(ask, *attempt, finish)),
         Asked::Release(ask, release) => Said::Write(reference.release(ask, *release)),
-        Asked::Reopen { attempt } => Said::Write(reference.reopen(key, *attempt)),
-        Asked::BreakLease { attempt } => Said::Write(reference.break_lease(key, *attempt)),
-        Asked::Resolve { attempt, finish } => Said::Write(reference.resolve(key, *attempt, finish)),
-        Asked::Forget { attempt } => Said::Write(reference.forget(key, *attempt)),
+        Asked::Decide { sight, action, by } => Said::Write(reference.decide(key, sight, action, by)),
         Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
                 // The time at which a lapsed lease has lapsed is told to no caller.
@@ -195,11 +193,11 @@ fn digest(done: &[bool], reference: &Reference, key: usize) -> u64 {
 }
 
 fn hash(entry: &Entry, hasher: &mut impl Hasher) {
-    let Entry { owner, attempt, starts, fingerprint, phase, forgotten_at } = entry;
-    (owner, attempt, starts, fingerprint, forgotten_at).hash(hasher);
+    let Entry { owner, decisions, by, attempt, starts, fingerprint, phase, forgotten_at } = entry;
+    (owner, decisions, by, attempt, starts, fingerprint, forgotten_at).hash(hasher);
     match phase {
-        Phase::Pending { lease, ttl, on_crash, lapses_at } => {
-            (0, lease, ttl, *on_crash == OnCrash::Fail, lapses_at).hash(hasher);
+        Phase::Pending { lease, ttl, on_crash, begun, lapses_at } => {
+            (0, lease, ttl, *on_crash == OnCrash::Fail, begun, lapses_at).hash(hasher);
         }
         Phase::Released => 1.hash(hasher),
         Phase::Interrupted => 2.hash(hasher),
@@ -292,7 +290,8 @@ mod by_hand {
 
     fn finished(owner: usize, attempt: u32, byte: u8) -> Said {
         let phase = Phase::Finished(result(byte));
-        let entry = Entry { owner, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
+        let (decisions, by) = (0, String::new());
+        let entry = Entry { owner, decisions, by, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
         Said::Reservation(Answer::Finished(entry))
     }
 

@@ -206,6 +206,7 @@ pub(crate) async fn yield_now() {
 #[derive(Clone, Debug)]
 enum Request {
     Reserve(ReserveRequest),
+    Begin(Lease),
     Renew(Vec<Lease>),
     Finish(Lease, Finish),
     Release(Lease, Release),
@@ -226,6 +227,7 @@ impl Request {
         let write = |write| Reply::Writes(vec![write]);
         match self {
             Self::Reserve(request) => store.reserve(request).await.map(Reply::Reservation),
+            Self::Begin(lease) => store.begin(lease).await.map(|verdict| Reply::Writes(vec![verdict])),
             Self::Renew(leases) => renew_all(store, leases).await.map(Reply::Writes),
             Self::Finish(lease, finish) => store.finish(lease, finish).await.map(write),
             Self::Release(lease, release) => store.release(lease, *release).await.map(write),
@@ -239,7 +241,7 @@ impl Request {
             Self::Reserve(request) => Some(&request.key),
             Self::Finish(lease, _) | Self::Release(lease, _) => Some(&lease.key),
             Self::Decide(decision) => Some(&decision.key),
-            Self::Renew(_) | Self::Inspect(_) => None,
+            Self::Begin(_) | Self::Renew(_) | Self::Inspect(_) => None,
         }
     }
 
@@ -247,6 +249,7 @@ impl Request {
     fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
         let entered: Vec<(&Key, Asked)> = match self {
             Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
+            Self::Begin(lease) => vec![(&lease.key, Asked::Begin(history.ask(lease), lease.attempt))],
             Self::Renew(leases) => {
                 leases.iter().map(|it| (&it.key, Asked::Renew(history.ask(it), it.attempt))).collect()
             }
@@ -254,19 +257,10 @@ impl Request {
                 vec![(&lease.key, Asked::Finish(history.ask(lease), lease.attempt, finish.clone()))]
             }
             Self::Release(lease, release) => vec![(&lease.key, Asked::Release(history.ask(lease), *release))],
-            Self::Decide(Decision { key, attempt, action: Action::Reopen, .. }) => {
-                vec![(key, Asked::Reopen { attempt: *attempt })]
+            Self::Decide(Decision { key, seen, action, by, .. }) => {
+                let sight = history.sight(seen);
+                vec![(key, Asked::Decide { sight, action: action.clone(), by: by.to_string() })]
             }
-            Self::Decide(Decision { key, attempt, action: Action::BreakLease, .. }) => {
-                vec![(key, Asked::BreakLease { attempt: *attempt })]
-            }
-            Self::Decide(Decision { key, attempt, action: Action::Resolve(finish), .. }) => {
-                vec![(key, Asked::Resolve { attempt: *attempt, finish: finish.clone() })]
-            }
-            Self::Decide(Decision { key, attempt, action: Action::Forget, .. }) => {
-                vec![(key, Asked::Forget { attempt: *attempt })]
-            }
-            Self::Decide(other) => unreachable!("no other decision is known: {other:?}"),
             Self::Inspect(key) => vec![(key, Asked::Inspect)],
         };
         entered.into_iter().map(|(key, asked)| history.invoke(process, key, asked)).collect()
@@ -428,7 +422,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
             }
         }
         Reply::Decided(decided) => {
-            history.respond(ops[0], End::Answered { said: Said::Write((*decided).into()), at });
+            history.respond(ops[0], End::Answered { said: Said::Write(decided.clone().into()), at });
         }
         Reply::Reservation(_) | Reply::Inspection(_) => {
             let said = said.expect("said when it was done");
@@ -569,6 +563,10 @@ impl Store for Line {
                 other => unreachable!("{other:?}"),
             }
         })
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(async move { self.exchange(Request::Begin(lease.clone())).await.map(one) })
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -18,7 +18,7 @@ use futures::future::{Either, select};
 use idem_runtime::clock::Clock;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::store::{Action, Decided, Decision, Finish};
+use idem_runtime::store::{Action, Decided, Decision, Finish, Inspection};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
     Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal, Store,
@@ -220,7 +220,7 @@ impl Drop for Delivery {
     key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload, on_error = decide
 )]
-async fn recording(delivery: &Delivery) -> Result<String, Failure> {
+async fn recording(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
     body(delivery).await
 }
 
@@ -228,13 +228,13 @@ async fn recording(delivery: &Delivery) -> Result<String, Failure> {
     key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload
 )]
-async fn releasing(delivery: &Delivery) -> Result<String, Failure> {
+async fn releasing(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
     body(delivery).await
 }
 
 /// The handler as it was before it got a fingerprint.
 #[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
-async fn unmarked(delivery: &Delivery) -> Result<String, Failure> {
+async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
     body(delivery).await
 }
 
@@ -242,6 +242,19 @@ fn decide(failure: &Failure) -> OnError {
     match failure {
         Failure::Lasting(_) => OnError::Record,
         _ => OnError::Release,
+    }
+}
+
+/// An argument that no body mentions, and the last value of each that is dropped.
+struct Values {
+    world: World,
+    call: usize,
+}
+
+impl Drop for Values {
+    fn drop(&mut self) {
+        let world = &self.world;
+        world.ledger.borrow_mut().drop_values(&world.net, self.call);
     }
 }
 
@@ -353,10 +366,11 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
 
 /// Calls the handler of `delivery`, and enters how the call ended.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
+    let values = Values { world: delivery.world.clone(), call: delivery.call };
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {
-        (UNMARKED, _) => observe(unmarked(delivery)).await,
-        (_, true) => observe(recording(delivery)).await,
-        (_, false) => observe(releasing(delivery)).await,
+        (UNMARKED, _) => observe(unmarked(delivery, values)).await,
+        (_, true) => observe(recording(delivery, values)).await,
+        (_, false) => observe(releasing(delivery, values)).await,
     };
     delivery.world.count_outcome(&result, &outcome);
     delivery.ended(CallEnd::Returned(result.clone(), outcome));
@@ -543,33 +557,49 @@ impl World {
             if matches!(found.record.state, State::Completed(_) | State::Failed(_)) && self.dice.chance(700) {
                 continue;
             }
-            let attempt = found.record.attempt;
             let decision = match found.record.is_pending() && self.dice.chance(400) {
-                true => Decision::break_lease(key, attempt),
-                false => Decision::reopen(key, attempt),
+                true => Decision::break_lease(key, &found),
+                false if found.record.is_finished() => Decision::discard(key, &found),
+                false => Decision::reopen(key, &found),
             };
             let decision = match &self.decider {
-                Some(dice) => self.decision(dice, key, attempt).unwrap_or(decision),
+                Some(dice) => self.decision(dice, key, &found).unwrap_or(decision),
                 None => decision,
             };
             if let Some(dice) = self.decider.as_ref().filter(|dice| dice.chance(300)) {
                 // A person takes their time, and may find what has moved on.
                 self.net.clock.sleep(dice.up_to(storm / 8)).await;
             }
-            let decided = line.decide(&decision).await;
-            self.count("decisions of operators");
-            self.count(match (decided, &decision.action) {
-                (Ok(Decided::Applied), Action::Resolve(_)) => "results that an operator gave",
-                (Ok(Decided::Applied), Action::Forget) => "records that an operator had forgotten",
-                (Ok(Decided::LiveLease { .. }), _) => "decisions that a live lease refused",
-                _ => "other decisions of operators",
-            });
+            self.decide(&line, &decision).await;
+            let Some(dice) = &self.decider else { continue };
+            if dice.chance(300) {
+                // They have not heard the answer.
+                self.decide(&line, &decision).await;
+            }
+            if dice.chance(300) {
+                // Another person has looked at the same time, and decides for themselves.
+                self.net.clock.sleep(dice.up_to(storm / 8)).await;
+                let other = self.decision(dice, key, &found).unwrap_or_else(|| Decision::reopen(key, &found));
+                self.decide(&line, &other.by("bob")).await;
+            }
         }
     }
 
+    async fn decide(&self, line: &Line, decision: &Decision) {
+        let decided = line.decide(decision).await;
+        self.count("decisions of operators");
+        self.count(match (decided, &decision.action) {
+            (Ok(Decided::Applied), Action::Resolve(_)) => "results that an operator gave",
+            (Ok(Decided::Applied), Action::Forget) => "records that an operator had forgotten",
+            (Ok(Decided::LiveLease { .. }), _) => "decisions that a live lease refused",
+            (Ok(Decided::Changed { .. }), _) => "decisions about records that had changed",
+            _ => "other decisions of operators",
+        });
+    }
+
     /// What an operator decides who knows more than to let a key run again; `None` for one who does that.
-    fn decision(&self, dice: &Dice, key: &Key, attempt: u32) -> Option<Decision> {
-        let number = self.bodies.get();
+    fn decision(&self, dice: &Dice, key: &Key, found: &Inspection) -> Option<Decision> {
+        let (number, attempt) = (self.bodies.get(), found.attempt());
         let text = format!("{}/{attempt}/resolved after {number}", key.text());
         let encoded = |bytes: Result<Vec<u8>, _>| {
             let bytes = bytes.expect("texts are written").into();
@@ -577,13 +607,13 @@ impl World {
         };
         let finish = match dice.between(0, 9) {
             0..3 => return None,
-            3 => return Some(Decision::forget(key, attempt)),
+            3 => return Some(Decision::forget(key, found)),
             4..7 => Finish::Completed(encoded(serde_json::to_vec(&text))),
             7 => Finish::Completed(StoredResult::Unencodable),
             8 => Finish::Failed(encoded(serde_json::to_vec(&Failure::Lasting(text)))),
             _ => Finish::Failed(StoredResult::Unencodable),
         };
-        Some(Decision::resolve(key, attempt, finish))
+        Some(Decision::resolve(key, found, finish))
     }
 
     /// Time jumps, as for processes that are stopped and continued.
