@@ -40,15 +40,17 @@ pub enum Fault {
     bodies_paused,
     lines_slow,
     record_locked,
+    insert_uncommitted,
     node_stopped,
     full_for_a_moment,
 }
 
 use Fault::{
     bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
-    connections_half_closed, disk_full, failover, full_for_a_moment, lines_slow, node_stopped, out_of_memory,
-    process_forked, read_only, record_locked, records_deleted, runtimes_stand_still, server_killed_and_restarted,
-    server_stopped_and_continued, table_removed, threads_blocked, workers_killed, workers_stopped_and_continued,
+    connections_half_closed, disk_full, failover, full_for_a_moment, insert_uncommitted, lines_slow, node_stopped,
+    out_of_memory, process_forked, read_only, record_locked, records_deleted, runtimes_stand_still,
+    server_killed_and_restarted, server_stopped_and_continued, table_removed, threads_blocked, workers_killed,
+    workers_stopped_and_continued,
 };
 
 /// The faults, and how each is caused.
@@ -77,6 +79,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (bodies_paused, "a worker is stopped beyond its lease, in the middle of its body"),
     (lines_slow, "everything shares 2 MB per second, and results have 1 MiB (DynamoDB: 100 KiB)"),
     (record_locked, "somebody else locks the record of one key for three leases (SQLite: the file, for half a lease)"),
+    (insert_uncommitted, "a transaction inserts the record of one key, and stays open for three leases"),
     (node_stopped, "one of several nodes is stopped for three leases"),
     (full_for_a_moment, "the store is full, or can be read only, for half a second in which bodies end"),
 ];
@@ -195,6 +198,7 @@ stores! {
         out_of_memory: "no server",
         clock_stepped_within_the_skew: "no such setting",
         lines_slow: "no connections",
+        insert_uncommitted: "one transaction writes at a time, as in `record_locked`",
         node_stopped: "no server",
     }
     redis ("Redis", Redis::one) {
@@ -221,6 +225,7 @@ stores! {
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
         record_locked: "no locks",
+        insert_uncommitted: "no transactions",
         node_stopped: "one server",
     }
     cluster ("Redis Cluster", Redis::cluster) {
@@ -248,6 +253,7 @@ stores! {
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
         record_locked: "no locks",
+        insert_uncommitted: "no transactions",
     }
     sentinel ("Redis Sentinel", Redis::sentinel) {
         workers_killed: TakenOver,
@@ -273,6 +279,7 @@ stores! {
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
         record_locked: "no locks",
+        insert_uncommitted: "no transactions",
         node_stopped: "one primary",
     }
     postgres ("PostgreSQL", Postgres::start) {
@@ -295,6 +302,7 @@ stores! {
         bodies_paused: Fenced,
         lines_slow: Kept,
         record_locked: OthersKept,
+        insert_uncommitted: OthersKept,
         full_for_a_moment: Recorded,
     } without {
         failover: "one server",
@@ -325,6 +333,7 @@ stores! {
         out_of_memory: "the service's own",
         read_only: "no such state",
         record_locked: "no locks",
+        insert_uncommitted: "no transactions",
         node_stopped: "the service's own",
     }
 }

@@ -16,7 +16,7 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::record::{Record, State, StoredResult, Trail};
 use idem_runtime::store::{
     Action, Answers, Cursor, Decided, Decision, Filter, Finish, Heartbeats, Holder, Inspection, Lease, OwnerToken,
-    Page, Release, Reservation, ReserveRequest, Standing, StoreFuture, Verdict,
+    Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreFuture, Verdict,
 };
 use idem_runtime::{Key, OnCrash, Store, StoreError, StoreErrorKind};
 use idem_tests::clock::OddClock;
@@ -45,6 +45,8 @@ mistakes! {
     FingerprintOnlyOnceFinished, FingerprintNotAtTakeover, FingerprintNotOnReplay, FingerprintNotOnceReleased,
     AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
     // Writing.
+    ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
+    BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
     FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
@@ -59,7 +61,8 @@ mistakes! {
     NeverWakes, OnlyFinishWakes, WakesOne, WaitsForAnyAttempt, WaitsForFinished, WaitsUnbounded, WaiterReleases,
     WaitTellsThePast, WaitTellsNoFingerprint, WaitTellsTheGone,
     // Operators.
-    LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenSparesResults,
+    LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenGivesUpResults,
+    DiscardSparesResults, DiscardsNothing, ReplaceSparesResults, ReplaceReleases, ReplacesNothing, DecidesUnseen, DecidesWhateverMovedOn, DecisionKeepsOwner,
     ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts, PurgesTheFinished, PurgesTheLapsed,
     RefusesWithoutReason, ResolvesLiveLease, ResolvesAnyAttempt, ResolveOverwrites, ResolveNeverSupplies,
     ResolveKeepsOwner, ResolveFailsNothing, ResolveNotRepeatable, ResolveRenewsRetention, BreakOnlyLapses,
@@ -85,6 +88,8 @@ struct Slot {
     expires_at: Instant,
     first_seen: Instant,
     began: Instant,
+    /// The owner of the latest attempt, and the last decision about that.
+    decided: Option<(OwnerToken, Decision)>,
 }
 
 #[derive(Clone, Debug)]
@@ -277,6 +282,7 @@ impl Plain {
             lease: if self.is(M::LeaseCutShort) { request.lease / 2 } else { request.lease },
             ttl: request.ttl,
             on_crash: if self.is(M::CrashPolicyForgotten) { OnCrash::Retry } else { request.on_crash },
+            begun: self.is(M::ReservationBegins),
         };
         let fingerprint = request.fingerprint.or(recorded);
         let retention = match self.mistake {
@@ -297,6 +303,7 @@ impl Plain {
         Slot {
             first_seen,
             began: if self.is(M::BeganIsFirstSeen) { first_seen } else { now },
+            decided: None,
             record: {
                 let mut record = Record::new(request.owner, attempt, state);
                 record.attempts_used = starts;
@@ -367,6 +374,7 @@ impl Plain {
             return reserved(first.record.lease(request), false);
         };
         let record = &found.record;
+        let owner = found.decided.as_ref().map_or(record.owner, |(owner, _)| *owner);
         let lapses_in = found.lapses_at.saturating_since(now);
         let lapsed = lapses_in.is_zero();
         let attempt = record.attempt;
@@ -374,6 +382,7 @@ impl Plain {
             return Reservation::FingerprintMismatch { attempt };
         }
         let used_up = request.max_attempts.is_some_and(|max| record.attempts_used >= max.get());
+        let mut unmarked = false;
         if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
         {
             return Reservation::AttemptsExhausted { attempts: record.attempts_used };
@@ -391,17 +400,21 @@ impl Plain {
                 return Reservation::finished(record.clone()).aged(age);
             }
             State::Interrupted => return Reservation::Interrupted { attempt },
-            State::Released if record.owner == request.owner && !self.is(M::LateReservationPasses) => {
+            State::Released if owner == request.owner && !self.is(M::LateReservationPasses) => {
                 return Reservation::Released { attempt };
             }
             State::Released => {}
-            State::Pending { on_crash, .. } => {
+            State::Pending { on_crash, begun, .. } => {
                 let own = record.owner == request.owner && !self.is(M::RepeatIsADuplicate);
                 if own && !(lapsed && self.is(M::RepeatIsATakeover)) {
                     return reserved(record.lease(request), false);
                 }
-                let holder = *on_crash == OnCrash::Fail && !self.is(M::HolderFailIgnored);
-                let newcomer = request.on_crash == OnCrash::Fail && !self.is(M::NewcomerFailIgnored);
+                let marked = *begun || self.is(M::UnmarkedIsInterrupted);
+                let holder = *on_crash == OnCrash::Fail && marked && !self.is(M::HolderFailIgnored);
+                let newcomer = request.on_crash == OnCrash::Fail
+                    && (*on_crash != OnCrash::Fail || marked)
+                    && !self.is(M::NewcomerFailIgnored);
+                unmarked = !begun && lapsed && !self.is(M::UnmarkedCounts);
                 if !lapsed && !self.is(M::NobodyWaits) {
                     if holder && self.is(M::FailIsInterruptedAtOnce) {
                         return Reservation::Interrupted { attempt };
@@ -416,14 +429,42 @@ impl Plain {
             }
             other => unreachable!("{other:?}"),
         }
-        if used_up {
-            return Reservation::AttemptsExhausted { attempts: record.attempts_used };
+        let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
+        if request.max_attempts.is_some_and(|max| counted >= max.get()) {
+            return Reservation::AttemptsExhausted { attempts: counted };
         }
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
-        let starts = record.attempts_used + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
+        let starts = counted + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
         let next = self.pending(request, attempt, starts, Some(found));
         self.wake(false);
         reserved(slot.insert(next).record.lease(request), takeover)
+    }
+
+    fn begin(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
+        let now = self.now();
+        let Some(found) = slot else { return Verdict::Refused };
+        let same_number = found.record.attempt == lease.attempt || self.is(M::BeginIgnoresNumber);
+        let own = (found.record.owner == lease.owner && same_number) || self.is(M::BeginByKey);
+        let (live, after_the_end) = (found.lapses_at > now, self.is(M::BeginAfterTheEnd));
+        match &mut found.record.state {
+            State::Pending { begun, .. } if own && (*begun || live || self.is(M::BeginAfterALapse)) => {
+                if *begun && self.is(M::BeginNotRepeatable) {
+                    return Verdict::Refused;
+                }
+                *begun = !self.is(M::BeginMarksNothing);
+                match self.is(M::BeginRenewsNothing) {
+                    true => Verdict::Applied,
+                    false => self.keep_alive(slot, lease),
+                }
+            }
+            State::Pending { .. } => Verdict::Refused,
+            _ if own && after_the_end => {
+                let (lease, ttl, on_crash) = (lease.duration, lease.ttl, lease.on_crash);
+                found.record.state = State::Pending { lease, ttl, on_crash, begun: true };
+                Verdict::Applied
+            }
+            _ => Verdict::Refused,
+        }
     }
 
     fn keep_alive(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
@@ -454,7 +495,7 @@ impl Plain {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
                 let record = Record::after(lease, state);
-                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now });
+                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now, decided: None });
                 return Verdict::Applied;
             }
             return Verdict::Refused;
@@ -564,7 +605,6 @@ impl Plain {
 
     /// Returns whether the record takes this end.
     fn resolve(&self, found: &mut Slot, finish: &Finish) -> bool {
-        let now = self.now();
         let same = found.record.state == finish.state();
         let has = |result: &StoredResult| matches!(result, StoredResult::Encoded { .. });
         let supplies = match (&found.record.state, finish) {
@@ -573,37 +613,49 @@ impl Plain {
             }
             _ => false,
         };
-        let repeats = same && !self.is(M::ResolveNotRepeatable);
-        let takes = repeats || (supplies && !self.is(M::ResolveNeverSupplies));
+        let takes = same || (supplies && !self.is(M::ResolveNeverSupplies));
         if found.record.is_finished() && !takes && !self.is(M::ResolveOverwrites) {
             return false;
-        }
-        if !same && !self.is(M::ResolveKeepsOwner) {
-            // Another one each time: a result may be supplied for what was resolved without one.
-            let next = u128::from_be_bytes(*found.record.owner.as_bytes()).wrapping_add(0x55 << 64);
-            found.record.owner = OwnerToken::from_bytes(next.to_be_bytes());
         }
         found.record.state = match finish.state() {
             State::Failed(result) if self.is(M::ResolveFailsNothing) => State::Completed(result),
             state => state,
         };
-        found.lapses_at = now;
         if self.is(M::ResolveRenewsRetention) {
-            found.expires_at = now.saturating_add(Duration::from_secs(600));
+            found.expires_at = self.now().saturating_add(Duration::from_secs(600));
         }
         true
     }
 
+    /// What a person sees of the record.
+    fn inspection(&self, slot: &Slot) -> Inspection {
+        let is_pending = matches!(slot.record.state, State::Pending { .. });
+        let lapses_in = is_pending.then(|| slot.lapses_at.saturating_since(self.now()));
+        Inspection::new(slot.record.clone(), Duration::ZERO, lapses_in)
+    }
+
+    /// Whether the person who decides saw this record.
+    fn is_seen(&self, slot: &Slot, decision: &Decision) -> bool {
+        let (is, seen) = (self.inspection(slot).revision(), decision.seen.with_attempt(slot.record.attempt));
+        let broken = decision.action == Action::BreakLease
+            && (seen.standing(), is.standing()) == (Standing::Running, Standing::Lapsed);
+        let same_standing = seen.standing() == is.standing() || broken || self.is(M::DecidesWhateverMovedOn);
+        // Two revisions with the same attempt and standing differ in their owners alone.
+        let mark = |revision: &Revision| revision.to_string().rsplit('-').next().map(str::to_owned);
+        self.is(M::DecidesUnseen) || (same_standing && mark(&is) == mark(&seen))
+    }
+
+    #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> Decided {
         let now = self.now();
         let any = match decision.action {
-            Action::Reopen => M::ReopensAnyAttempt,
+            Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
             Action::Forget => M::ForgetsAnyAttempt,
             _ => M::None,
         };
         let at_any_time = match decision.action {
-            Action::Reopen => M::ReopensLiveLease,
+            Action::Reopen | Action::Discard => M::ReopensLiveLease,
             Action::Resolve(_) => M::ResolvesLiveLease,
             Action::Forget => M::ForgetsLiveLease,
             _ => M::None,
@@ -612,15 +664,21 @@ impl Plain {
         let Some(found) = slot else {
             if self.is(M::ReopenUpserts) {
                 let nobody = OwnerToken::from_bytes([0; OwnerToken::BYTES]);
-                let record = Record::new(nobody, decision.attempt, State::Released);
+                let record = Record::new(nobody, decision.seen.attempt(), State::Released);
                 let expires_at = now.saturating_add(Duration::from_secs(600));
-                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now });
+                *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now, decided: None });
                 return Decided::Applied;
             }
             return Decided::NoRecord;
         };
-        if found.record.attempt != decision.attempt && !(any != M::None && self.is(any)) {
+        if found.record.attempt != decision.seen.attempt() && !(any != M::None && self.is(any)) {
             return if no_reason { Decided::NoRecord } else { Decided::other_attempt(found.record.attempt) };
+        }
+        if let Some((_, last)) = &found.decided
+            && (&last.seen, &last.action, &last.by) == (&decision.seen, &decision.action, &decision.by)
+            && !(matches!(decision.action, Action::Resolve(_)) && self.is(M::ResolveNotRepeatable))
+        {
+            return Decided::Applied;
         }
         let pending = matches!(found.record.state, State::Pending { .. });
         let live = pending && found.lapses_at > now && decision.action != Action::BreakLease;
@@ -628,12 +686,25 @@ impl Plain {
             let lapses_in = found.lapses_at.saturating_since(now);
             return if no_reason { Decided::NoRecord } else { Decided::live_lease(lapses_in) };
         }
+        let excused = (any != M::None && self.is(any)) || (at_any_time != M::None && self.is(at_any_time));
+        if !excused && !self.is_seen(found, decision) {
+            let mut changed = Decided::changed(self.inspection(found).standing());
+            if let (Decided::Changed { decided_by, .. }, Some(_)) = (&mut changed, &found.decided) {
+                *decided_by = found.record.trail.decided_by().map(Box::from);
+            }
+            return changed;
+        }
         let finished = found.record.is_finished();
+        let owner = found.decided.as_ref().map_or(found.record.owner, |(owner, _)| *owner);
         match &decision.action {
-            Action::Reopen => {
-                if finished && self.is(M::ReopenSparesResults) {
-                    return Decided::Finished;
-                }
+            Action::Discard if !finished && !self.is(M::DiscardsNothing) => return Decided::Unfinished,
+            Action::Discard if self.is(M::DiscardSparesResults) => return Decided::Finished,
+            Action::Replace(_) if !finished && !self.is(M::ReplacesNothing) => return Decided::Unfinished,
+            Action::Replace(_) if self.is(M::ReplaceSparesResults) => return Decided::Finished,
+            Action::Replace(_) if self.is(M::ReplaceReleases) => found.record.state = State::Released,
+            Action::Replace(finish) => found.record.state = finish.state(),
+            Action::Reopen if finished && !self.is(M::ReopenGivesUpResults) => return Decided::Finished,
+            Action::Reopen | Action::Discard => {
                 if self.is(M::ReopenDeletes) {
                     *slot = None;
                     self.wake(false);
@@ -653,9 +724,8 @@ impl Plain {
                 }
             }
             Action::BreakLease => match found.record.state {
-                State::Pending { on_crash, .. } => {
-                    let fails = on_crash == OnCrash::Fail && !self.is(M::BreakIgnoresFail);
-                    found.lapses_at = now;
+                State::Pending { on_crash, begun, .. } => {
+                    let fails = on_crash == OnCrash::Fail && begun && !self.is(M::BreakIgnoresFail);
                     if !self.is(M::BreakOnlyLapses) {
                         found.record.state = if fails { State::Interrupted } else { State::Released };
                     }
@@ -673,6 +743,15 @@ impl Plain {
             Action::Forget if self.is(M::ForgetOnlyReleases) => found.record.state = State::Released,
             Action::Forget => *slot = None,
             _ => unreachable!("the suite knows no other action"),
+        }
+        if let Some(found) = slot.as_mut() {
+            found.lapses_at = now;
+            found.decided = Some((owner, decision.clone()));
+            let keeps = self.is(M::DecisionKeepsOwner)
+                || (self.is(M::ResolveKeepsOwner) && matches!(decision.action, Action::Resolve(_)));
+            if !keeps {
+                found.record.owner = idem_tests::decided(found.record.owner, 1);
+            }
         }
         if let Some(found) = slot.as_mut().filter(|_| !self.is(M::DecisionUnnamed)) {
             let says_something = !decision.by.is_empty() || !decision.reason.is_empty();
@@ -865,6 +944,10 @@ impl Store for Plain {
             pause(2).await;
             flight.lands().await
         })
+    }
+
+    fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+        self.one(&lease.key, true, move |slot| self.begin(slot, lease))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

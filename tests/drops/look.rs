@@ -54,8 +54,8 @@ impl Scene {
         .await;
     }
 
-    async fn each(&mut self, rig: &Rig, look: impl AsyncFn(&Calls, &Rig, usize) -> Result<(), Wrong>) {
-        let (calls, look) = (&**self.calls(), &look);
+    async fn each(&mut self, rig: &Rig, look: impl AsyncFn(&Arc<Calls>, &Rig, usize) -> Result<(), Wrong>) {
+        let (calls, look) = (self.calls(), &look);
         let looks = (0..calls.books().len()).map(|key| async move { (key, look(calls, rig, key).await) });
         let mut looks: Vec<_> = futures::stream::iter(looks).buffer_unordered(AT_ONCE).collect().await;
         looks.sort_unstable_by_key(|(key, _)| *key);
@@ -82,7 +82,7 @@ impl Scene {
 }
 
 /// A fresh call runs, or is told the state of the key at once.
-async fn try_again(calls: &Calls, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
+async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);
     let interrupted = calls.on_crash() == OnCrash::Fail && book.unreturned();

@@ -1,5 +1,6 @@
 //! Calls, their bodies, the ways to drop them, and the books of what bodies did.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::future::Future;
@@ -62,6 +63,8 @@ enum Way {
 struct Work {
     turns: u32,
     sleep: Option<Duration>,
+    /// How long the drop of its guard takes.
+    undo: Option<Duration>,
     succeeds: bool,
 }
 
@@ -92,6 +95,8 @@ pub struct Book {
     pub runs: Vec<Run>,
     /// The record at the first look; `None` if the key has been called since.
     pub first_look: Option<Option<Record>>,
+    /// The attempt whose body has a [`Guard`] now.
+    guarded: Option<u32>,
 }
 
 impl Book {
@@ -134,8 +139,49 @@ impl Books {
         runs.len() - 1
     }
 
+    /// Enters the guard of a body. Returns the attempt whose guard is there still.
+    fn guard(&self, key: usize, attempt: u32) -> Option<u32> {
+        self.0.lock().unwrap()[key].guarded.replace(attempt)
+    }
+
+    fn unguard(&self, key: usize, attempt: u32) {
+        let guarded = &mut self.0.lock().unwrap()[key].guarded;
+        *guarded = guarded.filter(|it| *it != attempt);
+    }
+
     fn returned(&self, key: usize, run: usize, succeeded: bool) {
         self.0.lock().unwrap()[key].runs[run].returned = Some(succeeded);
+    }
+}
+
+/// A value of a body that no other body of its key may meet: its drop takes a while, as that of a transaction or of a
+/// temporary directory does.
+struct Guard {
+    calls: Arc<Calls>,
+    key: usize,
+    undo: Option<Duration>,
+    /// The attempt whose body began with this guard.
+    attempt: Cell<Option<u32>>,
+}
+
+impl Guard {
+    fn begins(&self, attempt: u32) {
+        let Self { calls, key, .. } = self;
+        self.attempt.set(Some(attempt));
+        if let Some(other) = calls.books.guard(*key, attempt) {
+            let problem = format!("{}: attempt {attempt} began beside a value of attempt {other}", calls.key(*key));
+            calls.told.lock().unwrap().push(problem);
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let Some(attempt) = self.attempt.get() else { return };
+        if let Some(undo) = self.undo {
+            std::thread::sleep(undo);
+        }
+        self.calls.books.unguard(self.key, attempt);
     }
 }
 
@@ -259,7 +305,7 @@ impl Calls {
         &self.books
     }
 
-    async fn drop_one(&self, store: &Arc<dyn Store>, chance: &mut Chance) {
+    async fn drop_one(self: &Arc<Self>, store: &Arc<dyn Store>, chance: &mut Chance) {
         let n = self.made.fetch_add(1, Ordering::Relaxed);
         let again = if self.load == Load::Replays { 85 } else { 15 };
         let key = match chance.percent(again) {
@@ -271,6 +317,7 @@ impl Calls {
         let work = Work {
             turns: if chance.percent(50) { 0 } else { 1 + u32::try_from(chance.below(3)).expect("small") },
             sleep: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
+            undo: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
             succeeds: chance.percent(85),
         };
         let longest = Duration::from_micros(2 * self.usual.load(Ordering::Relaxed));
@@ -324,7 +371,7 @@ impl Calls {
 
     /// One call of a handler that enters its run in the books, and returns the number of its attempt.
     fn call(
-        &self,
+        self: &Arc<Self>,
         store: &Arc<dyn Store>,
         key: usize,
         work: Work,
@@ -333,8 +380,10 @@ impl Calls {
         let policy = Policy::new(TTL).lease(LEASE).on_crash(self.on_crash).in_progress(in_progress);
         let operation = Operation::new(&**store, Ok(self.key(key)), policy);
         let books = Arc::clone(&self.books);
+        let guard = Guard { calls: Arc::clone(self), key, undo: work.undo, attempt: Cell::new(None) };
         let body = async move {
             let attempt = current().expect("inside").number();
+            guard.begins(attempt);
             let run = books.began(key, attempt);
             yields(work.turns).await;
             if let Some(sleep) = work.sleep {
@@ -347,8 +396,8 @@ impl Calls {
     }
 
     /// A call with an empty body, made only for its outcome.
-    pub async fn fresh(&self, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
-        self.call(store, key, Work { turns: 0, sleep: None, succeeds: true }, InProgress::Reject).await
+    pub async fn fresh(self: &Arc<Self>, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
+        self.call(store, key, Work { turns: 0, sleep: None, undo: None, succeeds: true }, InProgress::Reject).await
     }
 }
 

@@ -30,6 +30,7 @@ pub async fn play(rig: impl Rig, fault: Fault) {
         Fault::bodies_paused => scene.bodies_paused().await,
         Fault::lines_slow => scene.lines_slow().await,
         Fault::record_locked => scene.record_locked().await,
+        Fault::insert_uncommitted => scene.insert_uncommitted().await,
         Fault::node_stopped => scene.node_stopped().await,
         Fault::full_for_a_moment => scene.full_for_a_moment().await,
         _ => unreachable!("{fault:?}"),
@@ -220,6 +221,41 @@ impl<R: Rig> Scene<R> {
         self.ran_once(&[holder], 1..HELD + 2, HELD + 2).await;
     }
 
+    async fn insert_uncommitted(&mut self) {
+        // Key 0 is inserted; some keys are held, some replayed again and again, and the rest begin meanwhile.
+        let (beside, all) = (2, 40);
+        self.rig.break_down(Fault::insert_uncommitted).await;
+        let holder = self.crew.start(0, Keys::Beside(1 + HELD, beside), Work::Quiet);
+        let begun = |key| move |line: &race::Line| line.key == key && matches!(line.event, Event::Began(_));
+        let others = self.crew.start(0, Keys::Together(all), Work::Some);
+        let (rig, crew) = (&self.rig, &self.crew);
+        let go_on = async {
+            crew.until("all other bodies have begun", |lines| (1..all).all(|key| lines.iter().any(begun(key)))).await;
+            let since = race::now();
+            crew.until("other results are replayed", |lines| {
+                let replayed = |key| {
+                    move |line: &race::Line| {
+                        line.at > since && line.key == key && matches!(line.event, Event::Replayed(_))
+                    }
+                };
+                (1 + HELD..1 + HELD + beside).all(|key| lines.iter().filter(|line| replayed(key)(line)).count() > 2)
+            })
+            .await;
+        };
+        without_waiting(rig, go_on).await;
+        let lease = self.lease();
+        without_waiting(&self.rig, tokio::time::sleep(3 * lease)).await;
+        let told = [self.told(holder, 0), self.told(others, 0)].concat();
+        let spared = |(key, event): &&(usize, Event)| {
+            *key == 0 || matches!(event, Event::Ran(_) | Event::Replayed(_) | Event::InProgress)
+        };
+        assert_eq!(told.iter().find(|it| !spared(it)), None, "a key that is free");
+        let of_the_insert = |(key, event): &&(usize, Event)| *key != 0 || *event == Event::InProgress;
+        assert_eq!(told.iter().find(|it| !of_the_insert(it)), None, "the key that is inserted");
+        self.rig.heal(Fault::insert_uncommitted).await;
+        self.ran_once(&[holder], 0..all, all).await;
+    }
+
     async fn node_stopped(&mut self) {
         let (held, beside) = (2 * HELD, 2 * HELD);
         let healthy: Vec<usize> = (0..held + beside).filter(|key| self.rig.is_of_a_healthy_node(*key)).collect();
@@ -262,6 +298,22 @@ impl<R: Rig> Scene<R> {
             assert!(told.iter().all(recorded), "{fault:?}: {told:?}");
         }
         self.ran_once(&[], 0..keys, keys).await;
+    }
+}
+
+/// Does `work`, and asserts that no statement waits for the transaction of the rig meanwhile.
+async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T {
+    let watch = async {
+        loop {
+            if let Some(statement) = rig.waits_for_the_insert().await {
+                panic!("waits for the open transaction, and everything in it does: {statement}");
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::select! {
+        done = work => done,
+        () = watch => unreachable!("it never ends"),
     }
 }
 

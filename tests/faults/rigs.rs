@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use idem_runtime::PostgresStore;
+use idem_runtime::{Error, Policy, PostgresStore};
 use idem_tests::cluster::{Cluster, Watched, ask, until};
 use idem_tests::dynamo::{self, Emulator, TABLE};
 use idem_tests::postgres::PostgresServer;
@@ -12,6 +12,8 @@ use idem_tests::race::{self, Crew};
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
 use redis::Value;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
 use tokio_postgres::error::SqlState;
 
 use crate::Fault;
@@ -76,6 +78,11 @@ pub trait Rig {
     /// Whether other keys can be served while one is locked.
     fn goes_on_beside_a_lock(&self) -> bool {
         true
+    }
+
+    /// A statement that waits for the transaction that has inserted the key 0, if there is one.
+    async fn waits_for_the_insert(&self) -> Option<String> {
+        None
     }
 
     /// Whether the node that serves this key is running.
@@ -409,6 +416,8 @@ pub struct Postgres {
     disk: Disk,
     /// The connection that holds all of a resource.
     hoarder: Option<tokio_postgres::Client>,
+    /// A call in an open transaction: its process in the server, and its task.
+    inserted: Option<(i32, AbortHandle)>,
 }
 
 impl Postgres {
@@ -418,7 +427,7 @@ impl Postgres {
         let settings = ["max_locks_per_transaction=10"];
         let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
         let (lines, _) = proxied(fault, &[server.port()]).await;
-        let rig = Self { server, lines, disk, hoarder: None };
+        let rig = Self { server, lines, disk, hoarder: None, inserted: None };
         rig.make_table().await;
         rig
     }
@@ -432,6 +441,25 @@ impl Postgres {
         for statement in text.split(';') {
             raw.batch_execute(statement).await.unwrap_or_else(|error| panic!("{statement}: {error:?}"));
         }
+    }
+
+    /// Calls a handler for the key 0 in a transaction that stays open.
+    async fn insert(&mut self) {
+        let mut raw = self.server.raw().await;
+        let pid = raw.query_one("SELECT pg_backend_pid()", &[]).await.expect("answers").get(0);
+        let (begins, begun) = oneshot::channel();
+        let call = tokio::spawn(async move {
+            let tx = raw.transaction().await.expect("begins");
+            let policy = Policy::new(Duration::from_secs(3600));
+            let operation = PostgresStore::within(&tx).operation(Ok(race::key(0)), policy);
+            let body = async {
+                begins.send(()).expect("is waited for");
+                std::future::pending::<Result<(), Error>>().await
+            };
+            operation.run(body).await.expect("never ends");
+        });
+        begun.await.expect("the body begins");
+        self.inserted = Some((pid, call.abort_handle()));
     }
 
     /// Takes locks until the server has no memory for another one.
@@ -476,12 +504,20 @@ impl Rig for Postgres {
         &self.lines
     }
 
+    async fn waits_for_the_insert(&self) -> Option<String> {
+        let (pid, _) = self.inserted.as_ref()?;
+        let waits = "SELECT query FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))";
+        let rows = self.server.raw().await.query(waits, &[pid]).await.expect("answers");
+        rows.first().map(|row| row.get(0))
+    }
+
     async fn break_down(&mut self, fault: Fault) {
         match fault {
             Fault::server_killed_and_restarted => self.server.kill(),
             Fault::server_stopped_and_continued => self.server.stop(),
             Fault::connections_cut => set_all(&self.lines, Line::Refuse),
             Fault::out_of_memory => self.hoard().await,
+            Fault::insert_uncommitted => self.insert().await,
             Fault::record_locked => {
                 let raw = self.server.raw().await;
                 raw.batch_execute("BEGIN").await.expect("begins");
@@ -510,6 +546,11 @@ impl Rig for Postgres {
             Fault::server_stopped_and_continued => self.server.go_on(),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::out_of_memory | Fault::record_locked => self.hoarder = None,
+            Fault::insert_uncommitted => {
+                if let Some((_, call)) = self.inserted.take() {
+                    call.abort();
+                }
+            }
             Fault::disk_full => self.disk.heal(),
             Fault::read_only => {
                 self.say("ALTER SYSTEM RESET default_transaction_read_only;SELECT pg_reload_conf()").await;

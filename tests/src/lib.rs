@@ -22,7 +22,7 @@ pub mod stores;
 #[cfg(feature = "wrappers")]
 pub mod wrapped;
 
-pub use self::reopen::Reopen;
+pub use self::reopen::{Reopen, decided};
 pub use idem_runtime::testing::{Call, Fault, FaultyStore};
 
 /// Is pending this many times.

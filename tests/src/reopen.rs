@@ -1,9 +1,16 @@
 //! An operator's decision as tests mostly need it: to let the next delivery run.
 
-use idem_runtime::store::{Decision, StoreFuture, Verdict};
+use idem_runtime::store::{Action, Decision, OwnerToken, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
 
-/// [`Decision::reopen`] in one call; for every store.
+/// The owner token of a record after so many decisions about the attempt that has `owner`.
+pub fn decided(owner: OwnerToken, decisions: u32) -> OwnerToken {
+    const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
+    let moved = DECISION.wrapping_mul(decisions.into());
+    OwnerToken::from_bytes(u128::from_be_bytes(*owner.as_bytes()).wrapping_add(moved).to_be_bytes())
+}
+
+/// A look and [`Decision::reopen`], or [`Decision::discard`] of a finished record, in one call; for every store.
 pub trait Reopen {
     /// Whether the key was reopened.
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
@@ -11,6 +18,11 @@ pub trait Reopen {
 
 impl<S: Store + ?Sized> Reopen for S {
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(async move { self.decide(&Decision::reopen(key, attempt)).await.map(Verdict::from) })
+        StoreFuture::new(async move {
+            let Some(found) = self.inspect(key).await? else { return Ok(Verdict::Refused) };
+            let action = if found.record.is_finished() { Action::Discard } else { Action::Reopen };
+            let decision = Decision::new(key, found.revision().with_attempt(attempt), action);
+            self.decide(&decision).await.map(Verdict::from)
+        })
     }
 }

@@ -486,7 +486,7 @@ impl Peculiar {
 
 impl Store for Peculiar {
     forward! {
-        |store| store.memory => name, namespace, response_timeout, renew, finish, release, wait, decide, purge, list, ping
+        |store| store.memory => name, namespace, response_timeout, begin, renew, finish, release, wait, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {
