@@ -39,20 +39,56 @@ async fn a_resolution_is_replayed_by_the_handler() {
     let found = operator.inspect(&key).await.unwrap().unwrap();
     let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
     for _ in 0..2 {
-        operator.resolve(&key, found.attempt(), receipt.clone()).await.unwrap();
+        operator.resolve(&key, &found, receipt.clone()).await.unwrap();
         assert_eq!(pay(&store, 42, true).await.unwrap(), "receipt");
     }
     let other = Resolution::completed(&"other".to_owned()).unwrap();
-    let refused = operator.resolve(&key, found.attempt(), other).await.unwrap_err();
+    let refused = operator.resolve(&key, &found, other.clone()).await.unwrap_err();
+    assert!(matches!(refused, OperatorError::Changed { .. }), "{refused}");
+    let now = operator.inspect(&key).await.unwrap().unwrap();
+    let refused = operator.resolve(&key, &now, other.clone()).await.unwrap_err();
     assert!(matches!(refused, OperatorError::Finished { .. }), "{refused}");
+    assert!(refused.to_string().contains("replace the result if it is wrong"), "{refused}");
     assert_eq!(pay(&store, 42, true).await.unwrap(), "receipt");
+    operator.replace(&key, &now, other).await.unwrap();
+    assert_eq!(pay(&store, 42, true).await.unwrap(), "other");
+}
+
+#[tokio::test]
+async fn the_later_of_two_people_is_refused_and_told_why() {
+    let (_clock, store, key) = interrupted().await;
+    let [alice, bob] = ["alice", "bob"].map(|name| store.operator().by(name));
+    let looked = bob.inspect(&key).await.unwrap().unwrap();
+    let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
+    alice.resolve(&key, &looked, receipt.clone()).await.unwrap();
+    // Bob has looked before, and would let the customer be charged again.
+    for _ in 0..2 {
+        let refused = bob.reopen(&key, &looked).await.unwrap_err();
+        assert!(matches!(refused, OperatorError::Changed { standing: Standing::Completed, .. }), "{refused:?}");
+        let said = refused.to_string();
+        assert!(said.contains("alice has decided about it, and it is completed; nothing was changed"), "{said}");
+    }
+    assert_eq!(pay(&store, 42, false).await.unwrap(), "receipt");
+    // Alice has not heard the answer.
+    alice.resolve(&key, &looked, receipt).await.unwrap();
+    // A result is given up by a word of its own.
+    let now = bob.inspect(&key).await.unwrap().unwrap();
+    let refused = bob.reopen(&key, &now).await.unwrap_err().to_string();
+    assert!(refused.contains("what it recorded stands; discard the result"), "{refused}");
+    bob.discard(&key, &now).await.unwrap();
+    let refused = alice.replace(&key, &looked, Resolution::completed_without_result()).await.unwrap_err();
+    assert!(matches!(refused, OperatorError::Changed { standing: Standing::Released, .. }), "{refused:?}");
+    let now = bob.inspect(&key).await.unwrap().unwrap();
+    let refused = alice.discard(&key, &now).await.unwrap_err().to_string();
+    assert!(refused.contains("has recorded no result; nothing was changed; reopen it"), "{refused}");
 }
 
 #[tokio::test]
 async fn a_resolution_without_a_result_never_runs_the_body_again() {
     for resolution in [Resolution::completed_without_result(), Resolution::failed_without_result()] {
         let (_clock, store, key) = interrupted().await;
-        store.operator().resolve(&key, 1, resolution).await.unwrap();
+        let found = store.operator().inspect(&key).await.unwrap().unwrap();
+        store.operator().resolve(&key, &found, resolution).await.unwrap();
         let error = pay(&store, 42, false).await.unwrap_err();
         assert!(matches!(error, Error::ResultUnavailable { .. }), "{error}");
     }
@@ -62,21 +98,25 @@ async fn a_resolution_without_a_result_never_runs_the_body_again() {
 async fn a_refusal_says_why_and_what_to_do() {
     let (clock, store, key) = interrupted().await;
     let operator = store.operator();
-    let said = operator.reopen(&key, 7).await.unwrap_err().to_string();
+    let look = async || operator.inspect(&key).await.unwrap().unwrap().revision();
+    let first = look().await;
+    let said = operator.reopen(&key, first.with_attempt(7)).await.unwrap_err().to_string();
     assert!(said.contains("the latest attempt is 1, not 7"), "{said}");
-    operator.reopen(&key, 1).await.unwrap();
-    operator.reopen(&key, 1).await.unwrap();
+    operator.reopen(&key, first).await.unwrap();
+    operator.reopen(&key, first).await.unwrap();
     let mut runs = Box::pin(pay(&store, 42, true));
     assert!(futures::poll!(&mut runs).is_pending());
-    let said = operator.resolve(&key, 2, Resolution::completed_without_result()).await.unwrap_err().to_string();
+    let second = look().await;
+    let said = operator.resolve(&key, second, Resolution::completed_without_result()).await.unwrap_err().to_string();
     assert!(said.contains("attempt 2 is running") && said.contains("30s"), "{said}");
-    operator.break_lease(&key, 2).await.unwrap();
+    operator.break_lease(&key, second).await.unwrap();
     assert!(matches!(pay(&store, 42, false).await, Err(Error::Interrupted { attempt: 2, .. })));
     clock.advance(LEASE);
     drop(runs);
-    assert!(operator.forget(&key, 2).await.unwrap());
-    assert!(!operator.forget(&key, 2).await.unwrap());
-    let said = operator.reopen(&key, 2).await.unwrap_err().to_string();
+    let broken = look().await;
+    assert!(operator.forget(&key, broken).await.unwrap());
+    assert!(!operator.forget(&key, broken).await.unwrap());
+    let said = operator.reopen(&key, broken).await.unwrap_err().to_string();
     assert!(said.contains("there is no record"), "{said}");
     assert_eq!(pay(&store, 42, false).await.unwrap(), "paid");
 }
@@ -85,15 +125,16 @@ async fn a_refusal_says_why_and_what_to_do() {
 async fn a_store_that_fails_says_whether_to_repeat() {
     let (_clock, store, key) = interrupted().await;
     let faulty = FaultyStore::new(&store);
+    let found = store.operator().inspect(&key).await.unwrap().unwrap();
     for (fault, words) in [
         (Fault::Before(StoreErrorKind::Unavailable), "nothing was changed"),
         (Fault::After, "the decision may be recorded: repeat it"),
     ] {
         faulty.next(Call::Decide, fault);
-        let said = faulty.operator().reopen(&key, 1).await.unwrap_err().to_string();
+        let said = faulty.operator().reopen(&key, &found).await.unwrap_err().to_string();
         assert!(said.contains(words), "{said}");
     }
-    faulty.operator().reopen(&key, 1).await.unwrap();
+    faulty.operator().reopen(&key, &found).await.unwrap();
 }
 
 #[tokio::test]
@@ -133,7 +174,8 @@ async fn a_record_tells_who_holds_it_since_when_and_what_an_operator_said() {
     }
     assert_eq!(store.peer().heartbeats().holder(), holder);
     drop(runs);
-    operator.resolve(&key, 1, Resolution::completed_without_result()).await.unwrap();
+    let found = operator.inspect(&key).await.unwrap().unwrap();
+    operator.resolve(&key, &found, Resolution::completed_without_result()).await.unwrap();
     let found = operator.inspect(&key).await.unwrap().unwrap();
     assert_eq!((found.decided_by(), found.decided_reason()), (Some("alice"), Some("INC-7")));
     assert_eq!(found.holder().and_then(|holder| holder.name()), Some("worker-7"), "who held it last");

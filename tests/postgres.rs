@@ -338,7 +338,8 @@ async fn the_written_form_is_pinned() {
         let lease = wins(&store, &fixed(name, None, OnCrash::Retry)).await;
         assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
         if release == Release::Interrupted {
-            let noted = Decision::break_lease(&lease.key, 1).by("alice").reason("INC-7");
+            let found = store.inspect(&lease.key).await.unwrap().expect("a record");
+            let noted = Decision::break_lease(&lease.key, &found).by("alice").reason("INC-7");
             assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
         }
     }
@@ -1735,7 +1736,9 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).holder("worker-7").connect(&url).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
-    let noted = Decision::reopen(&idem_tests::calls::key("k"), 1).by("alice").reason("INC-7");
+    let key = idem_tests::calls::key("k");
+    let found = store.inspect(&key).await.unwrap().expect("a record");
+    let noted = Decision::discard(&key, &found).by("alice").reason("INC-7");
     assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
     let sql = format!("SELECT holder, decided_by, decided_reason FROM {}.records", quoted(&schema));
     let row = raw(&url).await.query_one(&sql, &[]).await.unwrap();

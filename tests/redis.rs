@@ -67,7 +67,8 @@ fn the_written_form_is_pinned() {
         }
         record
     };
-    let pending = |on_crash| State::Pending { lease: Duration::from_secs(30), ttl: Duration::from_secs(60), on_crash };
+    let (lease, ttl) = (Duration::from_secs(30), Duration::from_secs(60));
+    let pending = |on_crash| State::Pending { lease, ttl, on_crash, begun: on_crash == OnCrash::Fail };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
     let records = [
         ("pending", record(pending(OnCrash::Retry), None)),

@@ -85,8 +85,10 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         }
         let mut record = Record::first(&request);
         if name == "interrupted" {
-            let noted = Decision::break_lease(&request.key, 1).by("alice").reason("INC-7");
+            let found = store.inspect(&request.key).await.unwrap().expect("a record");
+            let noted = Decision::break_lease(&request.key, &found).by("alice").reason("INC-7");
             assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+            record.owner = idem_tests::decided(record.owner, 1);
             record.trail = record.trail.with_decision("alice", "INC-7");
         }
         match end {
@@ -1386,7 +1388,8 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     let folder = Folder::new();
     let store = SqliteStore::options().holder("worker-7").open(folder.file()).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
-    let noted = Decision::reopen(&key("k"), 1).by("alice").reason("INC-7");
+    let found = store.inspect(&key("k")).await.unwrap().expect("a record");
+    let noted = Decision::discard(&key("k"), &found).by("alice").reason("INC-7");
     assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
     let sql = "SELECT holder, decided_by, decided_reason FROM idem_records";
     let columns: (String, String, String) =

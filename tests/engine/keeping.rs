@@ -10,7 +10,7 @@ use idem_tests::clock::OddClock;
 use super::super::*;
 
 /// Blocks this thread until `done`.
-fn block_until(what: &str, mut done: impl FnMut() -> bool) {
+pub(super) fn block_until(what: &str, mut done: impl FnMut() -> bool) {
     for _ in 0..60_000 {
         if done() {
             return;
@@ -263,4 +263,92 @@ fn a_lease_that_a_store_can_not_keep_is_told_at_the_start() {
     let problem = policy.check_with(&store).unwrap_err();
     assert!(problem.to_string().contains("`lease` is 1s, but one store call may take 5s"), "{problem}");
     assert!(POLICY.check_with(&store).is_ok());
+}
+
+#[tokio::test]
+async fn a_renewal_that_is_refused_for_good_ends_the_body_when_its_lease_lapses() {
+    for kind in [StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt, StoreErrorKind::Unsupported] {
+        for (policy, left) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
+            let world = World::new();
+            world.store.always(Call::Renew, Fault::Before(kind));
+            let began = world.clock.now();
+            let call = observe(world.operation(policy).run(std::future::pending::<Result<u32, Error>>()));
+            let (result, outcome) = driving(&world.clock, call).await;
+            let Err(error) = result else { panic!("{result:?}") };
+            let took = world.clock.now().saturating_since(began);
+            // The clock of this test moves in steps of up to a beat.
+            assert!((LEASE..LEASE * 3 / 2).contains(&took), "{kind:?}: {took:?}");
+            let Error::LeaseLost { source: Some(source), attempt: 1, .. } = &error else { panic!("{error:?}") };
+            assert_eq!(source.kind(), kind);
+            assert_eq!(error.is_misconfigured(), kind == StoreErrorKind::Misconfigured);
+            assert!(error.to_string().contains("refused for good"), "{error}");
+            assert!(outcome.executed() && outcome.uncertain() && !outcome.recorded());
+            assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
+            assert_eq!(world.state().await, left, "{kind:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_outage_pauses_a_body_for_a_stated_time() {
+    for (policy, pause) in [(POLICY, LEASE * 3), (POLICY.max_pause(LEASE / 2), LEASE / 2)] {
+        for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {
+            let world = World::new();
+            world.store.always(Call::Renew, fault);
+            let began = world.clock.now();
+            let call = world.operation(policy).run(std::future::pending::<Result<u32, Error>>());
+            let Err(error) = driving(&world.clock, call).await else { panic!("it hangs") };
+            let took = world.clock.now().saturating_since(began);
+            // A renewal that lands without an answer is no confirmation either.
+            assert!((LEASE + pause..LEASE * 3 / 2 + pause).contains(&took), "{fault:?}: {took:?}");
+            let Error::LeaseLost { source: Some(source), .. } = &error else { panic!("{error:?}") };
+            assert!(source.is_transient() && error.is_uncertain() && !error.is_misconfigured(), "{source:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_process_that_stood_still_for_many_leases_renews_before_it_gives_up() {
+    let world = World::new();
+    let mut call = world.hang(POLICY).await;
+    world.store.next(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.clock.advance(LEASE * 50);
+    settle().await;
+    assert!(poll_once(call.as_mut()).await.is_pending(), "its first renewal since then has failed");
+    world.clock.advance(LEASE / 3);
+    settle().await;
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    assert!(matches!(world.call(POLICY).await.0, Err(Error::InProgress { .. })), "renewed");
+}
+
+#[tokio::test]
+async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
+    let world = World::new();
+    let mut calls = Vec::new();
+    for name in ["one", "other"] {
+        let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY);
+        let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        calls.push(call);
+    }
+    // Of calls for both leases nobody knows which one is damaged; the store is away when each is asked for by itself.
+    for _ in 0..60 {
+        let both = world.clock.now().since_origin() < LEASE;
+        let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };
+        world.store.always(Call::Renew, Fault::Before(kind));
+        world.clock.advance(LEASE / 30);
+        settle().await;
+        for call in &mut calls {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+        }
+    }
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Corrupt));
+    for _ in 0..10 {
+        world.clock.advance(LEASE / 12);
+        settle().await;
+    }
+    for call in &mut calls {
+        let Poll::Ready(Err(error)) = poll_once(call.as_mut()).await else { panic!("it goes on") };
+        assert!(matches!(error, Error::LeaseLost { source: Some(_), .. }), "{error:?}");
+    }
 }

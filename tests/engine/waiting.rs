@@ -22,7 +22,7 @@ struct Told {
 }
 
 impl Store for Told {
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, upkeep, reserve, renew, finish, release, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, upkeep, reserve, begin, renew, finish, release, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().unwrap()
@@ -150,7 +150,8 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
     hall.finish(&lease, "1").await;
     let early = hall.found().await;
     // The answer is under way; the record is removed meanwhile, and the key reserved anew, as attempt 1 again.
-    let forgotten = Decision::new(&key, 1, Action::Forget);
+    let found = hall.store.inner.inspect(&key).await.unwrap().expect("a record");
+    let forgotten = Decision::new(&key, &found, Action::Forget);
     assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), Decided::Applied);
     let again = hall.held().await;
     assert_eq!(again.attempt, 1);

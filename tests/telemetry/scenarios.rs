@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use idem_runtime::clock::ManualClock;
 use idem_runtime::metrics::{self, Snapshot};
-use idem_runtime::store::{Reservation, ReserveRequest};
+use idem_runtime::store::{Reservation, ReserveRequest, Verdict};
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Store,
     StoreErrorKind, StoreExt as _,
@@ -72,7 +72,9 @@ impl World {
     pub(crate) async fn crash(&self, on_crash: OnCrash) {
         let request =
             ReserveRequest::new(Self::key(), self.store.heartbeats().new_owner(), LEASE, TTL).on_crash(on_crash);
-        assert!(matches!(self.store.reserve(&request).await, Ok(Reservation::Granted { .. })));
+        let reserved = self.store.reserve(&request).await;
+        let Ok(Reservation::Granted { lease, .. }) = reserved else { panic!("{reserved:?}") };
+        assert_eq!(self.store.begin(&lease).await.unwrap(), Verdict::Applied);
     }
 
     /// Runs `future`, and moves time on by a second whenever nothing else can happen.
