@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use idem_runtime::codec::CodecName;
 use idem_runtime::operator::{Operator, Resolution};
 use idem_runtime::record::{Record, State, StoredResult};
-use idem_runtime::store::{Filter, Finish, Inspection, Standing};
+use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing};
 use idem_runtime::{Key, Store, StoreExt};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
@@ -45,16 +45,17 @@ pub(crate) struct Show {
 /// Who changes something, and whether they are sure.
 #[derive(clap::Args)]
 struct Change {
-    /// The attempt that you have looked at; refused if another one is the latest (default: the latest)
-    #[arg(long, value_name = "N")]
-    attempt: Option<u32>,
+    /// The revision that `idem show` printed when you looked; refused if the record has changed since (default: what is shown
+    /// before it asks)
+    #[arg(long, value_name = "REVISION")]
+    seen: Option<Revision>,
     /// Why
     #[arg(long, value_name = "TEXT", default_value = "")]
     reason: String,
     /// Who decides (default: the name of the user)
     #[arg(long, value_name = "NAME")]
     by: Option<String>,
-    /// Does not ask
+    /// Does not ask; needs `--seen`
     #[arg(long)]
     yes: bool,
     #[command(flatten)]
@@ -66,7 +67,7 @@ struct Change {
 
 /// Says what became of an operation that was interrupted, has lapsed or ended without a result; duplicates are told so.
 ///
-/// Refused while an attempt is running, and if it has recorded a result.
+/// Refused while an attempt is running, and if a result is recorded, unless `--replace` says that it is wrong.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
 pub(crate) struct Resolve {
@@ -87,6 +88,9 @@ pub(crate) struct Resolve {
     /// The codec of the handler; JSON is checked, other codecs are not
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
+    /// In place of what is recorded, which was wrong; the handler does not run in between
+    #[arg(long)]
+    replace: bool,
     #[command(flatten)]
     change: Change,
 }
@@ -98,12 +102,24 @@ enum End {
     Failed,
 }
 
-/// Lets the next delivery run again; a recorded result is given up.
+/// Lets the next delivery run again.
 ///
-/// Refused while an attempt is running.
+/// Refused while an attempt is running, and once the operation has finished: `idem discard` gives up a recorded result.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Reopen {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// Gives up what a finished operation has recorded, and lets the next delivery run again.
+///
+/// Refused unless the operation has finished. `idem resolve --replace` corrects a wrong result without another run.
+#[derive(clap::Args)]
+#[command(after_help = STATUSES)]
+pub(crate) struct Discard {
     /// The key, as `<scope>/<text>`
     key: String,
     #[command(flatten)]
@@ -120,7 +136,7 @@ pub(crate) struct Forget {
     #[arg(required_unless_present = "prefix")]
     key: Option<String>,
     /// What the keys begin with, as `<scope>/` or `<scope>/<text>`; those of running attempts are left
-    #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "attempt"])]
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "seen"])]
     prefix: Option<String>,
     /// Lists what would be removed, and removes nothing
     #[arg(long, requires = "prefix")]
@@ -174,6 +190,12 @@ impl Resolve {
 }
 
 impl Reopen {
+    pub(crate) fn json(&self) -> bool {
+        self.change.json
+    }
+}
+
+impl Discard {
     pub(crate) fn json(&self) -> bool {
         self.change.json
     }
@@ -252,6 +274,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         "standing": found.standing().name(),
         "attempt": record.attempt,
         "attempts_used": record.attempts_used,
+        "revision": found.revision().to_string(),
         "expires_in_ms": millis(*expires_in),
         "first_seen_ms": found.first_seen.map(millis),
         "began_ms": found.began.map(millis),
@@ -261,7 +284,8 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         "decided_reason": found.decided_reason(),
         "fingerprint": record.fingerprint.map(|print| print.short().to_string()),
     });
-    if let State::Pending { lease, ttl, on_crash, .. } = &record.state {
+    if let State::Pending { lease, ttl, on_crash, begun } = &record.state {
+        object["begun"] = (*begun).into();
         object["lapses_in_ms"] = lapses_in.map(millis).into();
         object["lease_ms"] = millis(*lease).into();
         object["ttl_ms"] = millis(*ttl).into();
@@ -300,6 +324,7 @@ fn text(key: &Key, store: &str, found: &Inspection) -> String {
         false => format!(" ({} counted against max_attempts)", record.attempts_used),
     };
     line("attempt", &format!("{}{counted}", record.attempt));
+    line("revision", &found.revision().to_string());
     if let Some(holder) = found.holder() {
         let process = holder.process().map_or(String::new(), |process| format!(", process {process}"));
         let name = holder.name().map_or(String::new(), |name| format!(", {name}"));
@@ -349,14 +374,14 @@ fn described(result: &StoredResult) -> String {
 fn advice(record: &Record, live: bool) -> &'static str {
     match &record.state {
         State::Pending { .. } if live => "it is running; if its process is gone for sure: `idem release --break-lease`",
-        State::Pending { on_crash: idem_runtime::OnCrash::Fail, .. } | State::Interrupted => {
+        State::Pending { on_crash: idem_runtime::OnCrash::Fail, begun: true, .. } | State::Interrupted => {
             "nothing runs until you decide: find out whether the effect happened; `idem resolve` if it did, `idem reopen` \
              if it did not"
         }
         State::Pending { .. } => "the next delivery takes over",
         State::Released => "the next delivery runs",
         State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. }) => {
-            "duplicates are answered with the result"
+            "duplicates are answered with the result; `idem resolve --replace` if it is wrong"
         }
         _ => {
             "duplicates get an error that says so; `idem resolve --completed FILE` supplies the result, \
@@ -368,22 +393,37 @@ fn advice(record: &Record, live: bool) -> &'static str {
 /// What is to be done with a record.
 enum Act {
     Resolve(Resolution, String),
+    Replace(Resolution, String),
     Reopen,
+    Discard,
     Forget,
     BreakLease,
 }
 
 impl Act {
     /// The question, and what is said once it is done.
-    fn words(&self, key: &Key, attempt: u32) -> (String, String) {
+    fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
         let about = format!("`{key}`, attempt {attempt}");
+        let recorded = found.record.state.result().map(|result| {
+            let end = found.record.state.name();
+            format!("that it {end} (result: {})", described(result))
+        });
+        let given_up = recorded.map_or(String::new(), |recorded| format!(", and give up {recorded}"));
         match self {
+            Self::Replace(_, end) => (
+                format!("Resolve {about} as {end}{given_up}"),
+                format!("resolved {about} as {end}, in place of what was recorded; duplicates are told so"),
+            ),
+            Self::Discard => (
+                format!("Let {about} run again{given_up}"),
+                format!("discarded what {about} has recorded; the next delivery runs again"),
+            ),
             Self::Resolve(_, end) => {
                 (format!("Resolve {about} as {end}"), format!("resolved {about} as {end}; duplicates are told so"))
             }
             Self::Reopen => (format!("Reopen {about}"), format!("reopened {about}; the next delivery runs again")),
             Self::Forget => (
-                format!("Forget {about}"),
+                format!("Forget {about}{given_up}"),
                 format!("forgot {about}; a duplicate that still comes runs as the first one"),
             ),
             Self::BreakLease => (
@@ -396,7 +436,9 @@ impl Act {
     fn name(&self) -> &'static str {
         match self {
             Self::Resolve(..) => "resolve",
+            Self::Replace(..) => "replace",
             Self::Reopen => "reopen",
+            Self::Discard => "discard",
             Self::Forget => "forget",
             Self::BreakLease => "break_lease",
         }
@@ -404,34 +446,37 @@ impl Act {
 }
 
 pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
-    let Resolve { key, completed, http_response, failed, without_result, codec, change } = arguments;
+    let Resolve { key, completed, http_response, failed, without_result, codec, replace, change } = arguments;
     // Read before anything is asked: the answer of a person should be the last thing that is missing.
-    let act = match (completed, http_response, failed, without_result) {
+    let (resolution, end) = match (completed, http_response, failed, without_result) {
         (_, Some(file), ..) => {
             let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;
             let end = format!("completed with {}", described(&result));
-            Act::Resolve(Finish::Completed(result).into(), end)
+            (Finish::Completed(result).into(), end)
         }
         (Some(file), ..) => {
             let result = read(file, codec)?;
             let end = format!("completed with {}", described(&result));
-            Act::Resolve(Finish::Completed(result).into(), end)
+            (Finish::Completed(result).into(), end)
         }
         (.., Some(file), _) => {
             let result = read(file, codec)?;
             let end = format!("failed with {}", described(&result));
-            Act::Resolve(Finish::Failed(result).into(), end)
+            (Finish::Failed(result).into(), end)
         }
-        (.., Some(End::Failed)) => {
-            Act::Resolve(Resolution::failed_without_result(), "failed, its error unknown".to_owned())
-        }
-        _ => Act::Resolve(Resolution::completed_without_result(), "completed, its result unknown".to_owned()),
+        (.., Some(End::Failed)) => (Resolution::failed_without_result(), "failed, its error unknown".to_owned()),
+        _ => (Resolution::completed_without_result(), "completed, its result unknown".to_owned()),
     };
-    decide(change, key, act).await
+    let act = if *replace { Act::Replace } else { Act::Resolve };
+    decide(change, key, act(resolution, end)).await
 }
 
 pub(crate) async fn reopen(arguments: &Reopen) -> Result<ExitCode, Stop> {
     decide(&arguments.change, &arguments.key, Act::Reopen).await
+}
+
+pub(crate) async fn discard(arguments: &Discard) -> Result<ExitCode, Stop> {
+    decide(&arguments.change, &arguments.key, Act::Discard).await
 }
 
 pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
@@ -461,7 +506,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let mut found = Vec::new();
     list::each(&operator, filter, |key, inspection| {
         if key.to_string().starts_with(prefix) {
-            found.push((key.clone(), inspection.attempt(), inspection.standing()));
+            found.push((key.clone(), inspection.revision()));
         }
         Ok(true)
     })
@@ -475,21 +520,22 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         output.line(&object, &format!("{said:<13}{key}, attempt {attempt}"))
     };
     if *dry_run {
-        for (key, attempt, standing) in &found {
-            said(key, *attempt, "would_forget", standing.name())?;
+        for (key, seen) in &found {
+            said(key, seen.attempt(), "would_forget", seen.standing().name())?;
         }
         return Ok(ExitCode::SUCCESS);
     }
     let count = found.len();
     let mut some = String::new();
-    for (key, attempt, _) in found.iter().take(10) {
-        let _ = writeln!(some, "{key}, attempt {attempt}");
+    for (key, seen) in found.iter().take(10) {
+        let _ = writeln!(some, "{key}, attempt {}, {}", seen.attempt(), seen.standing());
     }
     some.push_str(if count > 10 { "… (`--dry-run` lists all)\n" } else { "" });
     confirm(change.yes, &some, &format!("Forget {count} records that begin with `{prefix}`"))?;
     let mut refused = 0;
-    for (key, attempt, _) in found {
-        match operator.forget(&key, attempt).await {
+    for (key, seen) in found {
+        let attempt = seen.attempt();
+        match operator.forget(&key, seen).await {
             Ok(true) => said(&key, attempt, "forget", "forgotten")?,
             // It has expired, or somebody else was faster.
             Ok(false) => {}
@@ -515,22 +561,30 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let key = key(&operator, shown)?;
     let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
-    let attempt = found.attempt();
-    if let Some(seen) = change.attempt.filter(|seen| *seen != attempt) {
-        return Err(Stop::Refused(format!(
-            "key `{key}` in {}: the latest attempt is {attempt}, not {seen}; nothing was changed; look at the record again",
-            store.name()
-        )));
-    }
-    let (question, done) = act.words(&key, attempt);
+    let seen = match change.seen {
+        Some(seen) => seen,
+        None if change.yes => {
+            return Err(Stop::Usage(
+                "nothing says which record you have looked at; nothing was changed; add `--seen` with the revision that `idem \
+                 show` prints"
+                    .to_owned(),
+            ));
+        }
+        // It is shown with the question.
+        None => found.revision(),
+    };
+    let attempt = seen.attempt();
+    let (question, done) = act.words(&key, &found, attempt);
     confirm(change.yes, &text(&key, store.name(), &found), &question)?;
     let name = act.name();
     match act {
-        Act::Resolve(resolution, _) => operator.resolve(&key, attempt, resolution).await?,
-        Act::Reopen => operator.reopen(&key, attempt).await?,
-        Act::BreakLease => operator.break_lease(&key, attempt).await?,
+        Act::Resolve(resolution, _) => operator.resolve(&key, seen, resolution).await?,
+        Act::Replace(resolution, _) => operator.replace(&key, seen, resolution).await?,
+        Act::Reopen => operator.reopen(&key, seen).await?,
+        Act::Discard => operator.discard(&key, seen).await?,
+        Act::BreakLease => operator.break_lease(&key, seen).await?,
         Act::Forget => {
-            if !operator.forget(&key, attempt).await? {
+            if !operator.forget(&key, seen).await? {
                 return Err(nothing(&key, store.name()));
             }
         }

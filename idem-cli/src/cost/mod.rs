@@ -17,7 +17,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Decision, Finish, Lease, Reservation, ReserveRequest, Verdict, renew_all};
+use idem_runtime::store::{Action, Decision, Finish, Lease, Reservation, ReserveRequest, Verdict, renew_all};
 use idem_runtime::{Json, Key, Store};
 use serde_json::{Map, Value, json};
 
@@ -163,8 +163,10 @@ async fn measure(meter: &dyn Meter, bytes: usize) -> Result<Costs, Stop> {
 
 async fn remove(store: &dyn Store, leases: &[Lease]) -> Result<(), Stop> {
     for lease in leases {
-        let _ = store.decide(&Decision::break_lease(&lease.key, lease.attempt)).await?;
-        let _ = store.decide(&Decision::forget(&lease.key, lease.attempt)).await?;
+        for action in [Action::BreakLease, Action::Forget] {
+            let Some(found) = store.inspect(&lease.key).await? else { continue };
+            let _ = store.decide(&Decision::new(&lease.key, &found, action)).await?;
+        }
     }
     Ok(())
 }

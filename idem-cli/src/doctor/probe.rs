@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Decided, Decision, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all};
+use idem_runtime::store::{
+    Action, Decided, Decision, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
+};
 use idem_runtime::{Json, Key, Store, StoreError};
 
 use super::Findings;
@@ -71,13 +73,16 @@ impl Probe<'_> {
             Reservation::Finished { record, .. } if record.state.result().is_some_and(|it| it.stored_bytes() == 7) => {}
             other => return Err(unexpected(&other)),
         }
-        match self.ask("inspect", store.inspect(key)).await? {
-            Some(found) if found.attempt() == lease.attempt => {}
-            other => return Err(unexpected(&other)),
+        // Each decision is about what was seen right before it.
+        for (look, step, action) in
+            [("inspect", "discard", Action::Discard), ("inspect again", "forget", Action::Forget)]
+        {
+            let found = match self.ask(look, store.inspect(key)).await? {
+                Some(found) if found.attempt() == lease.attempt => found,
+                other => return Err(unexpected(&other)),
+            };
+            decided(self.ask(step, store.decide(&Decision::new(key, &found, action))).await?)?;
         }
-        let reopened = self.ask("reopen", store.decide(&Decision::reopen(key, lease.attempt))).await?;
-        decided(reopened)?;
-        decided(self.ask("forget", store.decide(&Decision::forget(key, lease.attempt))).await?)?;
         match self.ask("inspect what is gone", store.inspect(key)).await? {
             None => Ok(()),
             other => Err(unexpected(&other)),

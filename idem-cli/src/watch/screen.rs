@@ -168,7 +168,7 @@ mod tests {
             Inspection::new(record, Duration::from_secs(9000), lapses_in).since(None, Some(Duration::from_secs(90)))
         };
         let times = Duration::from_secs(30);
-        let pending = || State::Pending { lease: times, ttl: times, on_crash: OnCrash::Retry };
+        let pending = || State::Pending { lease: times, ttl: times, on_crash: OnCrash::Retry, begun: false };
         let key = |text: &str| Key::new("shop::payments", text).unwrap();
         let records = vec![
             (key("order:1"), found(State::Interrupted, None)),

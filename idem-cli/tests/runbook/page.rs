@@ -36,6 +36,8 @@ pub(crate) struct Section {
     text: &'static str,
     /// The rest of its text, behind the commands that were played.
     rest: &'static str,
+    /// The revisions that the page shows, each with the one that it stands for.
+    revisions: Vec<(String, String)>,
 }
 
 /// A command of the page, and what it prints there.
@@ -48,7 +50,7 @@ impl Section {
     pub(crate) fn named(title: &'static str) -> Self {
         let text = incidents().split("\n### ").find(|it| it.lines().next() == Some(title));
         let text = text.unwrap_or_else(|| panic!("the page has no incident `{title}`"));
-        Self { title, text, rest: text }
+        Self { title, text, rest: text, revisions: Vec::new() }
     }
 
     /// What stands behind this name.
@@ -66,7 +68,24 @@ impl Section {
         let (block, rest) = rest.split_once("\n```").expect("an end");
         self.rest = rest;
         for Line { command, prints } in lines(block) {
-            let (status, printed) = run(command, scene);
+            let mut here = command.to_owned();
+            for (shown, own) in &self.revisions {
+                here = here.replace(shown, own);
+            }
+            let (status, printed) = run(&here, scene);
+            // Revisions differ in each run: those of the page stand for those that are printed here, in their order.
+            let revisions = |lines: &mut dyn Iterator<Item = &str>| -> Vec<String> {
+                lines.filter_map(|line| Some(line.strip_prefix("revision ")?.trim().to_owned())).collect()
+            };
+            let (shown, own) = (revisions(&mut prints.iter().copied()), revisions(&mut printed.lines()));
+            let mut printed = printed;
+            for (shown, own) in shown.into_iter().zip(own) {
+                let without_mark = |revision: &str| revision.rsplit_once('-').map(|(front, _)| front.to_owned());
+                if without_mark(&shown) == without_mark(&own) {
+                    printed = printed.replace(&own, &shown);
+                    self.revisions.push((shown, own));
+                }
+            }
 
             let expected: Vec<_> = prints.iter().map(|line| tidy(line)).filter(|line| !line.is_empty()).collect();
             let lines: Vec<_> = printed.lines().map(tidy).filter(|line| !line.is_empty()).collect();

@@ -61,7 +61,7 @@ async fn a_result_is_shown_only_when_it_is_asked_for() {
     );
     interrupted(&records.store, "odd").await;
     let file = records.file(&[0, 255]);
-    records.idem(&["resolve", "pay/odd", "--completed", file.to_str().unwrap(), "--codec", "own", "--yes"]).ends(0);
+    records.decides(&["resolve", "--completed", file.to_str().unwrap(), "--codec", "own"], "pay/odd").ends(0);
     records.idem(&["show", "pay/odd", "--result"]).ends(0).says("\n(hex) 00ff\n");
     assert_eq!(records.idem(&["show", "pay/odd", "--result", "--json"]).json()["result"]["hex"], "00ff");
 }
@@ -83,7 +83,8 @@ async fn an_interrupted_operation_is_resolved_with_its_result() {
     interrupted(&records.store, "42").await;
     let file = records.file(b" {\"receipt\": 7}\n");
     let file = file.to_str().unwrap();
-    let resolve = ["resolve", "pay/42", "--attempt", "1", "--completed", file, "--reason", "INC-7", "--yes"];
+    let seen = records.revision("pay/42");
+    let resolve = ["resolve", "pay/42", "--seen", &seen, "--completed", file, "--reason", "INC-7", "--yes"];
     let done = records.idem(&[&resolve[..], &["--json"]].concat()).ends(0).json();
     assert_eq!(done, json!({ "key": "pay/42", "store": "sqlite", "action": "resolve", "attempt": 1 }));
     let found = records.store.inspect(&key("42")).await.unwrap().unwrap();
@@ -93,9 +94,36 @@ async fn an_interrupted_operation_is_resolved_with_its_result() {
     records.idem(&["show", "pay/42"]).says("decided by   alice: INC-7\n");
     // Repeated, it changes nothing; another result is refused.
     records.idem(&resolve).ends(0).says("resolved `pay/42`");
-    records.file(b"{\"receipt\": 8}");
-    records.idem(&resolve).ends(1).complains("what it recorded stands");
+    let file = records.file(b"{\"receipt\": 8}");
+    records.idem(&resolve).ends(1).complains("alice has decided about it, and it is completed; nothing was changed");
+    let resolve = ["resolve", "--completed", file.to_str().unwrap()];
+    records.decides(&resolve, "pay/42").ends(1).complains("what it recorded stands; replace the result");
     assert_eq!(records.store.inspect(&key("42")).await.unwrap().unwrap().record.state, found.record.state);
+    let replaced = records.decides(&[&resolve[..], &["--replace"]].concat(), "pay/42").ends(0);
+    replaced.says("in place of what was recorded");
+    records.idem(&["show", "pay/42", "--result"]).ends(0).says("{\"receipt\": 8}");
+}
+
+#[tokio::test]
+async fn the_later_of_two_people_is_refused() {
+    let records = Records::new().await;
+    interrupted(&records.store, "42").await;
+    let seen = records.revision("pay/42");
+    let decide =
+        |verb: &[&str], by: &str| records.idem(&[verb, &["pay/42", "--seen", &seen, "--by", by, "--yes"]].concat());
+    decide(&["resolve", "--without-result"], "alice").ends(0);
+    for verb in [&["reopen"][..], &["discard"], &["forget"], &["resolve", "--without-result=failed"]] {
+        let refused = decide(verb, "bob").ends(1);
+        refused.complains("alice has decided about it, and it is completed; nothing was changed");
+        assert_eq!(state(&records.store, "42").await, Some("completed"));
+    }
+    // A decision without `--seen` is refused.
+    records.idem(&["discard", "pay/42", "--yes"]).ends(2).complains("add `--seen`");
+    records.idem(&["discard", "pay/42", "--yes", "--seen", "1"]).ends(2).complains("a revision is");
+    // A result is given up by a word of its own.
+    records.decides(&["reopen"], "pay/42").ends(1).complains("discard the result if that is to be given up");
+    records.decides(&["discard"], "pay/42").ends(0).says("the next delivery runs again");
+    records.decides(&["discard"], "pay/42").ends(1).complains("has recorded no result");
 }
 
 #[tokio::test]
@@ -115,7 +143,7 @@ async fn each_end_can_be_told() {
     {
         let name = format!("{at}");
         interrupted(&records.store, &name).await;
-        records.idem(&[&["resolve", &format!("pay/{name}"), "--yes"], end].concat()).ends(0);
+        records.decides(&[&["resolve"], end].concat(), &format!("pay/{name}")).ends(0);
         assert_eq!(state(&records.store, &name).await, Some(expected), "{end:?}");
     }
     records.idem(&["resolve", "pay/0", "--yes"]).ends(2).complains("--completed <FILE>");
@@ -175,7 +203,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     let shown = shown.as_str();
     // Its process is gone: somebody knows that, and what the bank says.
     store.heartbeats().abandon();
-    records.idem(&["release", "--break-lease", shown, "--attempt", "1", "--yes"]).ends(0);
+    records.decides(&["release", "--break-lease"], shown).ends(0);
     let body = b"{\"paid\":true,\n \"note\":\"\xc3\xbc\x00\"}\n\n";
     let head = format!(
         "HTTP/1.1 100 Continue\r\n\r\nHTTP/2 201 \r\nlocation: /payments/7\r\nX-Mark: a:b \r\nx-mark: c\r\n\
@@ -184,7 +212,8 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     );
     let file = records.file(&[head.as_bytes(), body].concat());
     let file = file.to_str().unwrap();
-    let resolve = ["resolve", shown, "--attempt", "1", "--http-response", file, "--yes"];
+    let seen = records.revision(shown);
+    let resolve = ["resolve", shown, "--seen", &seen, "--http-response", file, "--yes"];
     records.idem(&resolve).ends(0).says("resolved");
     running.abort();
     drop(running.await);
@@ -251,7 +280,7 @@ async fn a_file_that_is_no_response_is_refused_and_not_quoted() {
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
     // The least that is one.
     let file = records.file(b"HTTP/1.0 204\n\n");
-    records.idem(&["resolve", "pay/42", "--yes", "--http-response", file.to_str().unwrap()]).ends(0);
+    records.decides(&["resolve", "--http-response", file.to_str().unwrap()], "pay/42").ends(0);
     records.idem(&["show", "pay/42", "--result"]).ends(0).says("HTTP/1.1 204 No Content\n");
 }
 
@@ -260,22 +289,21 @@ async fn a_live_lease_is_only_broken_on_purpose() {
     let records = Records::new().await;
     let lease = pending(&records.store, "42").await;
     for verb in [&["reopen"][..], &["forget"], &["resolve", "--without-result"]] {
-        let refused = records.idem(&[verb, &["pay/42", "--yes"]].concat()).ends(1);
-        refused.complains("attempt 1 is running; nothing was changed");
+        records.decides(verb, "pay/42").ends(1).complains("attempt 1 is running; nothing was changed");
     }
     records.idem(&["release", "pay/42", "--yes"]).ends(2).complains("--break-lease");
     assert_eq!(state(&records.store, "42").await, Some("pending"));
+    let seen = records.revision("pay/42");
     for _ in 0..2 {
-        records
-            .idem(&["release", "--break-lease", "pay/42", "--attempt", "1", "--yes"])
-            .ends(0)
-            .says("ended the lease");
+        let ended = records.idem(&["release", "--break-lease", "pay/42", "--seen", &seen, "--yes"]).ends(0);
+        ended.says("ended the lease");
         assert_eq!(state(&records.store, "42").await, Some("interrupted"));
     }
     let late = idem_runtime::store::renew_all(&records.store, &[lease]).await.unwrap();
     assert_eq!(late, [idem_runtime::store::Verdict::Refused]);
+    let seen = records.revision("pay/42");
     for _ in 0..2 {
-        records.idem(&["reopen", "pay/42", "--attempt", "1", "--yes"]).ends(0).says("the next delivery runs again");
+        records.idem(&["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(0).says("the next delivery runs again");
         assert_eq!(state(&records.store, "42").await, Some("released"));
     }
 }
@@ -284,15 +312,17 @@ async fn a_live_lease_is_only_broken_on_purpose() {
 async fn nothing_is_done_about_what_has_moved_on() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
+    let seen = records.revision("pay/42");
     for attempt in ["2", "7"] {
-        let refused = records.idem(&["forget", "pay/42", "--attempt", attempt, "--yes", "--json"]).ends(1).error();
+        let other = seen.replacen('1', attempt, 1);
+        let refused = records.idem(&["forget", "pay/42", "--seen", &other, "--yes", "--json"]).ends(1).error();
         assert_eq!(refused["error"], "refused");
         assert!(refused["message"].as_str().unwrap().contains("the latest attempt is 1, not"), "{refused}");
     }
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
-    records.idem(&["forget", "pay/42", "--attempt", "1", "--yes"]).ends(0).says("forgot `pay/42`");
+    records.idem(&["forget", "pay/42", "--seen", &seen, "--yes"]).ends(0).says("forgot `pay/42`");
     assert_eq!(state(&records.store, "42").await, None);
-    records.idem(&["forget", "pay/42", "--attempt", "1", "--yes"]).ends(4);
+    records.idem(&["forget", "pay/42", "--seen", &seen, "--yes"]).ends(4);
 }
 
 #[tokio::test]
@@ -336,6 +366,18 @@ async fn on_a_terminal_somebody_is_asked() {
     let (status, said) = ask("y\n");
     assert_eq!(status, 0, "{said}");
     assert_eq!(state(&records.store, "42").await, Some("released"));
+    // The question says what is given up.
+    completed(&records.store, "43", b"7").await;
+    for (verb, question) in [("discard", "Let `pay/43`, attempt 1 run again"), ("forget", "Forget `pay/43`, attempt 1")]
+    {
+        let line = format!("{} {verb} pay/43 --store {}", env!("CARGO_BIN_EXE_idem"), records.url());
+        let (status, said) = on_terminal(&line, "n\n");
+        assert_eq!(status, 1, "{said}");
+        assert!(
+            said.contains(&format!("{question}, and give up that it completed (result: 1 bytes of json)?")),
+            "{said}"
+        );
+    }
 }
 
 #[tokio::test]
@@ -784,10 +826,10 @@ async fn a_handler_replays_what_was_resolved() {
         let text = error.to_string();
         let shown = text.split('`').nth(1).unwrap();
         let file = records.file(b"[\"receipt\", \"7\"]");
-        records.idem(&["resolve", shown, "--completed", file.to_str().unwrap(), "--yes"]).ends(0);
+        records.decides(&["resolve", "--completed", file.to_str().unwrap()], shown).ends(0);
         assert_eq!(charge(store, order, &began).await.unwrap(), ["receipt", "7"]);
-        records.idem(&["reopen", shown, "--yes"]).ends(0);
-        records.idem(&["resolve", shown, "--without-result", "--yes"]).ends(0);
+        records.decides(&["discard"], shown).ends(0);
+        records.decides(&["resolve", "--without-result"], shown).ends(0);
         let unknown = charge(store, order, &began).await.unwrap_err();
         assert!(matches!(unknown, Error::ResultUnavailable { .. }), "{unknown}");
     }

@@ -10,7 +10,7 @@ use idem_tests::server::{Kind, RedisServer, raw, until};
 use idem_tests::sqlite::Folder;
 use serde_json::Value;
 
-use super::support::{Records, Run, command, completed, expired, file, idem_at, interrupted, run, state};
+use super::support::{Records, Run, command, completed, expired, file, idem_at, interrupted, revision, run, state};
 
 /// Settles a record of the store at `url`, as somebody on call does.
 async fn settles(url: &str, store: &dyn Store) {
@@ -18,16 +18,20 @@ async fn settles(url: &str, store: &dyn Store) {
     let receipt = file(folder.path(), b"\"receipt\"");
     interrupted(store, "42").await;
     idem_at(url, &["show", "pay/42"]).ends(0).says("state        interrupted").says(store.name());
-    let resolve = ["resolve", "pay/42", "--attempt", "1", "--completed", receipt.to_str().unwrap(), "--yes"];
+    let look = || revision(url, "pay/42");
+    let seen = look();
+    let resolve = ["resolve", "pay/42", "--seen", &seen, "--completed", receipt.to_str().unwrap(), "--yes"];
     for _ in 0..2 {
         idem_at(url, &resolve).ends(0);
     }
     let shown = idem_at(url, &["show", "pay/42", "--result", "--json"]).ends(0).json();
     assert_eq!((&shown["state"], &shown["result"]["text"]), (&Value::from("completed"), &Value::from("\"receipt\"")));
-    idem_at(url, &["reopen", "pay/42", "--yes"]).ends(0);
+    idem_at(url, &["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(1).complains("nothing was changed");
+    idem_at(url, &["discard", "pay/42", "--seen", &look(), "--yes"]).ends(0);
     assert_eq!(state(store, "42").await, Some("released"));
-    idem_at(url, &["forget", "pay/42", "--attempt", "2", "--yes"]).ends(1).complains("the latest attempt is 1");
-    idem_at(url, &["forget", "pay/42", "--attempt", "1", "--yes"]).ends(0);
+    let other = look().replacen('1', "2", 1);
+    idem_at(url, &["forget", "pay/42", "--seen", &other, "--yes"]).ends(1).complains("the latest attempt is 1");
+    idem_at(url, &["forget", "pay/42", "--seen", &look(), "--yes"]).ends(0);
     idem_at(url, &["show", "pay/42"]).ends(4);
     completed(store, "kept", b"1").await;
     idem_at(url, &["purge"]).ends(0);

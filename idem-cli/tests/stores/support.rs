@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest};
+use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, Verdict};
 use idem_runtime::{Json, Key, OnCrash, SqliteStore, Store};
 use idem_tests::sqlite::Folder;
 use serde_json::Value;
@@ -102,10 +102,27 @@ impl Records {
         idem_at(&self.url(), arguments)
     }
 
+    /// The revision that `show` prints for this key.
+    pub(crate) fn revision(&self, key: &str) -> String {
+        revision(&self.url(), key)
+    }
+
+    /// Looks at this key, and decides about what is there without being asked.
+    pub(crate) fn decides(&self, verb: &[&str], key: &str) -> Run {
+        let seen = self.revision(key);
+        self.idem(&[verb, &[key, "--seen", &seen, "--yes"]].concat())
+    }
+
     /// A file with this content.
     pub(crate) fn file(&self, content: &[u8]) -> PathBuf {
         file(self.folder.path(), content)
     }
+}
+
+/// The revision that `show` prints for this key in the store at `url`.
+pub(crate) fn revision(url: &str, key: &str) -> String {
+    let shown = idem_at(url, &["show", key, "--json"]).ends(0).json();
+    shown["revision"].as_str().expect("a revision").to_owned()
 }
 
 pub(crate) fn file(folder: &Path, content: &[u8]) -> PathBuf {
@@ -125,7 +142,10 @@ pub(crate) async fn pending(store: &dyn Store, text: &str) -> Lease {
     let beats = store.heartbeats();
     let request = ReserveRequest::new(key(text), beats.new_owner(), LONG, LONG).holder(beats.holder());
     match store.reserve(&request.on_crash(OnCrash::Fail)).await.unwrap() {
-        Reservation::Granted { lease, .. } => lease,
+        Reservation::Granted { lease, .. } => {
+            assert_eq!(store.begin(&lease).await.unwrap(), Verdict::Applied);
+            lease
+        }
         other => panic!("{other:?}"),
     }
 }
