@@ -124,7 +124,8 @@ impl Slot {
         let first = record.owner.as_bytes()[0];
         let (owner, decisions) = match owner(first) == record.owner {
             true => (first, 0),
-            false => (1..8).find_map(|n| Some((origin(&n)?, n))).expect("a token of the model"),
+            // No trace has more than 60 steps.
+            false => (1..60).find_map(|n| Some((origin(&n)?, n))).expect("a token of the model"),
         };
         Self {
             owner,
