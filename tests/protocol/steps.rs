@@ -79,6 +79,9 @@ pub(crate) enum Action {
     Restarts,
 }
 
+/// The number of owner tokens that a call may use.
+const TOKENS: u8 = 3;
+
 /// The error that a call gets instead of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trouble {
@@ -783,9 +786,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         }
         // The lease has lapsed, by the store's clock, or another attempt has taken over.
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
-            let call = world.call_mut(who);
-            (call.generation, call.unanswered, call.marked) = (call.generation + 1, None, false);
-            reserve_anew(config, world, who);
+            reserve_as_another(config, world, who, Trouble::Unavailable);
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
             // Another attempt took over, and may have finished.
@@ -823,10 +824,8 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
         (Phase::Reserving { .. }, Answer::Released) => {
-            let call = world.call_mut(who);
-            // Another attempt needs another token. Requests under way with the old token meet its released record.
-            (call.generation, call.unanswered) = (call.generation + 1, None);
-            reserve_anew(config, world, who);
+            // Requests under way with the old token meet its released record.
+            reserve_as_another(config, world, who, Trouble::Fatal);
         }
         (Phase::Reserving { tries, landed, .. }, Answer::Free(over)) => {
             let what = message(config, world, over);
@@ -891,6 +890,16 @@ fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>,
 /// Whether the body of the attempt with this end has succeeded.
 fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
+}
+
+/// Another attempt needs another token. A call that has had enough of them fails with `trouble`.
+fn reserve_as_another(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+    if world.call(who).generation + 1 == TOKENS {
+        return over(config, world, who, unanswered(config.plan(who), trouble));
+    }
+    let call = world.call_mut(who);
+    (call.generation, call.unanswered, call.marked) = (call.generation + 1, None, false);
+    reserve_anew(config, world, who);
 }
 
 /// Whether the record has to say that the body of this attempt begins before it does.
