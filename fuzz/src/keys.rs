@@ -113,6 +113,7 @@ fn sound(key: &Key) {
     assert!(key.as_str().len() <= Key::MAX_BYTES && key.scope().len() <= Key::MAX_SCOPE_BYTES);
     assert_eq!(key.as_str(), format!("1/{}/{}", key.scope(), key.text()));
     assert_eq!(key.to_string().parse::<Key>().as_ref(), Ok(key));
+    assert!(!key.as_str().contains(char::is_control), "stores differ in what they do with one");
 }
 
 fn one_part(input: &mut Input<'_>) {

@@ -25,14 +25,14 @@ async fn are_distinct(case: &Case, keys: &[Key]) {
 }
 
 pub(super) async fn similar_keys_are_distinct(case: &Case) {
-    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, and characters that
+    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, control characters, and characters that
     // some stores treat as a pattern, a hash tag or a quotation mark.
     #[rustfmt::skip]
     let texts = [
         "a", "A", "b", "aa", "a ", " a", "a  ", "a\u{a0}", "a\u{200b}", "a:", ":a", "a/", "/a", "a//", "a\\", "a%", "%",
         "a*", "a?", "[a]", "{a}", "a}", "{", "a'", "a\"", "a;", "a--", "a_", "a-", "a.", "a,", "a=", "a&", "a+", "a#",
         "a@", "a|", "$a", "~a", "\u{e4}", "a\u{308}", "\u{c4}", "ae", "\u{df}", "ss", "i", "I", "\u{131}", "\u{130}",
-        "1", "01", "1.0", "+1", "1e0", "null", "NULL", "nil", "true", "\u{2161}", "II", "\u{ff21}", "\u{1f980}",
+        "a\0", "a\n", "a%00", "1", "01", "1.0", "+1", "1e0", "null", "NULL", "nil", "true", "\u{2161}", "II", "\u{ff21}", "\u{1f980}",
         "\u{1f980}\u{fe0f}", "\u{65e5}\u{672c}", "\u{5e9}\u{5dc}\u{5d5}\u{5dd}",
     ];
     let mut keys: Vec<_> = texts.iter().map(|text| case.key(text)).collect();

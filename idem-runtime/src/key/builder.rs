@@ -42,7 +42,7 @@ thread_local! {
 #[derive(Debug)]
 pub struct KeyBuilder<'a> {
     scope: &'a str,
-    pub(super) text: String,
+    text: String,
     problem: Option<KeyProblem>,
 }
 
@@ -66,9 +66,17 @@ impl<'a> KeyBuilder<'a> {
         Self { scope, text, problem: checked.err() }
     }
 
-    /// Appends literal text of the template; it holds no `%`.
+    /// Appends literal text of the template, which holds no `%`. A control character in it is a problem of the key.
     pub fn text(&mut self, text: &str) {
         debug_assert!(!text.contains('%'), "`%` introduces an escape");
+        self.literal(text);
+    }
+
+    /// Appends text in which values are escaped already.
+    pub(super) fn literal(&mut self, text: &str) {
+        if text.contains(char::is_control) {
+            self.problem.get_or_insert(KeyProblem::ControlCharacter);
+        }
         self.text.push_str(text);
     }
 

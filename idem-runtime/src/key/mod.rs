@@ -141,9 +141,9 @@ impl Key {
 }
 
 /// Reads a key as it is displayed, in errors and logs for example: `<scope>/<text>`, with its escapes; or as it is stored,
-/// `1/<scope>/<text>`. One that begins with the namespace of a store is refused:
-/// [`Operator::key`](crate::operator::Operator::key) knows the namespace. A scope called `1`, or one that ends with `:1`, needs
-/// the stored form.
+/// `1/<scope>/<text>`. A text with a control character is refused: stores differ in what they do with one, so no key has any. A
+/// text that begins with the namespace of a store is refused: [`Operator::key`](crate::operator::Operator::key) knows the
+/// namespace. A scope called `1`, or one that ends with `:1`, needs the stored form.
 ///
 /// ```
 /// use idem_runtime::Key;
@@ -167,7 +167,7 @@ impl FromStr for Key {
             return Err(KeyError { scope: scope.to_owned(), problem: KeyProblem::Hidden });
         }
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
-        builder.text.push_str(text);
+        builder.literal(text);
         builder.build()
     }
 }
@@ -265,6 +265,9 @@ pub enum KeyProblem {
     },
     /// A part given as bytes is not UTF-8.
     NotUtf8,
+    /// The text that was to be read as a key, or the literal text of a template, holds a control character. Values in a key are
+    /// escaped instead.
+    ControlCharacter,
     /// What was to be read as a key begins with the namespace of a store.
     Namespaced,
     /// What was to be read as a key is what a policy shows of one; see [`KeyDisplay`].
@@ -309,6 +312,9 @@ impl Display for KeyProblem {
                 Key::MAX_BYTES
             ),
             Self::NotUtf8 => f.write_str("the key is not UTF-8; write the bytes as hexadecimal or base64 text"),
+            Self::ControlCharacter => f.write_str(
+                "the key holds a control character, such as a NUL or a line feed; a stored key has it as `%00` or `%0A`",
+            ),
             Self::Namespaced => f.write_str(
                 "this is how a store with a namespace keeps a key; leave out the namespace: begin with `1/<scope>/`",
             ),
