@@ -102,7 +102,10 @@ impl Description {
             let said = entry["description"].as_str().unwrap_or_default();
             let said = if said.is_empty() { kind.title().to_owned() } else { format!("{said}; or: {}", kind.title()) };
             entry["description"] = Value::String(said);
-            if matches!(kind, ProblemKind::InProgress | ProblemKind::Busy | ProblemKind::StoreUnavailable) {
+            if matches!(
+                kind,
+                ProblemKind::InProgress | ProblemKind::Busy | ProblemKind::StoreUnavailable | ProblemKind::Unrecorded
+            ) {
                 entry["headers"] = json!({
                     "Retry-After": { "description": "Seconds.", "schema": { "type": "integer", "minimum": 1 } }
                 });

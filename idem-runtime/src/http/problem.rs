@@ -43,15 +43,17 @@ pub enum ProblemKind {
     TimedOut,
     /// As many requests are in flight as may be, or the server is shutting down.
     Busy,
-    /// The store does not answer.
+    /// The store does not answer, is full, or refuses. The handler did not run.
     StoreUnavailable,
+    /// The handler ran, or was cut off, and its response could not be recorded.
+    Unrecorded,
     /// The server is not set up right.
     Misconfigured,
 }
 
 impl ProblemKind {
     /// All of them.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::MissingKey,
         Self::InvalidKey,
         Self::InvalidBody,
@@ -68,6 +70,7 @@ impl ProblemKind {
         Self::TimedOut,
         Self::Busy,
         Self::StoreUnavailable,
+        Self::Unrecorded,
         Self::Misconfigured,
     ];
 
@@ -88,7 +91,7 @@ impl ProblemKind {
             Self::FingerprintMismatch => StatusCode::UNPROCESSABLE_ENTITY,
             Self::ResultUnavailable => StatusCode::GONE,
             Self::TimedOut => StatusCode::GATEWAY_TIMEOUT,
-            Self::Busy | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::StoreUnavailable | Self::Unrecorded => StatusCode::SERVICE_UNAVAILABLE,
             Self::Misconfigured => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -121,7 +124,7 @@ impl ProblemKind {
             // FAILED_PRECONDITION
             Self::FingerprintMismatch | Self::Interrupted | Self::AttemptsExhausted | Self::ResultUnavailable => "9",
             // UNAVAILABLE
-            Self::Busy | Self::StoreUnavailable => "14",
+            Self::Busy | Self::StoreUnavailable | Self::Unrecorded => "14",
             // INTERNAL
             Self::Misconfigured => "13",
         }
@@ -208,6 +211,11 @@ impl ProblemKind {
                 "The service can't tell whether this request is a duplicate",
                 "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
             ),
+            Self::Unrecorded => (
+                "unrecorded",
+                "The service could not record what became of this request",
+                "Its effects may have happened. Send the same request again, with the same key, after the time in Retry-After.",
+            ),
             Self::Misconfigured => (
                 "misconfigured",
                 "The service is not set up right",
@@ -239,13 +247,16 @@ impl Problem {
 
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
-            Error::Store { .. } | Error::Unrecorded { .. } => ProblemKind::StoreUnavailable,
+            Error::Store { started: false, .. } => ProblemKind::StoreUnavailable,
+            Error::Store { started: true, .. }
+            | Error::Unrecorded { .. }
+            | Error::LeaseLost { source: Some(_), .. } => ProblemKind::Unrecorded,
             Error::ResultUnavailable { .. } => ProblemKind::ResultUnavailable,
             _ if error.is_misconfigured() => ProblemKind::Misconfigured,
             Error::MissingKey { .. } | Error::InvalidKey { .. } => ProblemKind::InvalidKey,
             Error::InvalidFingerprint { .. } => ProblemKind::InvalidBody,
-            // The lease was lost to another attempt, which runs now.
-            Error::InProgress { .. } | Error::LeaseLost { .. } => ProblemKind::InProgress,
+            // The lease was lost to another attempt, which runs now, or with the record.
+            Error::InProgress { .. } | Error::LeaseLost { source: None, .. } => ProblemKind::InProgress,
             Error::FingerprintMismatch { .. } => ProblemKind::FingerprintMismatch,
             Error::Interrupted { .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
