@@ -23,9 +23,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use idem_runtime::clock::ManualClock;
+use idem_runtime::clock::{Clock as _, ManualClock};
 use idem_runtime::codec::ResultProblem;
+use idem_runtime::key::{KeyBuilder, KeyError, KeyProblem, Scope};
 use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::store::{Action, Decided, Decision};
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, InProgress, Json, Key, MemoryStore, MissingKey, Mode, ModeSwitch, OnCrash,
     OnError, OnStoreError, Operation, Outcome, Policy, Refusal, Store, StoreErrorKind, current, observe,
@@ -479,6 +481,85 @@ async fn a_key_that_is_not_valid_never_runs() {
         assert!(matches!(result, Err(Error::InvalidKey { .. })), "{result:?}");
     }
     assert_eq!(world.runs(), 0);
+}
+
+/// PostgreSQL stores no NUL, and the other stores do: no key may work on some of them only.
+#[test]
+fn no_key_holds_a_control_character() {
+    static SCOPE: Scope = Scope::named("no_key_holds_a_control_character");
+    let refused =
+        |key: Result<Key, KeyError>| matches!(key, Err(error) if error.problem == KeyProblem::ControlCharacter);
+    let controls: Vec<char> = ('\0'..='\u{ff}').filter(|c| c.is_control()).collect();
+    assert_eq!(controls.len(), 65);
+    for c in controls {
+        let text = format!("a{c}b");
+        assert!(refused(format!("test/{text}").parse()), "{text:?} as an error shows it");
+        assert!(refused(format!("1/test/{text}").parse()), "{text:?} as a store has it");
+        let mut literal = KeyBuilder::new(&SCOPE);
+        literal.text(&text);
+        assert!(refused(literal.build()), "{text:?} in a template");
+        let mut shown = KeyBuilder::new(&SCOPE);
+        shown.display_part(&text, None);
+        let escaped = [Key::new("test", text.as_str()), Key::new("test", text.as_bytes()), shown.build()];
+        for key in escaped {
+            let key = key.unwrap();
+            assert!(!key.as_str().contains(char::is_control), "{key:?}");
+            assert_eq!(key.to_string().parse(), Ok(key));
+        }
+    }
+}
+
+/// Whether a try may have taken effect is said of all tries of a call, whichever error came last.
+#[tokio::test]
+async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
+    let faults = [
+        Fault::Before(StoreErrorKind::Unavailable),
+        Fault::Before(StoreErrorKind::Unconfirmed),
+        Fault::Before(StoreErrorKind::Full),
+        Fault::After,
+    ];
+    for (first, second, third) in faults.iter().flat_map(|a| faults.iter().flat_map(move |b| faults.map(|c| (a, b, c))))
+    {
+        let tries = [*first, *second, third];
+        let last = tries.iter().position(|it| *it == faults[2]).unwrap_or(2);
+        let may = tries[..=last].iter().any(|it| *it == faults[1] || *it == faults[3]);
+        let world = World::new();
+        tries.into_iter().for_each(|fault| world.store.next(Call::Reserve, fault));
+        let (result, _) = driving(&world.clock, world.call(POLICY)).await;
+        let error = result.unwrap_err();
+        assert!(
+            matches!(&error, Error::Store { may_be_reserved, .. } if *may_be_reserved == may),
+            "{tries:?}: {error:?}"
+        );
+        let text = error.to_string();
+        assert_eq!(text.contains("may be reserved"), may, "{tries:?}: {text}");
+        assert_eq!(text.contains("nothing was written"), !may, "{tries:?}: {text}");
+    }
+}
+
+/// The text of a lost lease does not promise the result of another attempt where there is none.
+#[tokio::test]
+async fn a_lease_that_is_lost_with_its_record_names_that_cause() {
+    for taken_over in [true, false] {
+        let world = World::new();
+        world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+        let mut call = Box::pin(world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>()));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        settle().await;
+        world.clock.advance(LEASE);
+        settle().await;
+        if taken_over {
+            assert!(world.call(POLICY).await.1.executed());
+        } else {
+            let found = world.store.inspect(&World::key("k")).await.unwrap().expect("a record");
+            let forget = Decision::new(&World::key("k"), &found, Action::Forget);
+            assert_eq!(world.store.decide(&forget).await.unwrap(), Decided::Applied);
+        }
+        world.store.always(Call::Renew, Fault::None);
+        let error = driving(&world.clock, call).await.unwrap_err();
+        assert!(matches!(error, Error::LeaseLost { source: None, .. }), "{error:?}");
+        assert!(error.to_string().contains("another attempt took over, or the record was removed"), "{error}");
+    }
 }
 
 #[tokio::test]

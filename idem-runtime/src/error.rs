@@ -142,7 +142,7 @@ pub enum Error {
         attempt: u32,
         /// A good time for the next delivery.
         retry_after: Duration,
-        /// Why the lease could not be renewed, if nobody is known to have taken over.
+        /// Why the lease could not be renewed. `None`: the record is not this attempt's any more.
         source: Option<StoreError>,
     },
     /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as interrupted under
@@ -232,6 +232,9 @@ pub enum Error {
         store: &'static str,
         /// Whether the body had started.
         started: bool,
+        /// Whether the key may be reserved for this call until its lease lapses: a try may have taken effect, or its body had
+        /// started. `false`: nothing was written.
+        may_be_reserved: bool,
         /// A good time for the next delivery.
         retry_after: Duration,
         /// What the store said.
@@ -460,8 +463,8 @@ impl fmt::Display for Error {
             }
             Self::LeaseLost { key, store, attempt, source: None, .. } => write!(
                 f,
-                "key `{key}` in {store}: attempt {attempt} lost its lease while the body ran; its result is not \
-                 recorded; deliver the message again to get the result of the attempt that took over"
+                "key `{key}` in {store}: attempt {attempt} lost its lease while the body ran: another attempt took over, or the \
+                 record was removed; its result is not recorded; deliver the message again"
             ),
             Self::Unrecorded { key, store, attempt, retry_after, .. } => write!(
                 f,
@@ -478,16 +481,18 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: the lease could not be confirmed; the body had started; whether another \
                  attempt has taken over is not known"
             ),
-            Self::Store { key, store, source, started: false, .. } => {
-                let left = match source.may_have_landed() {
+            Self::Store { key, store, source, started: false, may_be_reserved, .. } => {
+                let left = match may_be_reserved {
                     true => "the key may be reserved until its lease lapses",
                     false => "nothing was written",
                 };
-                write!(
-                    f,
-                    "key `{key}` in {store}: the key could not be reserved; the body did not run; {left}; \
-                     deliver the message again"
-                )
+                let next = match source.kind() {
+                    StoreErrorKind::Corrupt => "look at the record; no delivery runs before it is forgotten",
+                    _ if source.is_for_good() => "correct the store or the rights of its login; the message can be delivered again",
+                    StoreErrorKind::Full => "make room in the store; the message can be delivered again",
+                    _ => "deliver the message again",
+                };
+                write!(f, "key `{key}` in {store}: the key could not be reserved; the body did not run; {left}; {next}")
             }
         }
     }

@@ -330,3 +330,53 @@ async fn a_store_that_tells_nothing_is_asked_by_one() {
         assert_eq!(result_of(call).await, 1);
     }
 }
+
+/// A failover of the store ends no wait: the attempt that runs may outlive it.
+#[tokio::test]
+async fn an_outage_ends_no_wait() {
+    for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unconfirmed] {
+        let world = World::new();
+        let policy = WAIT.on_store_error(OnStoreError::Run);
+        for policy in [WAIT, policy] {
+            let running = world.hang(POLICY).await;
+            let mut waiting = Box::pin(observe(world.operation(policy).run(world.body())));
+            assert!(poll_once(waiting.as_mut()).await.is_pending());
+            world.store.always(Call::Wait, Fault::Before(kind));
+            world.store.always(Call::Reserve, Fault::Before(kind));
+            drop(running);
+            for _ in 0..15 {
+                settle().await;
+                assert!(poll_once(waiting.as_mut()).await.is_pending(), "{kind:?}: 15 of 20 s");
+                world.clock.advance(Duration::from_secs(1));
+            }
+            world.store.always(Call::Wait, Fault::None);
+            world.store.always(Call::Reserve, Fault::None);
+            let (result, outcome) = driving(&world.clock, waiting).await;
+            assert!(result.is_ok() && outcome.executed() && outcome.waited() && outcome.recorded(), "{outcome:?}");
+            world.store.heartbeats().flush().await;
+            let attempt = outcome.attempt().unwrap();
+            assert_eq!(world.store.reopen(&World::key("k"), attempt).await.unwrap(), Verdict::Applied);
+        }
+    }
+}
+
+/// It ends with the policy's wait, and what may never get better ends it immediately.
+#[tokio::test]
+async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {
+    for (kind, lasts) in [(StoreErrorKind::Unavailable, true), (StoreErrorKind::Misconfigured, false)] {
+        let world = World::new();
+        let running = world.hang(POLICY).await;
+        let mut waiting = Box::pin(world.operation(WAIT).run(world.body()));
+        assert!(poll_once(waiting.as_mut()).await.is_pending());
+        let began = world.clock.now();
+        world.store.always(Call::Wait, Fault::Before(kind));
+        world.store.always(Call::Reserve, Fault::Before(kind));
+        drop(running);
+        let result = driving(&world.clock, waiting).await;
+        assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");
+        let waited = world.clock.now().saturating_since(began);
+        assert_eq!(waited >= Duration::from_secs(20), lasts, "{kind:?}: {waited:?}");
+        assert!(waited < Duration::from_secs(22), "{waited:?}");
+        assert_eq!(world.runs(), 1, "the holder's");
+    }
+}

@@ -331,6 +331,15 @@ pub(crate) fn all() -> Vec<Config> {
         .in_one_step()
         .scenes(&[Waits]),
         config(
+            "waits_in_outages",
+            "a duplicate that waits while the store answers nothing for longer than a reservation is tried",
+            &[SUCCEEDS, WAITS],
+            2,
+            Budget { faults: 2, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Waits, InProgress, StoreFailed]),
+        config(
             "max_attempts",
             "`max_attempts = 1`: errors, crashes, drops, and reservations that never ran a body",
             &[Plan { max_attempts: Some(1), ..ERRS }; 3],

@@ -219,6 +219,8 @@ mutants! {
     ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A heartbeat that finds the lease lost lets the body run on.
     LostLeaseRunsOn => Rule::L4, "beats";
+    /// A store that fails for the moment ends the wait of a duplicate.
+    FailureEndsWait => Rule::L3Outage, "waits_in_outages";
     /// A duplicate waits until it is woken, however long that takes.
     WaitsForEver => ENDS, "waiting";
 }

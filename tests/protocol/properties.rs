@@ -34,6 +34,7 @@ pub(crate) enum Rule {
     L1,
     L2,
     L3,
+    L3Outage,
     L4,
     L6,
     L7,
@@ -47,7 +48,7 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 29] = [
+    pub(crate) const ALL: [Self; 30] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -67,6 +68,7 @@ impl Rule {
         Self::L1,
         Self::L2,
         Self::L3,
+        Self::L3Outage,
         Self::L4,
         Self::L6,
         Self::L7,
@@ -102,6 +104,7 @@ impl Rule {
             Self::L1 => "L1 a lapsed lease blocks nobody",
             Self::L2 => "L2 once all is quiet, nothing that ended in order holds its key",
             Self::L3 => "L3 whoever waits for an attempt that has ended is woken",
+            Self::L3Outage => "L3 a store that fails for the moment ends no wait",
             Self::L6 => "L6 a lease does not lapse for want of a renewal, or of an answer that is there",
             Self::L7 => "L7 no lease is renewed for a body that has run for too long",
             Self::S11 => "S11 no body is polled beyond its lease",
@@ -125,7 +128,7 @@ impl Rule {
             };
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
-            Fingerprint MaxAttempts KeysApart L1 L2 L3 L4 L6 L7 S11 S15 S12 S14 S17 Told EndsInTime);
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 Told EndsInTime);
         Property::always(self.name(), condition)
     }
 }
@@ -511,6 +514,12 @@ pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Tr
     let since = world.call(who).fails_since.unwrap_or(world.now);
     let in_time = world.now < since + config.span();
     world.broken.note(Rule::S7Retry, held && in_time && trouble != Trouble::Fatal);
+}
+
+/// Checks a call that asks the store no more, because the store has failed.
+pub(crate) fn ends_wait(world: &mut World, who: Who, trouble: Trouble) {
+    let may_wait = world.call(who).give_up_at > world.now;
+    world.broken.note(Rule::L3Outage, may_wait && trouble.is_transient());
 }
 
 /// Checks the state after a step.

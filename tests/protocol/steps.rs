@@ -94,7 +94,7 @@ pub(crate) enum Trouble {
 }
 
 impl Trouble {
-    fn is_transient(self) -> bool {
+    pub(crate) fn is_transient(self) -> bool {
         self != Self::Fatal
     }
 }
@@ -968,12 +968,14 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 world.call_mut(who).attempt = 1;
                 return starts_body(config, world, who);
             }
-            if trouble.is_transient() && tries < config.tries {
+            if tries_again(config, world, who, tries, trouble) {
                 // With the same owner token: a reservation that landed is recognised.
                 let what = message(config, world, None);
-                world.call_mut(who).phase = Phase::Reserving { tries: tries + 1, landed, what, line: Line::Sent };
+                let tries = config.tries.min(tries + 1);
+                world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
                 return;
             }
+            properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
             if landed && !config.is(Mutant::UnansweredNotReleased) {
@@ -982,11 +984,17 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 over(config, world, who, told);
             }
         }
-        Phase::Marking { tries, .. } if trouble.is_transient() && tries < config.tries => {
+        Phase::Marking { tries, .. } if tries_again(config, world, who, tries, trouble) => {
+            let (at, tries) = (world.now, config.tries.min(tries + 1));
+            world.call_mut(who).phase = Phase::Marking { tries, at, line: Line::Sent };
+        }
+        // The renewal before a body is tried once, except in a wait.
+        Phase::Confirming { .. } if tries_again(config, world, who, config.tries, trouble) => {
             let at = world.now;
-            world.call_mut(who).phase = Phase::Marking { tries: tries + 1, at, line: Line::Sent };
+            world.call_mut(who).phase = Phase::Confirming { at, line: Line::Sent };
         }
         Phase::Confirming { .. } | Phase::Marking { .. } => {
+            properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
             clean_up(config, world, who, told);
@@ -998,6 +1006,12 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
         Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
         phase => unreachable!("{phase:?} waits for no answer"),
     }
+}
+
+/// Whether a request that failed `tries` times is sent again. In a wait it is, for as long as the call may wait.
+fn tries_again(config: &Config, world: &World, who: Who, tries: u8, trouble: Trouble) -> bool {
+    let waits = world.call(who).give_up_at > world.now && !config.is(Mutant::FailureEndsWait);
+    trouble.is_transient() && (tries < config.tries || waits)
 }
 
 /// What the caller is told of a store that failed. An unreadable record counts as an answer.

@@ -8,6 +8,7 @@ use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::Finish;
 use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy};
 
+use crate::history::nanos;
 use crate::store::{Met, Net};
 use crate::world::Failure;
 
@@ -41,7 +42,7 @@ pub(crate) enum Check {
     Leak,
     /// The values of a body are dropped before the end of its attempt is asked for.
     Values,
-    /// A waiting duplicate is woken when the attempt that it waits for ends.
+    /// A waiting duplicate is woken when the attempt that it waits for ends, and waits on while the store fails.
     Woken,
     /// What an operator decides holds: nothing is decided while an attempt is running but that its lease ends, and after a
     /// resolution no body runs until a person lets it.
@@ -265,6 +266,16 @@ impl Ledger {
                 let text = format!("attempt {number} returned Ok({value:?}), {outcome:?}; the store holds {found:?}");
                 self.find(Check::Recorded, self.calls[call].key, text);
             }
+        }
+        if let CallEnd::Returned(Err(Failure::Idempotency(error)), outcome) = &end
+            && let Error::Store { started: false, source, .. } = &**error
+            && let Call { key, made_at, terms: Terms { in_progress: InProgress::Wait(limit), .. }, .. } =
+                self.calls[call]
+            && source.is_transient()
+            && outcome.waited()
+            && net.now() < made_at + nanos(limit)
+        {
+            self.find(Check::Woken, key, format!("call {call} waits for no longer, as the store fails: {source}"));
         }
         self.calls[call].end = Some((event, end));
     }

@@ -304,7 +304,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         fields: &[("idem.uncertain", "true")],
         events: &[
             OUTAGE,
-            ("WARN", "the store still does not answer"),
+            ("WARN", "the outage goes on: the store does not answer"),
             ("ERROR", "the body ran, and its result could not be recorded"),
         ],
         counts: &[("idem_uncertain_total", "kind", "unrecorded")],

@@ -121,8 +121,8 @@ impl Attempt {
     /// nothing to confirm, and the store is not asked.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`] if another attempt took over; [`Error::Store`] if the store did not answer: then it is
-    /// unknown.
+    /// [`Error::LeaseLost`] if another attempt took over, or the record was removed; [`Error::Store`] if the store failed: then it
+    /// is unknown.
     ///
     /// # Cancel safety
     /// Cancel safe: the lease is renewed, or it is not.
@@ -145,7 +145,7 @@ impl Attempt {
             Err(source) => {
                 note_refusal();
                 let (key, retry_after) = (self.key().clone(), self.pause());
-                Err(Error::Store { key, store, started: true, retry_after, source })
+                Err(Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source })
             }
         }
     }

@@ -25,6 +25,8 @@ use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, ren
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
+/// The longest pause between two tries of a duplicate that waits for another attempt: the delay of its result after an outage.
+const LONGEST_PAUSE_IN_WAIT: Duration = Duration::from_secs(1);
 /// How many owner tokens a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
 /// had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
@@ -147,7 +149,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
 fn instead(subject: &Subject, mode: Mode, start: &Start) -> Option<Start> {
     match start {
         Start::Refused(error) if subject.policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
-            tracing::debug!(%error, "the store did not answer; the body runs unprotected");
+            tracing::debug!(%error, "the store failed; the body runs unprotected");
             Some(unprotected(subject, mode, error.key(), Some(Refusal::Store)))
         }
         Start::Refused(error) if mode == Mode::Shadow => {
@@ -193,27 +195,27 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
         Ok(request) => request,
         Err(start) => return Beginning { start: *start, waited: None, at_once: false, turn: None },
     };
-    let (mut met_at, mut waited) = (None, false);
+    let mut waited = false;
     loop {
         let running = match request.ask().await {
             Step::Decided(start) => {
-                let waited = request.since(met_at.filter(|_| waited));
+                let waited = request.since(request.met_at.filter(|_| waited));
                 return Beginning { start, waited, at_once: request.at_once, turn: None };
             }
             Step::AskAgain => continue,
             Step::Running(running) => running,
         };
         request.may_wait_at_last();
-        if request.may_wait(&mut met_at).is_zero() {
-            let waited = request.since(met_at.filter(|_| waited));
+        if request.may_wait().is_zero() {
+            let waited = request.since(request.met_at.filter(|_| waited));
             let start = Start::Refused(request.in_progress(running));
             return Beginning { start, waited, at_once: false, turn: None };
         }
         waited = true;
         waits();
         // Boxed: most calls don't wait, but would carry its size inline.
-        if let Some(start) = Box::pin(request.wait(running, &mut met_at)).await {
-            let waited = request.since(met_at);
+        if let Some(start) = Box::pin(request.wait(running)).await {
+            let waited = request.since(request.met_at);
             return Beginning { start: *start, waited, at_once: request.at_once, turn: None };
         }
     }
@@ -242,6 +244,8 @@ struct Request<'a> {
     reserve: ReserveRequest,
     /// When the earliest request of this owner was sent that got no answer. It may have taken effect, or may still.
     unanswered_since: Option<Instant>,
+    /// When the call met the first attempt that it waits for.
+    met_at: Option<Instant>,
     /// Whether the last request was answered as soon as it was made.
     at_once: bool,
     /// How many owner tokens the call has drawn.
@@ -300,7 +304,8 @@ impl<'a> Request<'a> {
             Some(traceparent) => reserve.traceparent(traceparent),
             None => reserve,
         };
-        Ok(Self { subject, mode, reserve, unanswered_since: None, at_once: false, tokens: 1, last_wait: None })
+        let (unanswered_since, met_at) = (None, None);
+        Ok(Self { subject, mode, reserve, unanswered_since, met_at, at_once: false, tokens: 1, last_wait: None })
     }
 
     fn store(&self) -> &'a Arc<dyn Store> {
@@ -323,25 +328,25 @@ impl<'a> Request<'a> {
             let now = self.clock().now();
             // A repeated reservation may have taken effect by its first request: count the lease from there.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
-            let (mut answer, since) = {
+            let (mut answer, since, unanswered) = {
                 let asking = self.store().reserve(&self.reserve);
                 let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));
                 if let Some(answer) = asking.at_once() {
                     self.at_once = true;
-                    (Ok(answer), self.unanswered_since)
+                    (Ok(answer), self.unanswered_since, false)
                 } else {
                     self.at_once = false;
-                    let reply = send(self.store(), &self.reserve, &mut asking, self.unanswered_since.is_some()).await;
-                    if reply.unanswered {
-                        self.unanswered_since = Some(asked_at);
-                    }
-                    (reply.answer, Some(asked_at))
+                    let reply = send(self, &mut asking).await;
+                    (reply.answer, Some(asked_at), reply.unanswered)
                 }
             };
+            if unanswered {
+                self.unanswered_since = Some(asked_at);
+            }
             if let Some(unready) = self.unready(&answer, since) {
                 self.at_once = false;
                 // Boxed: most calls are ready, and would carry its size inline.
-                match Box::pin(prepare(self.store(), &self.reserve, unready)).await {
+                match Box::pin(prepare(self, unready)).await {
                     Ok(Prepared::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
@@ -351,14 +356,14 @@ impl<'a> Request<'a> {
                     }
                     Ok(Prepared::Lost) => return Step::AskAgain,
                     Ok(Prepared::NotMarked) => return self.ask_as_another(lapsed_before_its_body),
-                    Err(error) => answer = Err(error),
+                    Err(error) => return Step::Decided(self.no_answer(error, true)),
                 }
             }
             match answer {
                 Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
                 Ok(Reservation::FingerprintMismatch { attempt }) => attempt,
                 Ok(reservation) => return self.decide(reservation, asked_at),
-                Err(error) => return Step::Decided(self.no_answer(error)),
+                Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
         };
         Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
@@ -386,7 +391,7 @@ impl<'a> Request<'a> {
     /// Asks again with another owner token, or fails with `error` if the call has drawn enough of them.
     fn ask_as_another(&mut self, error: fn() -> StoreError) -> Step {
         if self.tokens == TOKENS {
-            return Step::Decided(self.no_answer(error()));
+            return Step::Decided(self.no_answer(error(), false));
         }
         self.reserve.owner = self.store().heartbeats().new_owner();
         (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
@@ -427,8 +432,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// The next step if the store did not answer.
-    fn no_answer(&self, source: StoreError) -> Start {
+    /// The next step after a request that failed for good. `may_be_reserved`: one of its tries may have taken effect.
+    fn no_answer(&self, source: StoreError, may_be_reserved: bool) -> Start {
         let Subject { store, policy, .. } = self.subject;
         let seed = self.reserve.owner.seed();
         let retry_after = match source.kind() {
@@ -437,7 +442,8 @@ impl<'a> Request<'a> {
             _ => policy.backoff.during(store.heartbeats().store_failed(), seed),
         };
         let key = self.reserve.key.clone();
-        Start::Refused(Error::Store { key, store: store.name(), started: false, retry_after, source })
+        let store = store.name();
+        Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
     /// The call waits for another attempt if the broker might take no answer but the next one, whatever `in_progress` says, and
@@ -448,8 +454,17 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// How much longer the call may wait for another attempt. The time counts from the first one that it met, at `met_at`.
-    fn may_wait(&self, met_at: &mut Option<Instant>) -> Duration {
+    /// How much longer the call, which has met another attempt, may wait for it.
+    fn may_wait(&mut self) -> Duration {
+        let now = self.clock().now();
+        self.met_at.get_or_insert(now);
+        self.left_to_wait()
+    }
+
+    /// How much longer the call may wait for another attempt. The time counts from the first attempt that the call has met;
+    /// before that there is no wait.
+    fn left_to_wait(&self) -> Duration {
+        let Some(met_at) = self.met_at else { return Duration::ZERO };
         let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
         // The attempt may run for so long.
         let scarce = self.last_wait.is_some().then(|| timeout.saturating_add(lease));
@@ -460,11 +475,23 @@ impl<'a> Request<'a> {
         match limit {
             // A handler that waited for itself would wait in vain, and shadow mode must not delay a call.
             Some(limit) if self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key) => {
-                let now = self.clock().now();
-                met_at.get_or_insert(now).saturating_add(limit).saturating_since(now)
+                met_at.saturating_add(limit).saturating_since(self.clock().now())
             }
             _ => Duration::ZERO,
         }
+    }
+
+    /// The pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has
+    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive the outage.
+    fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
+        if !error.is_transient() {
+            return None;
+        }
+        pauses.get(tried as usize).copied().or_else(|| {
+            let left = self.left_to_wait();
+            let pause = RESERVE_PAUSES[1].saturating_mul(2_u32.saturating_pow(tried.saturating_sub(1)));
+            (!left.is_zero()).then(|| pause.min(LONGEST_PAUSE_IN_WAIT).min(left))
+        })
     }
 
     fn in_progress(&self, running: Running) -> Error {
@@ -485,10 +512,10 @@ impl<'a> Request<'a> {
     /// Waits until the running attempt may have ended. Returns how the call goes on if that is known then; otherwise it asks.
     ///
     /// What few waiting duplicates do is boxed: there may be thousands of them.
-    async fn wait(&mut self, mut running: Running, met_at: &mut Option<Instant>) -> Option<Box<Start>> {
+    async fn wait(&mut self, mut running: Running) -> Option<Box<Start>> {
         let mut aboard = None;
         let told = loop {
-            let left = self.may_wait(met_at);
+            let left = self.may_wait();
             // Whoever may yet find a request of its own in the record is told nothing by others. And inside of a transaction there
             // is nobody to share with.
             if self.unanswered_since.is_some() || !self.store().heartbeats().renews() {
@@ -500,7 +527,7 @@ impl<'a> Request<'a> {
             match race(&mut *aboard, sleep).await {
                 Some(News::Told(found)) => break Some(found),
                 Some(News::Turn) => match Box::pin(self.ask_for_all(aboard)).await {
-                    Step::Running(now) if !self.may_wait(met_at).is_zero() => running = now,
+                    Step::Running(now) if !self.may_wait().is_zero() => running = now,
                     Step::Running(now) => return Some(Box::new(Start::Refused(self.in_progress(now)))),
                     Step::Decided(start) => return Some(Box::new(start)),
                     Step::AskAgain => return None,
@@ -571,16 +598,11 @@ struct Reply {
 }
 
 /// Awaits `asking`, and repeats the request with the same owner token if the store fails: a try that took effect is
-/// recognised. `may_have_landed`: an earlier try may have taken effect.
-async fn send<'a>(
-    store: &'a Arc<dyn Store>,
-    request: &'a ReserveRequest,
-    asking: &mut StoreFuture<'a, Reservation>,
-    mut may_have_landed: bool,
-) -> Reply {
-    let mut guard = Unanswered { store, request, may_have_landed: true, may_be_marked: false };
-    let mut pauses = RESERVE_PAUSES.iter();
-    let mut unanswered = false;
+/// recognised.
+async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reservation>) -> Reply {
+    let store = request.store();
+    let mut guard = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
+    let (mut tried, mut unanswered) = (0, false);
     loop {
         let pause = match (&mut *asking).await {
             Ok(reservation) => {
@@ -589,18 +611,18 @@ async fn send<'a>(
             }
             Err(error) => {
                 unanswered |= error.may_have_landed();
-                may_have_landed |= unanswered;
-                match pauses.next() {
-                    Some(pause) if error.is_transient() => *pause,
-                    _ => {
-                        guard.may_have_landed = may_have_landed;
+                match request.pause(&error, tried, &RESERVE_PAUSES) {
+                    Some(pause) => pause,
+                    None => {
+                        guard.may_have_landed = unanswered || request.unanswered_since.is_some();
                         return Reply { answer: Err(error), unanswered };
                     }
                 }
             }
         };
         store.heartbeats().clock().sleep(pause).await;
-        *asking = store.reserve(request).watched(store, StoreOp::Reserve);
+        tried += 1;
+        *asking = store.reserve(&request.reserve).watched(store, StoreOp::Reserve);
     }
 }
 
@@ -624,17 +646,17 @@ enum Prepared {
 }
 
 /// Confirms and marks a lease, as far as that is missing.
-async fn prepare(store: &Arc<dyn Store>, request: &ReserveRequest, unready: Unready) -> Result<Prepared, StoreError> {
+async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, StoreError> {
     let Unready { lease, too_late, unmarked } = unready;
-    let mut since = store.heartbeats().clock().now();
+    let mut since = request.clock().now();
     if too_late {
-        match confirm(store, request, &lease).await? {
+        match confirm(request, &lease).await? {
             Some(confirmed) => since = confirmed,
             None => return Ok(Prepared::Lost),
         }
     }
     if unmarked {
-        match mark(store, request, &lease).await? {
+        match mark(request, &lease).await? {
             Some(marked) => since = marked,
             None => return Ok(Prepared::NotMarked),
         }
@@ -644,39 +666,42 @@ async fn prepare(store: &Arc<dyn Store>, request: &ReserveRequest, unready: Unre
 
 /// Renews a lease that has lapsed before its body could start, and returns since when it is held again; `None` if it is lost.
 /// If the renewal fails, the reservation is released.
-async fn confirm(
-    store: &Arc<dyn Store>,
-    request: &ReserveRequest,
-    lease: &Lease,
-) -> Result<Option<Instant>, StoreError> {
-    let clock = store.heartbeats().clock();
-    let mut unused = Unanswered { store, request, may_have_landed: true, may_be_marked: false };
+async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
+    let (store, clock) = (request.store(), request.clock());
+    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
+    let mut tried = 0;
     loop {
         let since = clock.now();
-        let answers = renew_all(store, std::slice::from_ref(lease)).await?;
-        let Some(answer) = answers.first().copied() else {
-            return Err(StoreError::new(
-                StoreErrorKind::Unconfirmed,
-                "the store did not answer the renewal of the lease",
-            ));
-        };
-        if answer == Verdict::Refused {
-            unused.may_have_landed = false;
-            return Ok(None);
+        let answer = renew_all(store, std::slice::from_ref(lease)).await.and_then(|answers| {
+            let unanswered = "the store did not answer the renewal of the lease";
+            answers.first().copied().ok_or_else(|| StoreError::new(StoreErrorKind::Unconfirmed, unanswered))
+        });
+        match answer {
+            Ok(Verdict::Refused) => {
+                unused.may_have_landed = false;
+                return Ok(None);
+            }
+            Ok(Verdict::Applied) if clock.now() < since.saturating_add(lease.duration) => {
+                unused.may_have_landed = false;
+                return Ok(Some(since));
+            }
+            // The answer came after the lease: another renewal is sent.
+            Ok(Verdict::Applied) => {}
+            Err(error) => match request.pause(&error, tried, &[]) {
+                Some(pause) => clock.sleep(pause).await,
+                None => return Err(error),
+            },
         }
-        if clock.now() < since.saturating_add(lease.duration) {
-            unused.may_have_landed = false;
-            return Ok(Some(since));
-        }
+        tried += 1;
     }
 }
 
 /// Marks that the body is about to begin, and returns since when the lease is held; `None` if the store refuses that. If the
 /// store does not answer, the reservation is released: the body has not begun.
-async fn mark(store: &Arc<dyn Store>, request: &ReserveRequest, lease: &Lease) -> Result<Option<Instant>, StoreError> {
-    let clock = store.heartbeats().clock();
-    let mut unused = Unanswered { store, request, may_have_landed: true, may_be_marked: true };
-    let mut pauses = RESERVE_PAUSES.iter();
+async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
+    let (store, clock) = (request.store(), request.clock());
+    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
+    let mut tried = 0;
     loop {
         let since = clock.now();
         match store.begin(lease).watched(store, StoreOp::Begin).await {
@@ -690,9 +715,12 @@ async fn mark(store: &Arc<dyn Store>, request: &ReserveRequest, lease: &Lease) -
             }
             // The answer came after the lease: another mark renews it.
             Ok(Verdict::Applied) => {}
-            Err(error) => match pauses.next() {
-                Some(pause) if error.is_transient() => clock.sleep(*pause).await,
-                _ => return Err(error),
+            Err(error) => match request.pause(&error, tried, &RESERVE_PAUSES) {
+                Some(pause) => {
+                    clock.sleep(pause).await;
+                    tried += 1;
+                }
+                None => return Err(error),
             },
         }
     }

@@ -97,7 +97,7 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
             Ok(Verdict::Refused) => {
                 tracing::warn!(
                     key = %lease.key, store = store.name(), attempt = lease.attempt,
-                    "the body ran to its end, but another attempt had taken over; its result is not recorded"
+                    "the body ran to its end, and its result is not recorded: another attempt has taken over, or the record was removed"
                 );
                 Err(held.lost())
             }
@@ -340,10 +340,10 @@ fn tell_late(
         }
         (Ok(Verdict::Refused), Ending::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call,
-            "the result is not recorded: another attempt has taken over, and the operation may happen twice"
+            "the result is not recorded: another attempt has taken over, or the record was removed; the operation may happen twice"
         ),
         (Ok(Verdict::Refused), Ending::Release(_)) => tracing::warn!(
-            parent: None, %key, store, attempt, call, "another attempt has taken over; nothing is written"
+            parent: None, %key, store, attempt, call, "nothing is written: another attempt has taken over, or the record was removed"
         ),
         (Err(error), Ending::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call, %error,

@@ -150,7 +150,7 @@ impl HeldAttempt {
             BodyEnd::LeaseLost => {
                 tracing::warn!(
                     %key, store, attempt,
-                    "the lease was lost: another attempt has taken over; the body was cancelled"
+                    "the lease was lost: another attempt has taken over, or the record was removed; the body was cancelled"
                 );
                 self.on_drop = None;
                 Err(self.lost())

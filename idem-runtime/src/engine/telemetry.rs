@@ -285,7 +285,7 @@ fn tell(error: &Error) {
             %key, store, error = %source, "what is stored for the key can't be read; the body did not run"
         ),
         Error::Store { key, store, source, .. } => {
-            tracing::debug!(%key, store, error = %source, "the store did not answer; the body did not run");
+            tracing::debug!(%key, store, error = %source, "the store failed; the body did not run");
         }
         Error::InProgress { key, store, attempt, .. } => {
             tracing::debug!(%key, store, attempt, "a duplicate: another attempt is running");

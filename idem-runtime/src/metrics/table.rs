@@ -158,9 +158,9 @@ labels! {
         Invalid = "invalid",
         /// The operation had finished, and its result can't be replayed.
         ResultUnavailable = "result_unavailable",
-        /// The store did not answer, and the body did not run.
+        /// The store failed, and the body did not run.
         StoreError = "store_error",
-        /// Another attempt took over while the body ran.
+        /// The lease was lost while the body ran: to another attempt, or with the record.
         LeaseLost = "lease_lost",
         /// The body ran for longer than its `timeout`.
         TimedOut = "timed_out",
@@ -194,7 +194,7 @@ labels! {
 labels! {
     /// Why it is unknown whether an effect has happened, as a label; see [`Doubt`](crate::policy::Doubt).
     DoubtLabel, "kind" {
-        /// Another attempt took over while the body ran.
+        /// The lease was lost while the body ran: to another attempt, or with the record.
         LeaseLost = "lease_lost",
         /// The body ran, and its result could not be recorded.
         Unrecorded = "unrecorded",
@@ -284,9 +284,9 @@ labels! {
     BeatResult, "result" {
         /// The lease is held on.
         Renewed = "renewed",
-        /// Another attempt has it.
+        /// Another attempt has the lease, or the record is gone.
         Refused = "refused",
-        /// The store did not answer; it is asked again.
+        /// The store failed; it is asked again.
         Failed = "failed",
     }
 }

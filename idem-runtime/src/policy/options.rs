@@ -11,7 +11,8 @@ pub enum InProgress {
     /// Returns [`Error::InProgress`](crate::Error::InProgress) at once.
     #[default]
     Reject,
-    /// Waits at most this long for the running attempt and then replays its result, or competes for the key if it failed.
+    /// Waits at most this long for the running attempt and then replays its result, or competes for the key if it failed. A
+    /// store that fails for the moment does not end the wait.
     Wait(Duration),
 }
 
@@ -44,7 +45,8 @@ pub enum OnStoreError {
     /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
     #[default]
     Fail,
-    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) says so.
+    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) says so. A call that waits for another attempt does that when
+    /// its wait is over.
     Run,
 }
 

@@ -26,7 +26,7 @@ pub struct Health {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HealthProblem {
-    /// The store did not answer.
+    /// The store did not answer, or is full.
     Unreachable(StoreError),
     /// The store answers, and can't be used: its schema or version is another one, or rights are missing.
     Misconfigured(StoreError),

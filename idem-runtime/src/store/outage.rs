@@ -104,12 +104,12 @@ impl Outage {
         if is_first {
             tracing::warn!(
                 store = name, kind, %error, reservations, renewals, endings, others,
-                "the store does not answer; what has to be written is tried again, as long as leases hold"
+                "{}; each write is tried again for as long as its lease holds", state(error.kind())
             );
         } else {
             tracing::warn!(
                 store = name, kind, %error, ?since, reservations, renewals, endings, others,
-                "the store still does not answer; so many operations have failed since it last did"
+                "the outage goes on: {}; so many operations have failed since its beginning", state(error.kind())
             );
         }
     }
@@ -154,6 +154,17 @@ const fn kind_of(op: StoreOp) -> usize {
         StoreOp::Renew => 1,
         StoreOp::Finish | StoreOp::Release => 2,
         _ => 3,
+    }
+}
+
+/// The state of a store that fails with errors of this kind.
+const fn state(kind: StoreErrorKind) -> &'static str {
+    match kind {
+        StoreErrorKind::Full => "the store is full",
+        StoreErrorKind::Misconfigured => {
+            "the store refuses: its setup or version, or the rights of the login, are wrong"
+        }
+        _ => "the store does not answer",
     }
 }
 
