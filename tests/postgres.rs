@@ -801,6 +801,46 @@ async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
 }
 
 #[tokio::test]
+async fn connect_names_every_right_that_is_missing() {
+    let server = PostgresServer::start();
+    let raw = server.raw().await;
+    connect(&server.url()).await;
+    raw.batch_execute("CREATE ROLE worker LOGIN").await.unwrap();
+    let hba = std::fs::read_to_string(server.folder().join("data/pg_hba.conf")).unwrap();
+    server.file("data/pg_hba.conf", format!("host all worker 127.0.0.1/32 trust\n{hba}").as_bytes());
+    raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until(&raw, "SELECT count(*) > 0 FROM pg_hba_file_rules WHERE 'worker' = ANY(user_name)").await;
+    let url = server.url().replace("//postgres@", "//worker@");
+    let refused = async |purges: bool, named: &[&str]| {
+        let options = PostgresStore::options();
+        let options = if purges { options.purge_every(Duration::from_secs(60)) } else { options };
+        match options.connect(&url).await {
+            Ok(_) => assert!(named.is_empty(), "connected without {named:?}"),
+            Err(error) => {
+                assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+                let said = error.to_string();
+                for right in ["USAGE", "SELECT", "INSERT", "UPDATE", "DELETE"] {
+                    assert_eq!(said.contains(right), named.contains(&right), "{right}: {said}");
+                }
+            }
+        }
+    };
+    refused(false, &["USAGE", "SELECT", "INSERT", "UPDATE"]).await;
+    raw.batch_execute("GRANT USAGE ON SCHEMA idem TO worker").await.unwrap();
+    refused(false, &["SELECT", "INSERT", "UPDATE"]).await;
+    raw.batch_execute("GRANT ALL ON idem.records TO worker").await.unwrap();
+    refused(true, &[]).await;
+    for right in ["SELECT", "INSERT", "UPDATE"] {
+        raw.batch_execute(&format!("REVOKE {right} ON idem.records FROM worker")).await.unwrap();
+        refused(true, &[right]).await;
+        raw.batch_execute(&format!("GRANT {right} ON idem.records TO worker")).await.unwrap();
+    }
+    raw.batch_execute("REVOKE DELETE ON idem.records FROM worker").await.unwrap();
+    refused(false, &[]).await;
+    refused(true, &["DELETE"]).await;
+}
+
+#[tokio::test]
 async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
     let server = PostgresServer::start();
     let (store, raw) = (connect(&server.url()).await, server.raw().await);

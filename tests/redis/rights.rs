@@ -162,6 +162,53 @@ async fn what_a_login_may_not_do_is_never_an_answer() {
     }
 }
 
+#[tokio::test]
+async fn connect_names_every_right_that_is_missing() {
+    for kind in [Kind::Redis, Kind::Valkey] {
+        let server = RedisServer::start(kind);
+        let url = worker(&server).await;
+        let others = [("wait", true), ("del", true), ("persist", true), ("pexpireat", true), ("pexpiretime", true)];
+        let rights = RIGHTS.into_iter().map(|right| (right, false)).chain(others);
+        for (right, for_replicas) in rights {
+            allow(&server, &[&format!("-{right}")]).await;
+            let plain = RedisStore::connect(&url).await;
+            let replicated = RedisStore::options().min_replicas(1, Duration::from_secs(1)).connect(&url).await;
+            for (connected, needed) in [(plain, !for_replicas && right != "publish"), (replicated, right != "publish")]
+            {
+                match connected {
+                    Ok(_) => assert!(!needed, "{kind:?}: connected without {right}"),
+                    Err(error) => {
+                        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+                        let named = format!("may not send `{right}`:");
+                        assert!(needed && error.to_string().contains(&named), "{kind:?} without {right}: {error}");
+                    }
+                }
+            }
+            allow(&server, &[&format!("+{right}")]).await;
+        }
+        // Rights on the keys of another application only.
+        allow(&server, &["resetkeys", "~shop:*"]).await;
+        let error = RedisStore::connect(&url).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+        let store = RedisStore::options().namespace("shop:").connect(&url).await.unwrap();
+        reserved(&store, "k").await;
+    }
+}
+
+#[tokio::test]
+async fn a_check_of_rights_changes_nothing() {
+    let server = RedisServer::start(Kind::Redis);
+    let mut raw = server.raw().await;
+    let _: () = redis::cmd("SET").arg("idem:probe/").arg("another's").query_async(&mut raw).await.unwrap();
+    let url = server.url();
+    RedisStore::options().min_replicas(1, Duration::from_secs(1)).connect(&url).await.unwrap();
+    let found: (String, i64) =
+        redis::pipe().get("idem:probe/").cmd("PTTL").arg("idem:probe/").query_async(&mut raw).await.unwrap();
+    assert_eq!(found, ("another's".to_owned(), -1));
+    let keys: u64 = redis::cmd("DBSIZE").query_async(&mut raw).await.unwrap();
+    assert_eq!(keys, 1);
+}
+
 /// How many commands the server has executed.
 async fn commands(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;

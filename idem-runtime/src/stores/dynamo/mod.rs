@@ -77,7 +77,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key` (a
 /// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The
 /// store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`, an operator who
-/// forgets records `dynamodb:DeleteItem`, and one who lists them `dynamodb:Scan`.
+/// forgets records `dynamodb:DeleteItem`, and one who lists them `dynamodb:Scan`. DynamoDB tells permissions only to a request
+/// that uses them, and opening a store sends none: `idem doctor` tries each operation on a key of its own.
 ///
 /// A list is a `Scan` with consistent reads, page by page: it reads, and is billed for, every item of the table with its result,
 /// whatever the filter asks for (a read unit for each 4 KB), and so do counts.

@@ -257,7 +257,7 @@ impl PostgresOptions {
         let schema = &*shared.common.schema;
         {
             let here = shared.here()?;
-            if here.server.check(schema).await?.is_none() {
+            if here.server.check(schema, self.purge_every.is_some()).await?.is_none() {
                 if !self.ensure_schema {
                     return Err(misconfigured(format!(
                         "there is no table `records` in the schema `{schema}`; make it with \
@@ -265,7 +265,7 @@ impl PostgresOptions {
                     )));
                 }
                 here.server.database.execute(&sql::ensure(schema, self.partitions)).await?;
-                if here.server.check(schema).await?.is_none() {
+                if here.server.check(schema, self.purge_every.is_some()).await?.is_none() {
                     return Err(misconfigured("the table is missing although it was created just now".to_owned()));
                 }
             }
@@ -296,7 +296,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 
 impl Server {
     /// Whether the table exists. Anything else that is wrong is an error.
-    async fn check(&self, schema: &str) -> Result<Option<()>, StoreError> {
+    async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers otherwise".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
@@ -305,10 +305,10 @@ impl Server {
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);
             let (read_only, durable): (bool, bool) = (row.try_get(4)?, row.try_get(5)?);
             let (there, comment): (bool, Option<&str>) = (row.try_get(6)?, row.try_get(7)?);
-            let allowed = row.try_get::<_, Option<bool>>(8)?.unwrap_or(true);
-            Ok((version, number, encoding, standby, read_only, durable, there, comment, allowed))
+            let missing: (Option<&str>, Vec<&str>) = (row.try_get(8)?, row.try_get(9)?);
+            Ok((version, number, encoding, standby, read_only, durable, there, comment, missing))
         };
-        let (version, number, encoding, standby, read_only, durable, there, comment, allowed) =
+        let (version, number, encoding, standby, read_only, durable, there, comment, (usage, mut missing)) =
             read().map_err(|_| unusable())?;
         if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
             let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
@@ -336,13 +336,19 @@ impl Server {
                 sql::TABLE_VERSION
             )));
         }
-        if !allowed {
-            return Err(misconfigured(format!(
-                "the login may not use the table `records` in the schema `{schema}`: it needs USAGE of the schema, and \
-                 SELECT, INSERT and UPDATE of the table (DELETE as well, to purge)"
-            )));
-        }
-        Ok(there.then_some(()))
+        // Handlers delete nothing: the right is for purges, and for operators who forget records.
+        missing.retain(|right| *right != "DELETE" || purges);
+        let missing = match (usage, missing.join(", ")) {
+            (None, missing) if missing.is_empty() => return Ok(there.then_some(())),
+            (None, missing) => format!("{missing} on the table `records` in the schema `{schema}`"),
+            (Some(usage), missing) if missing.is_empty() => format!("{usage} on the schema `{schema}`"),
+            (Some(usage), missing) => {
+                format!("{usage} on the schema `{schema}`, and {missing} on its table `records`")
+            }
+        };
+        Err(misconfigured(format!(
+            "the login lacks {missing}; `idem schema print postgres --login NAME` prints the grants"
+        )))
     }
 }
 

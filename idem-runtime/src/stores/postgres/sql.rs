@@ -453,9 +453,10 @@ impl Statements {
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
-                     c.oid IS NOT NULL, d.description, has_schema_privilege(n.oid, 'USAGE') \
-                     AND has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT') \
-                     AND has_table_privilege(c.oid, 'UPDATE') FROM (VALUES (1)) AS one \
+                     c.oid IS NOT NULL, d.description, \
+                     CASE WHEN NOT has_schema_privilege(n.oid, 'USAGE') THEN 'USAGE' END, \
+                     ARRAY(SELECT p FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p \
+                     WHERE NOT has_table_privilege(c.oid, p)) FROM (VALUES (1)) AS one \
                      LEFT JOIN (pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n \
                      ON n.oid = c.relnamespace AND n.nspname = $1 AND c.relname = 'records') ON true \
                      LEFT JOIN pg_catalog.pg_description AS d \

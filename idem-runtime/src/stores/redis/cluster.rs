@@ -152,7 +152,7 @@ impl Cluster {
     }
 
     /// Checks that the primaries are usable; at least one must be reachable. Returns the size limits that hold for all.
-    pub(super) async fn prepare(&self) -> Result<Arc<Limits>, StoreError> {
+    pub(super) async fn prepare(&self, prefix: &str) -> Result<Arc<Limits>, StoreError> {
         let primaries = self.primaries();
         let limits = Arc::new(Limits::default());
         let tries: Vec<_> = primaries
@@ -160,7 +160,7 @@ impl Cluster {
             .map(|primary| {
                 let limits = Arc::clone(&limits);
                 Box::pin(async move {
-                    let (_, of_one) = prepare(primary.connection(), true).await?;
+                    let (_, of_one) = prepare(primary.connection(), true, prefix, self.replicas.is_some()).await?;
                     limits.tell_all_of(&of_one);
                     Ok(())
                 })

@@ -19,7 +19,7 @@ use super::line::{Found, Line, Plan};
 use super::scripts::{Script, Scripts};
 use super::{Core, RedisStore, Shared};
 use crate::clock::{Clock, SystemClock};
-use crate::store::{Heartbeats, StoreError};
+use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
 
 /// Settings for a [`RedisStore`].
@@ -200,7 +200,7 @@ impl RedisOptions {
                     let connection =
                         Connection::ours(Place::At(Box::new(node.clone())), Arc::clone(&clock), self.response_timeout);
                     connection.try_open().await.map_err(|error| not_connected(&error))?;
-                    prepare(&connection, true).await
+                    self.prepare(&connection, true).await
                 })
             })
             .collect();
@@ -209,7 +209,7 @@ impl RedisOptions {
         let named = Arc::new(Named::new(&first_node, nodes));
         let cluster = Cluster::new(&named, terms.clone(), self.replicas, false);
         cluster.ask().await;
-        let limits = cluster.prepare().await?;
+        let limits = cluster.prepare(&self.namespace).await?;
         cluster.keep_asking();
         let line = Line::of_cluster(cluster, &terms);
         Ok(self.open(Plan::Cluster(named), line, terms, limits))
@@ -244,7 +244,7 @@ impl RedisOptions {
         let clock = clock();
         let theirs = Theirs::new(connection, &clock);
         let connection = Connection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
-        let (prepared, limits) = prepare(&connection, false).await?;
+        let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
         let plan = Plan::Theirs(theirs);
         let line = plan.line(&terms, None, false);
@@ -256,10 +256,14 @@ impl RedisOptions {
         let clock = clock();
         let connection = Connection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
         connection.try_open().await.map_err(|error| not_connected(&error))?;
-        let (prepared, limits) = prepare(&connection, false).await?;
+        let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
         let line = Found { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
         Ok(self.open(plan, line, terms, limits))
+    }
+
+    async fn prepare(&self, connection: &Connection, cluster: bool) -> Result<(Prepared, Limits), StoreError> {
+        prepare(connection, cluster, &self.namespace, self.replicas.is_some()).await
     }
 
     fn terms(&self, clock: &Arc<dyn Clock>, prepared: Prepared, one_key: bool) -> Terms {
@@ -387,8 +391,13 @@ pub(super) struct Prepared {
     compares: bool,
 }
 
-/// Checks the server, loads the scripts, and asks how large a value may be.
-pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(Prepared, Limits), StoreError> {
+/// Checks the server and the rights of the login, loads the scripts, and asks how large a value may be.
+pub(super) async fn prepare(
+    connection: &Connection,
+    cluster: bool,
+    prefix: &str,
+    replicas: bool,
+) -> Result<(Prepared, Limits), StoreError> {
     let mut questions = Pipeline::new();
     questions.cmd("INFO");
     for source in Scripts::SOURCES {
@@ -397,6 +406,8 @@ pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(P
     for setting in LIMITS {
         questions.cmd("CONFIG").arg("GET").arg(setting);
     }
+    let tried = if replicas { [COMMANDS, FOR_REPLICAS].concat() } else { COMMANDS.to_vec() };
+    ask_for_rights(&mut questions, &tried, prefix);
     let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
     let mut answer = || match answers.next() {
         Some(Value::ServerError(error)) => Err(failed(Failure::from(&error))),
@@ -422,9 +433,52 @@ pub(super) async fn prepare(connection: &Connection, cluster: bool) -> Result<(P
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
     // The limit applies to the whole request; apart from the value it is small.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
+    let mut refused = (Vec::new(), None);
+    for command in tried {
+        if let Some(error) = answer().err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
+            refused.0.push(command[0].to_ascii_lowercase());
+            refused.1.get_or_insert(error);
+        }
+    }
+    if let (commands, Some(first)) = refused {
+        let commands = commands.join("`, `");
+        return Err(misconfigured(format!("the login may not send `{commands}`: {first}")).with_source(first));
+    }
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.tell(most));
     Ok((Prepared { scripts: Scripts::new(scripts), compares }, limits))
+}
+
+/// Commands that the store needs in calls, renewals and scripts, in a form that changes nothing: the server checks the rights
+/// of the login before the arguments. `KEY` stands for a key that does not exist.
+const COMMANDS: &[&[&str]] = &[
+    &["SET", KEY, "", "PX", "0"],
+    &["GET", KEY],
+    &["MGET", KEY],
+    &["PTTL", KEY],
+    &["PEXPIRE", KEY, "-"],
+    &["GETRANGE", KEY, "0", "0"],
+    &["SETRANGE", KEY, "-", ""],
+    &["EVAL", "return 1", "1", KEY],
+    &["EVALSHA", "-", "1", KEY],
+];
+/// The commands that only `min_replicas` needs, in the same form.
+const FOR_REPLICAS: &[&[&str]] =
+    &[&["WAIT", "0", "-"], &["PEXPIRETIME", KEY], &["PEXPIREAT", KEY, "-"], &["PERSIST", KEY], &["DEL", KEY]];
+const KEY: &str = "KEY";
+
+/// Adds the commands to `questions`, on a key with `prefix` that does not exist.
+fn ask_for_rights(questions: &mut Pipeline, commands: &[&[&str]], prefix: &str) {
+    let probe = format!("{prefix}probe/{:032x}", clock().entropy());
+    for command in commands {
+        let question = questions.cmd(command[0]);
+        for word in &command[1..] {
+            match *word {
+                KEY => question.arg(&probe),
+                word => question.arg(word),
+            };
+        }
+    }
 }
 
 /// The settings that limit the size of a value, and of a request.
