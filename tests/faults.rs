@@ -32,6 +32,7 @@ pub enum Fault {
     read_only,
     records_deleted,
     table_removed,
+    index_removed,
     clock_stepped,
     clock_stepped_within_the_skew,
     threads_blocked,
@@ -47,8 +48,8 @@ pub enum Fault {
 
 use Fault::{
     bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
-    connections_half_closed, disk_full, failover, full_for_a_moment, insert_uncommitted, lines_slow, node_stopped,
-    out_of_memory, process_forked, read_only, record_locked, records_deleted, runtimes_stand_still,
+    connections_half_closed, disk_full, failover, full_for_a_moment, index_removed, insert_uncommitted, lines_slow,
+    node_stopped, out_of_memory, process_forked, read_only, record_locked, records_deleted, runtimes_stand_still,
     server_killed_and_restarted, server_stopped_and_continued, table_removed, threads_blocked, workers_killed,
     workers_stopped_and_continued,
 };
@@ -68,6 +69,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (read_only, "the store can be read only"),
     (records_deleted, "all records are deleted (`FLUSHALL`, `TRUNCATE`, `DELETE`)"),
     (table_removed, "table or file is removed, and made or put back"),
+    (index_removed, "the index of the file's log (`-shm`) is removed while no transaction is open"),
     (clock_stepped, "the clock of a client is set an hour forward, then an hour back"),
     (clock_stepped_within_the_skew, "the same, with a `max_clock_skew` of two hours"),
     (threads_blocked, "bodies block their threads for ten leases, with and without `block_in_place`"),
@@ -181,6 +183,7 @@ stores! {
         read_only: Refused,
         records_deleted: RunsAgain,
         table_removed: Refused,
+        index_removed: Retried,
         clock_stepped: LeasesMove,
         threads_blocked: Kept,
         runtimes_stand_still: Kept,
@@ -221,6 +224,7 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
     } without {
+        index_removed: "no such file",
         failover: "one server",
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
@@ -250,6 +254,7 @@ stores! {
         node_stopped: OthersKept,
         full_for_a_moment: Recorded,
     } without {
+        index_removed: "no such file",
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
         record_locked: "no locks",
@@ -276,6 +281,7 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
     } without {
+        index_removed: "no such file",
         table_removed: "no table",
         clock_stepped_within_the_skew: "no such setting",
         record_locked: "no locks",
@@ -305,6 +311,7 @@ stores! {
         insert_uncommitted: OthersKept,
         full_for_a_moment: Recorded,
     } without {
+        index_removed: "no such file",
         failover: "one server",
         clock_stepped_within_the_skew: "no such setting",
         node_stopped: "one server",
@@ -329,6 +336,7 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
     } without {
+        index_removed: "no such file",
         failover: "the service's own",
         out_of_memory: "the service's own",
         read_only: "no such state",

@@ -28,8 +28,10 @@ use idem_runtime::{
 use idem_tests::Reopen as _;
 use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, request, reserved, stored};
 use idem_tests::race::{self, Race};
+use idem_tests::server::until;
 use idem_tests::sqlite::{Folder, raw};
 use rusqlite::Connection;
+use rusqlite::config::DbConfig;
 
 async fn open(path: &Path) -> SqliteStore {
     SqliteStore::open(path).await.unwrap()
@@ -596,6 +598,82 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
     };
     assert!(outcome.replayed());
     assert_eq!(runs.into_inner(), 1);
+}
+
+/// Another process opens the file and records keys. Returns how many.
+fn recorded_elsewhere(path: &Path, keys: usize) -> usize {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")]);
+    let output = command.arg(format!("sqlite {}", path.display())).arg(keys.to_string()).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().lines().count()
+}
+
+/// How a file is taken from a path.
+fn taken_away(path: &Path, moves: bool) {
+    if moves { fs::rename(path, path.with_extension("away")).unwrap() } else { fs::remove_file(path).unwrap() }
+}
+
+#[tokio::test]
+async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() {
+    let ways = [(&["-shm"][..], false), (&["-shm"], true), (&["-wal", "-shm"], false), (&["-wal"], false)];
+    for ((names, moves), is_first) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
+        let folder = Folder::new();
+        let store = open(&folder.file()).await;
+        // Every connection of the store is in use.
+        let held = reserved(&store, "held").await;
+        renew_all(&store, std::slice::from_ref(&held)).await.unwrap();
+        recorded(&store, "finished", 10).await;
+        for _ in 0..3 {
+            store.reserve(&request(&store, "finished")).await.unwrap();
+        }
+        for name in names {
+            taken_away(&folder.path().join(format!("records.db{name}")), moves);
+        }
+        // The first call finds out. Then the store closes its connections, and opens the files that are there.
+        if is_first {
+            let _ = store.reserve(&request(&store, "other")).await;
+        }
+        // With an index of a log that is gone, no process can read the file.
+        let done = if names == ["-wal"] { 0 } else { recorded_elsewhere(&folder.file(), 3) };
+        assert!(done == 3 || names == ["-wal"], "{names:?}: {done}");
+        for n in (0..done).chain(0..done) {
+            match store.reserve(&request(&store, "any").key(race::key(n))).await {
+                Ok(Reservation::Finished { .. }) | Err(_) => {}
+                other => panic!("{names:?}, moved: {moves}: {other:?}"),
+            }
+        }
+        // A store that was opened anew, and the store itself once its old connections are closed, see what was recorded.
+        if done > 0 {
+            let anew = open(&folder.file()).await;
+            for store in [&anew, &store] {
+                until("it is replayed", async || {
+                    let request = request(store, "any").key(race::key(0));
+                    matches!(store.reserve(&request).await, Ok(Reservation::Finished { .. }))
+                })
+                .await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_connection_of_ones_own_keeps_no_store_at_a_removed_index() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let own = raw(&folder.file());
+    let records = "SELECT count(*) FROM idem_records";
+    own.query_row(records, [], |row| row.get::<_, i64>(0)).unwrap();
+    taken_away(&folder.path().join("records.db-shm"), false);
+    assert_eq!(recorded_elsewhere(&folder.file(), 1), 1);
+    let request = || request(&store, "any").key(race::key(0));
+    for _ in 0..5 {
+        assert_eq!(kind(&store.reserve(&request()).await), StoreErrorKind::Unavailable);
+        assert!(SqliteStore::open(folder.file()).await.is_err());
+    }
+    // An ordinary close would remove the log of the other process, with its records.
+    own.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).unwrap();
+    drop(own);
+    until("it is replayed", async || matches!(store.reserve(&request()).await, Ok(Reservation::Finished { .. }))).await;
 }
 
 #[tokio::test]

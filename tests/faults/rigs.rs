@@ -12,6 +12,7 @@ use idem_tests::race::{self, Crew};
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
 use redis::Value;
+use rusqlite::config::DbConfig;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio_postgres::error::SqlState;
@@ -189,6 +190,14 @@ impl Rig for Sqlite {
             }
             Fault::table_removed => {
                 self.files().for_each(|(here, away)| std::fs::rename(here, away).expect("can be moved"));
+            }
+            Fault::index_removed => {
+                let lock = sqlite::raw(&self.folder.file());
+                lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
+                let (index, _) = self.files().last().expect("three files");
+                std::fs::remove_file(index).expect("can be removed");
+                // The log stays, whoever closes the file last.
+                lock.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).expect("is set");
             }
             Fault::record_locked => {
                 let lock = sqlite::raw(&self.folder.file());

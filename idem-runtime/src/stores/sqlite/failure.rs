@@ -74,6 +74,11 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
+/// The error of a commit that other processes may not see.
+pub(super) fn unconfirmed(error: &StoreError) -> StoreError {
+    StoreError::new(StoreErrorKind::Unconfirmed, format!("other processes may not see the commit: {error}"))
+}
+
 /// The error of one operation.
 pub(super) fn failed(trouble: &Trouble) -> StoreError {
     match trouble {

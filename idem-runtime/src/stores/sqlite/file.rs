@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rusqlite::config::DbConfig;
 use rusqlite::ffi::ErrorCode;
 use rusqlite::{Connection, OpenFlags};
 
@@ -39,14 +40,22 @@ pub(super) struct Database {
     pub(super) texts: Texts,
 }
 
-/// A connection, and which file it is connected to.
+/// A connection, and which files it is connected to.
 pub(super) struct Connected {
     pub(super) connection: Connection,
-    file: FileId,
+    pub(super) files: Files,
     synchronous: Cell<Synchronous>,
 }
 
 impl Connected {
+    /// Closes the connection, the way that suits its files.
+    pub(super) fn close(self) {
+        match self.files.check() {
+            Ok(()) => drop(self.connection),
+            Err(_) => abandon(self.connection),
+        }
+    }
+
     /// Chooses what the next commits wait for.
     pub(super) fn wait_for_disk(&self, synchronous: Synchronous) -> rusqlite::Result<()> {
         if self.synchronous.get() != synchronous {
@@ -120,9 +129,6 @@ impl Database {
             let message = format!("`{}` is read-only: records can't be written", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
         }
-        let file = FileId::of(&self.path).map_err(|error| {
-            Failure::Refused(unavailable(format!("`{}` can't be inspected: {error}", self.path.display())))
-        })?;
         let mode =
             self.patiently(|| connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0)))?;
         if mode != "wal" {
@@ -135,7 +141,14 @@ impl Database {
         connection.set_prepared_statement_cache_capacity(STATEMENTS);
         self.patiently(|| self.limit_size(&connection, false))?;
         self.check_table(&connection, may_create)?;
-        Ok(Connected { connection, file, synchronous: Cell::new(synchronous) })
+        // The connection has read, so it holds a lock under which SQLite removes neither the log nor the index.
+        match Files::of(&self.path) {
+            Ok(files) => Ok(Connected { connection, files, synchronous: Cell::new(synchronous) }),
+            Err(error) => {
+                abandon(connection);
+                Err(Failure::Refused(error))
+            }
+        }
     }
 
     /// Bounds the file. The last pages are reserved for clean-up: the removal of a row may take one before others are free.
@@ -186,16 +199,6 @@ impl Database {
         }
     }
 
-    /// Fails if the file at the path is not the connected one: after a removal or a replacement this process would
-    /// otherwise keep records that nobody else sees.
-    pub(super) fn check_file(&self, connected: &Connected) -> Result<(), StoreError> {
-        match FileId::of(&self.path) {
-            Ok(file) if file == connected.file => Ok(()),
-            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", self.path.display()))),
-            Err(error) => Err(unavailable(format!("`{}` is gone: {error}", self.path.display()))),
-        }
-    }
-
     /// The error for a failure to open the file.
     fn unusable(&self, error: &rusqlite::Error) -> StoreError {
         let path = self.path.display();
@@ -221,6 +224,73 @@ impl From<rusqlite::Error> for Failure {
     fn from(error: rusqlite::Error) -> Self {
         Self::Sqlite(error)
     }
+}
+
+/// The database file, its log (`-wal`) and its index (`-shm`), as a connection met them.
+///
+/// Processes meet each other in the index, which holds their locks, and in the log. A process that keeps a file that is no longer
+/// at its path works alone, with records that no other process sees.
+#[derive(Clone)]
+pub(super) struct Files([(PathBuf, FileId); 3]);
+
+impl Files {
+    fn of(path: &Path) -> Result<Self, StoreError> {
+        let named = |end: &str| {
+            // SQLite follows links, and names log and index after the file that it finds.
+            let mut name = std::fs::canonicalize(path).map_err(|error| gone(path, &error))?.into_os_string();
+            name.push(end);
+            let name = PathBuf::from(name);
+            let id = FileId::of(&name).map_err(|error| gone(&name, &error))?;
+            Ok::<_, StoreError>((name, id))
+        };
+        let file = (path.to_owned(), FileId::of(path).map_err(|error| gone(path, &error))?);
+        let files = Self([file, named("-wal")?, named("-shm")?]);
+        let index = &files.0[2].0;
+        if uses_removed(index) {
+            return Err(unavailable(format!(
+                "`{}` was removed or replaced, and another connection of this process still uses the old one; it must be closed",
+                index.display()
+            )));
+        }
+        Ok(files)
+    }
+
+    /// Fails if one of the files is not at its path.
+    pub(super) fn check(&self) -> Result<(), StoreError> {
+        self.0.iter().try_for_each(|(path, id)| match FileId::of(path) {
+            Ok(found) if found == *id => Ok(()),
+            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", path.display()))),
+            Err(error) => Err(gone(path, &error)),
+        })
+    }
+
+    /// Fails if a connection of the same process to the same file uses another index: SQLite shares one index among all
+    /// connections of a process, so it is that of the connection that was made first.
+    pub(super) fn check_against(&self, other: &Self) -> Result<(), StoreError> {
+        let [ours, theirs] = [&self.0, &other.0];
+        match ours[0].1 == theirs[0].1 && ours[2].1 != theirs[2].1 {
+            true => Err(unavailable(format!("`{}` was replaced by another file", ours[2].0.display()))),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Closes a connection whose files may have been removed or replaced. The last connection to a file copies its log into the file, and
+/// removes log and index; this one must not, as the files at the path may belong to other processes.
+pub(super) fn abandon(connection: Connection) {
+    connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
+}
+
+fn gone(path: &Path, error: &io::Error) -> StoreError {
+    unavailable(format!("`{}` is gone: {error}", path.display()))
+}
+
+/// Whether this process has a removed file of this name in its memory, as far as the system tells. SQLite maps the index of a
+/// file into memory, also for connections that are not this store's.
+fn uses_removed(index: &Path) -> bool {
+    let removed = format!("{} (deleted)", index.display()).replace('\n', "\\012");
+    let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
+    String::from_utf8_lossy(&maps).lines().any(|line| line.find('/').is_some_and(|at| line[at..] == removed))
 }
 
 /// Distinguishes a file from another one at the same path.

@@ -6,20 +6,20 @@
 //! closes what it has inherited before it opens anything. That is safe if no thread was using an inherited connection at
 //! the fork. The lock of its [`Link`] tells: a thread holds it for as long as it is inside SQLite.
 
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
 
 use rusqlite::config::DbConfig;
 
 use super::failure::misconfigured;
-use super::file::Connected;
+use super::file::{Connected, Files, abandon};
 use crate::store::StoreError;
-use crate::sync::{Process, lock};
+use crate::sync::{PerProcess, Process, lock};
 
 /// All connections in the memory of this process.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
-/// Held while a connection is closed for good.
-static CLOSING: Mutex<()> = Mutex::new(());
+/// Held while a connection is closed, until its `files` are forgotten.
+static CLOSING: LazyLock<PerProcess<Mutex<()>>> = LazyLock::new(|| PerProcess::new(Mutex::default()));
 /// How often a child looks whether the list is free, and the pause in between: its own threads hold the list for a moment,
 /// a thread of its parent for ever.
 const LOOKS: u32 = 100;
@@ -29,11 +29,13 @@ const PAUSE: Duration = Duration::from_millis(1);
 pub(super) struct Link {
     process: Process,
     connected: Mutex<Option<Connected>>,
+    /// The files of the connection. No lock is taken and SQLite is not asked while this lock is held.
+    files: Mutex<Option<Files>>,
 }
 
 impl Link {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { process: Process::this(), connected: Mutex::default() })
+        Arc::new(Self { process: Process::this(), connected: Mutex::default(), files: Mutex::default() })
     }
 
     /// The connection, if there is one. This lock is held to use the connection or to close it.
@@ -54,29 +56,58 @@ impl Link {
     ///
     /// # Errors
     /// Those of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited a
-    /// connection that it can't close.
+    /// connection that it can't close; [`StoreErrorKind::Unavailable`](crate::StoreErrorKind) while another connection of this
+    /// process uses an index of the file that was removed or replaced.
     pub(super) fn open(
         self: &Arc<Self>,
         connect: impl FnOnce() -> Result<Connected, StoreError>,
     ) -> Result<(), StoreError> {
         let mut connected = self.lock();
         if connected.is_none() {
-            self.enlist()?;
-            *connected = Some(connect()?);
+            let others = self.enlist()?;
+            {
+                let _one_at_a_time = closing();
+                others.iter().for_each(|other| other.close_if_outdated());
+            }
+            let made = connect()?;
+            // A connection that is being closed is closed by now, and its files are forgotten: if it was the last one, it has
+            // removed the log and the index that `made` does not share.
+            let _one_at_a_time = closing();
+            let checked = others.iter().try_for_each(|other| match &*lock(&other.files) {
+                Some(files) => made.files.check_against(files),
+                None => Ok(()),
+            });
+            if let Err(error) = checked {
+                abandon(made.connection);
+                return Err(error);
+            }
+            *lock(&self.files) = Some(made.files.clone());
+            *connected = Some(made);
         }
         Ok(())
     }
 
-    fn enlist(self: &Arc<Self>) -> Result<(), StoreError> {
+    /// Enters this link into the list. Returns the other links of this process.
+    fn enlist(self: &Arc<Self>) -> Result<Vec<Arc<Self>>, StoreError> {
         let mut links = list()?;
-        for link in links.iter().filter_map(Weak::upgrade).filter(|link| !link.process.is_this()) {
+        let mut others: Vec<_> = links.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
+        for link in others.extract_if(.., |link| !link.process.is_this()) {
             link.let_go()?;
         }
         links.retain(|other| other.strong_count() > 0);
         if !links.iter().any(|other| Weak::as_ptr(other) == Arc::as_ptr(self)) {
             links.push(Arc::downgrade(self));
         }
-        Ok(())
+        Ok(others)
+    }
+
+    /// Closes a connection whose files were removed or replaced, unless a thread is using it. That thread finds out itself.
+    fn close_if_outdated(&self) {
+        let Some(mut connected) = self.try_lock() else { return };
+        if let Some(outdated) = connected.take_if(|it| it.files.check().is_err()) {
+            outdated.close();
+            *lock(&self.files) = None;
+        }
     }
 
     /// Closes an inherited connection, unless its process was using it.
@@ -99,9 +130,17 @@ impl Link {
     /// Closes the connection. One at a time: the last one of a process tidies the file up, and of two that close at the
     /// same moment each would take the other for one that stays.
     pub(super) fn close(&self) {
-        let _one_at_a_time = lock(&CLOSING);
-        *self.lock() = None;
+        let _one_at_a_time = closing();
+        if let Some(connected) = self.lock().take() {
+            connected.close();
+        }
+        *lock(&self.files) = None;
     }
+}
+
+/// Keeps every other connection of this process from being closed.
+fn closing() -> MutexGuard<'static, ()> {
+    lock(CLOSING.here_or(|_| Mutex::default()))
 }
 
 fn list() -> Result<MutexGuard<'static, Vec<Weak<Link>>>, StoreError> {

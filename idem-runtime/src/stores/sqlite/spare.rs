@@ -67,7 +67,11 @@ impl Spare {
             return None;
         }
         let slot = self.link.try_lock()?;
-        let connected = slot.as_ref()?;
+        let Some(connected) = slot.as_ref() else {
+            // Closed as outdated by another connection.
+            self.usable.store(false, Ordering::Release);
+            return None;
+        };
         let began = database.clock.now();
         if !lock(&self.pace).allows(began) {
             return None;
@@ -89,7 +93,7 @@ impl Spare {
         if self.usable.load(Ordering::Acquire) || !lock(&self.pace).allows(database.clock.now()) {
             return;
         }
-        *self.link.lock() = None;
+        self.link.close();
         match self.link.open(|| database.reconnect()) {
             Ok(()) => self.usable.store(true, Ordering::Release),
             Err(error) => {
@@ -110,7 +114,7 @@ impl Spare {
 struct Unusable;
 
 fn read(database: &Database, connected: &Connected, request: &ReserveRequest) -> Result<Option<Reservation>, Unusable> {
-    database.check_file(connected).map_err(|_| Unusable)?;
+    connected.files.check().map_err(|_| Unusable)?;
     let mut table = Table::kept(&connected.connection, &database.texts);
     match table.replay(request, wall_millis(&*database.clock)) {
         Ok(found) => Ok(found),

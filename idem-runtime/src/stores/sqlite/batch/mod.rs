@@ -476,12 +476,12 @@ impl Core {
             return false;
         }
         let mut told = Vec::with_capacity(batch.len());
-        let mut slot = link.lock();
+        let slot = link.lock();
         let healthy = slot.as_ref().is_some_and(|connected| work(&mut Session::new(self, connected, &mut told), batch));
-        if !healthy {
-            *slot = None;
-        }
         drop(slot);
+        if !healthy {
+            link.close();
+        }
         for (reply, answer) in told {
             reply.say(answer);
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rusqlite::Connection;
 
 use super::super::Synchronous;
-use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written};
+use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written, unconfirmed};
 use super::super::file::Connected;
 use super::super::sql::{Table, Trouble};
 use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
@@ -109,6 +109,9 @@ impl<'c> Session<'c> {
 
     /// Copies what is in the WAL into the file. No write waits for it. Returns false if the connection is unusable.
     pub(super) fn checkpoint(&self) -> bool {
+        if self.connected.files.check().is_err() {
+            return false;
+        }
         let done = self.connection().query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         done.is_ok() || done.is_err_and(|error| !breaks_connection(&error))
     }
@@ -217,7 +220,6 @@ impl<'c> Session<'c> {
     /// at once. Then drops the operations whose callers are gone.
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
         let Core { database, .. } = &**self.core;
-        database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
         let asked = Asked { wall: self.core.wall_millis(), at: database.clock.now() };
         let mut begun = self.try_begin();
         if self.patient && begun.as_ref().is_err_and(is_busy) {
@@ -240,7 +242,10 @@ impl<'c> Session<'c> {
             }
         }
         batch.retain(|op| !op.is_abandoned());
-        begun.map(|()| asked).map_err(|error| Failure::nothing_written(&error))
+        begun.map_err(|error| Failure::nothing_written(&error))?;
+        // Under the lock: a transaction that waited for it may have got that of an index which was removed meanwhile.
+        self.connected.files.check().map_err(|error| Failure::new(error, true))?;
+        Ok(asked)
     }
 
     /// Since when no lease could be renewed, as far as this handle knows.
@@ -265,7 +270,10 @@ impl<'c> Session<'c> {
             let failure = not_committed(&error);
             let alone = failure.kind() == StoreErrorKind::Full;
             Failure { alone, ..Failure::new(failure, breaks_connection(&error) || !rolled_back) }
-        })
+        })?;
+        // Another process that makes a new index finds in the log all that was committed by then. It misses this commit if the
+        // files changed during the transaction.
+        self.connected.files.check().map_err(|error| Failure::new(unconfirmed(&error), true))
     }
 
     /// Ends the transaction, if there is one.
@@ -361,7 +369,7 @@ impl<'c> Session<'c> {
     fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
         let core = self.core;
         let database = &core.database;
-        database.check_file(self.connected).map_err(|error| Failure::new(error, true))?;
+        self.connected.files.check().map_err(|error| Failure::new(error, true))?;
         let failed_to_read = |error: rusqlite::Error| Failure::nothing_written(&error);
         let polls = core.waiters() > 0;
         let transaction = batch.len() + usize::from(polls) > 1;
