@@ -284,7 +284,7 @@ pub(crate) fn all() -> Vec<Config> {
             "`on_crash = fail`, and requests of calls that are gone or dead, which land after a lease or two",
             &[FAIL, FAIL],
             1,
-            Budget { crashes: 1, faults: 2, ticks: 4, ..nothing },
+            Budget { crashes: 1, faults: 2, ticks: 3, ..nothing },
         )
         .lasting(1)
         .scenes(&[Interrupted]),

@@ -411,7 +411,8 @@ pub(crate) struct Deed {
     pub(crate) recorded: bool,
     /// Its reservation was released.
     pub(crate) released: bool,
-    /// Its last write was given up: the store can't do it, or could not be reached for a lease.
+    /// Its last write was given up: the store can't do it, or could not be reached for a lease. Or the last of
+    /// its leases had lapsed before its body could begin.
     pub(crate) abandoned: bool,
     /// The time until which the store has promised to keep others out.
     pub(crate) promised_until: u8,

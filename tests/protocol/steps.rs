@@ -786,6 +786,8 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         }
         // The lease has lapsed, by the store's clock, or another attempt has taken over.
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
+            // Nothing has to be freed: the record is another attempt's, or has lapsed and may be taken over.
+            world.call_mut(who).deed.abandoned = world.call(who).generation + 1 == TOKENS;
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
