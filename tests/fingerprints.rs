@@ -1,6 +1,7 @@
 //! Fingerprints and JSON: for everything that serde accepts, equal JSON has equal fingerprints and other JSON has others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
+use std::hash::{Hash, Hasher};
 
 use bytes::Bytes;
 use idem_runtime::key::{Fingerprint, PayloadDigest};
@@ -581,4 +582,204 @@ fn equal_and_unequal_data_is_met() {
     assert!(texts.len() > 500, "{} values", texts.len());
     assert!(texts.values().any(|(count, _)| *count > 20), "no value is met often");
     assert!(texts.values().any(|(_, written)| written.len() > 1), "no value is written in two ways");
+}
+
+/// A payload with collections that have an order, and with some that have none.
+#[derive(Clone, Debug)]
+enum Tree {
+    Number(u16),
+    Text(String),
+    Option(Option<Box<Tree>>),
+    List(Vec<Tree>),
+    Tuple(Box<(Tree, Tree)>),
+    Set(Vec<Tree>),
+    Map(Vec<(u8, Tree)>),
+    Variant(Box<Tree>, Box<Tree>),
+}
+
+fn tree() -> impl Strategy<Value = Tree> {
+    let leaf =
+        prop_oneof![(0..4_u16).prop_map(Tree::Number), "[ab]{0,2}".prop_map(Tree::Text), Just(Tree::Option(None))];
+    leaf.prop_recursive(4, 24, 4, |tree| {
+        let trees = || proptest::collection::vec(tree.clone(), 0..4);
+        let boxed = || tree.clone().prop_map(Box::new);
+        prop_oneof![
+            boxed().prop_map(|tree| Tree::Option(Some(tree))),
+            trees().prop_map(Tree::List),
+            (tree.clone(), tree.clone()).prop_map(|pair| Tree::Tuple(Box::new(pair))),
+            trees().prop_map(Tree::Set),
+            trees().prop_map(Tree::Set),
+            proptest::collection::vec((0..4_u8, tree.clone()), 0..4).prop_map(Tree::Map),
+            (boxed(), boxed()).prop_map(|(one, other)| Tree::Variant(one, other)),
+        ]
+    })
+}
+
+/// A tree as a process has it: each table has a hasher of its own. Nodes are equal if they were built from equal trees.
+#[derive(Debug)]
+struct Node {
+    /// The tree as text, without what a table forgets: `Some` is written like its value, in JSON and in a fingerprint.
+    text: String,
+    built: Built,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Built {
+    Number(u16),
+    Text(String),
+    Option(Option<Box<Node>>),
+    List(Vec<Node>),
+    Tuple(Box<(Node, Node)>),
+    Set(HashSet<Node>),
+    Map(HashMap<u8, Node>),
+    Variant(Variant),
+}
+
+#[derive(Debug, Serialize)]
+enum Variant {
+    Tuple(Box<Node>, Box<Node>),
+}
+
+impl Serialize for Node {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.built.serialize(serializer)
+    }
+}
+
+impl PartialEq for Node {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl Eq for Node {}
+
+impl Hash for Node {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.text.hash(state);
+    }
+}
+
+impl Tree {
+    /// Builds the payload; `turn` is where each table begins to be filled.
+    fn build(&self, turn: usize) -> Node {
+        let nodes = |trees: &[Self]| -> Vec<Node> { trees.iter().map(|tree| tree.build(turn)).collect() };
+        let texts = |nodes: &[Node]| nodes.iter().map(|node| node.text.clone()).collect::<Vec<_>>().join(",");
+        match self {
+            Self::Number(number) => Node { text: number.to_string(), built: Built::Number(*number) },
+            Self::Text(text) => Node { text: format!("{text:?}"), built: Built::Text(text.clone()) },
+            Self::Option(value) => {
+                let value = value.as_ref().map(|tree| Box::new(tree.build(turn)));
+                Node {
+                    text: value.as_ref().map_or("null".into(), |node| node.text.clone()),
+                    built: Built::Option(value),
+                }
+            }
+            Self::List(trees) => {
+                let nodes = nodes(trees);
+                Node { text: format!("[{}]", texts(&nodes)), built: Built::List(nodes) }
+            }
+            Self::Tuple(pair) => {
+                let (one, other) = (pair.0.build(turn), pair.1.build(turn));
+                Node { text: format!("[{},{}]", one.text, other.text), built: Built::Tuple(Box::new((one, other))) }
+            }
+            Self::Set(trees) => {
+                let mut nodes = nodes(trees);
+                let middle = turn % nodes.len().max(1);
+                nodes.rotate_left(middle);
+                let set: HashSet<Node> = nodes.into_iter().collect();
+                let texts: BTreeSet<&str> = set.iter().map(|node| &*node.text).collect();
+                Node { text: format!("*{texts:?}"), built: Built::Set(set) }
+            }
+            Self::Map(entries) => {
+                // The last entry of a name counts, in whatever order the table is filled.
+                let last: BTreeMap<u8, &Self> = entries.iter().map(|(name, tree)| (*name, tree)).collect();
+                let mut entries: Vec<_> = last.into_iter().map(|(name, tree)| (name, tree.build(turn))).collect();
+                let text =
+                    entries.iter().map(|(name, node)| format!("{name}:{}", node.text)).collect::<Vec<_>>().join(",");
+                let middle = turn % entries.len().max(1);
+                entries.rotate_left(middle);
+                Node { text: format!("{{{text}}}"), built: Built::Map(entries.into_iter().collect()) }
+            }
+            Self::Variant(one, other) => {
+                let (one, other) = (Box::new(one.build(turn)), Box::new(other.build(turn)));
+                let text = format!("variant [{},{}]", one.text, other.text);
+                Node { text, built: Built::Variant(Variant::Tuple(one, other)) }
+            }
+        }
+    }
+}
+
+proptest! {
+    /// The same message has the same fingerprint in every process, and another message has another one: tables have no order, and
+    /// everything else has.
+    #[test]
+    fn hash_tables_have_no_order_and_lists_have(one in tree(), other in tree(), turn in 1..4_usize) {
+        let of = |tree: &Tree, turn| { let node = tree.build(turn); (Fingerprint::of(&node).unwrap(), node.text) };
+        let ((first, text), (second, again)) = (of(&one, 0), of(&one, turn));
+        prop_assert_eq!(&text, &again);
+        prop_assert_eq!(first, second, "{}", &text);
+        let (third, other) = of(&other, 0);
+        prop_assert_eq!(first == third, text == other, "{} and {}", text, other);
+    }
+}
+
+#[test]
+fn a_set_of_many_elements_has_one_fingerprint() {
+    let of = || Fingerprint::of(&(0..100).collect::<HashSet<u32>>()).unwrap();
+    let first = of();
+    assert!((0..20).all(|_| of() == first));
+}
+
+/// What the names of the types of this compiler have to tell.
+#[test]
+fn only_hash_tables_have_no_order() {
+    struct Collects<F>(F);
+
+    impl<I: IntoIterator<Item: Serialize>, F: Fn() -> I> Serialize for Collects<F> {
+        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            serializer.collect_seq((self.0)())
+        }
+    }
+
+    let set: HashSet<u32> = (0..100).collect();
+    let map: HashMap<u32, u32> = (0..100).map(|n| (n, n)).collect();
+    let expected = Fingerprint::of(&set).unwrap();
+    assert_eq!(Fingerprint::of(&&&set).unwrap(), expected);
+    assert_eq!(Fingerprint::of(&Collects(|| set.iter())).unwrap(), expected);
+    assert_eq!(Fingerprint::of(&Collects(|| set.clone())).unwrap(), expected);
+    assert_eq!(Fingerprint::of(&Collects(|| set.iter().copied().filter(|_| true).map(|n| n))).unwrap(), expected);
+    assert_eq!(Fingerprint::of(&Collects(|| map.keys())).unwrap(), expected);
+    assert_eq!(Fingerprint::of(&Collects(|| map.values().cloned())).unwrap(), expected);
+
+    // Everything else is the array that it has always been, also with tables inside.
+    let array = Fingerprint::of(&(300, 1, 2)).unwrap();
+    assert_eq!(Fingerprint::of(&[300, 1, 2]).unwrap(), array);
+    assert_eq!(Fingerprint::of(&vec![300, 1, 2]).unwrap(), array);
+    assert_eq!(Fingerprint::of(&VecDeque::from([300, 1, 2])).unwrap(), array);
+    assert_eq!(Fingerprint::of(&LinkedList::from([300, 1, 2])).unwrap(), array);
+    assert_eq!(Fingerprint::of(&Collects(|| [300, 1, 2].iter().map(|n| n))).unwrap(), array);
+    assert_ne!(Fingerprint::of(&HashSet::from([300, 1, 2])).unwrap(), array);
+    assert_eq!(Fingerprint::of(&BTreeSet::from([300, 1, 2])).unwrap(), Fingerprint::of(&(1, 2, 300)).unwrap());
+    let (one, two) = (HashSet::from([1]), HashSet::from([2]));
+    let (forth, back) = (vec![one.clone(), two.clone()], vec![two, one]);
+    assert_ne!(Fingerprint::of(&forth).unwrap(), Fingerprint::of(&back).unwrap());
+}
+
+/// Two keys of a table may be written with one name; the entry that counts is not a matter of chance.
+#[test]
+fn names_that_meet_in_a_table_are_not_a_matter_of_chance() {
+    #[derive(PartialEq, Eq, Hash)]
+    struct Named(u8);
+
+    impl Serialize for Named {
+        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            serializer.serialize_str("name")
+        }
+    }
+
+    let of = || Fingerprint::of(&(0..10).map(|n| (Named(n), n)).collect::<HashMap<_, _>>()).unwrap();
+    let first = of();
+    assert!((0..20).all(|_| of() == first));
 }

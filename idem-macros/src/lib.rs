@@ -222,7 +222,7 @@ use crate::validate::Call;
 ///
 /// An expression that is hashed into the record: `fingerprint = event`, or `fingerprint = (event.amount,
 /// event.currency)`. The same key with another fingerprint is a misuse: `Error::FingerprintMismatch`. Needs
-/// `Serialize`.
+/// `Serialize`. The order of an array counts; the order of a `HashMap` or a `HashSet` does not.
 ///
 /// If a digest of a large payload is there already, it stands for the payload, alone or as a part: `fingerprint =
 /// (upload.name, PayloadDigest::new(&upload.sha256))`, with `idem_runtime::key::PayloadDigest`.

@@ -11,6 +11,7 @@
 //! | a number | `n`, a length, the number in the one way that has no zero at its ends: `15e-1` for 1.5, `-12e2` for -1200, `0e0` |
 //! | an array of whole numbers from 0 to 255, at least one | `b`, how many there are, each as a byte |
 //! | any other array | `[`, its elements, `]` |
+//! | an array that serde collects from a hash set, or from another iterator of a hash table | `*`, how many elements there are, and SHA-256 of each, sorted |
 //! | an object | `{`, how many entries there are, and for each SHA-256 of its name and SHA-256 of its value, sorted |
 //!
 //! A digest of the caller's, which JSON does not know, is `d`, its length and its bytes.
@@ -29,10 +30,19 @@ use crate::codec::bytes;
 
 /// A hash of a payload: the same key with a different fingerprint is a misuse.
 ///
-/// Values that serde writes as equal JSON have equal fingerprints, and others don't. A number counts by its value in the
-/// text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`.
-/// NaN and the infinities are `null`, as an absent value is. The order of struct fields and of map entries doesn't matter.
-/// Nothing depends on the build, the machine or the order of a `HashMap`.
+/// Values that serde writes as equal JSON have equal fingerprints, and others don't; hash sets are the exception. A number
+/// counts by its value in the text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an
+/// `f32` and an `f64`. NaN and the infinities are `null`, as an absent value is. The order of struct fields and of map entries
+/// doesn't matter. Nothing depends on the build, the machine or the order of a `HashMap` or a `HashSet`.
+///
+/// A `HashSet`, of the standard library or of `hashbrown`, hands its elements over in a random order, so their order does not
+/// count. That makes it another payload than an array with the same elements, whose order counts: `[from, to]` is not
+/// `[to, from]`. A hash set is known by the name of its type, which reaches the fingerprint with [`Serializer::collect_seq`], as
+/// serde's own implementations call it. A type that writes its elements one by one with `serialize_seq`, or a serializer in between
+/// (`erased_serde`, `serde_json::to_value`, the buffer of an internally tagged enum), hides that name: there, sort the elements,
+/// or use a `BTreeSet`.
+///
+/// [`Serializer::collect_seq`]: serde::Serializer::collect_seq
 ///
 /// Bytes are an array of numbers in JSON, and here, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` in twice the time. Those of a large upload need not be hashed
 /// again if a digest of them is there: see [`PayloadDigest`].
@@ -278,6 +288,27 @@ fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
     let mut hash = Sha256::new();
     value.serialize(Hasher::new(&mut hash))?;
     Ok(hash.finalize().into())
+}
+
+/// Whether a collection or an iterator of this type hands its elements over in the random order of a hash table.
+///
+/// `type_name` is all that serde leaves of a collection. Another spelling in another compiler turns a test red, and makes the order
+/// count again.
+fn is_unordered<I: ?Sized>() -> bool {
+    /// The adapters that keep the order and the number of what they adapt, or leave some of it out.
+    const ADAPTERS: [&str; 5] =
+        ["map::Map<", "copied::Copied<", "cloned::Cloned<", "filter::Filter<", "filter_map::FilterMap<"];
+    const TABLES: [&str; 4] =
+        ["std::collections::hash::set::", "std::collections::hash::map::", "hashbrown::set::", "hashbrown::map::"];
+    let mut name = std::any::type_name::<I>();
+    loop {
+        name = name.trim_start_matches('&').trim_start_matches("mut ");
+        let adapted = name.strip_prefix("core::iter::adapters::");
+        match adapted.and_then(|name| ADAPTERS.iter().find_map(|adapter| name.strip_prefix(adapter))) {
+            Some(inner) => name = inner,
+            None => return TABLES.iter().any(|table| name.starts_with(table)),
+        }
+    }
 }
 
 /// A serializer that hashes the canonical form.
@@ -630,6 +661,15 @@ impl<'a> ser::Serializer for Hasher<'a> {
     where
         I: IntoIterator<Item: Serialize>,
     {
+        if is_unordered::<I>() {
+            let mut sums = elements.into_iter().map(|element| sum(&element)).collect::<Result<Vec<_>, _>>()?;
+            sums.sort_unstable();
+            let hash = self.out();
+            hash.update(b"*");
+            hash.update((sums.len() as u64).to_be_bytes());
+            sums.iter().for_each(|sum| hash.update(sum));
+            return Ok(());
+        }
         let (bytes, mut rest) = bytes::leading(elements);
         let mut elements = Elements { hash: self.out(), array: Array { bytes, mixed: false } };
         rest.try_for_each(|element| elements.element(&element))?;
@@ -657,6 +697,23 @@ impl<'a> ser::Serializer for Hasher<'a> {
 
     fn serialize_map(self, _len: Option<usize>) -> Result<Object<'a>, FingerprintError> {
         Ok(Object::new(self.out()))
+    }
+
+    fn collect_map<K, V, I>(self, entries: I) -> Result<(), FingerprintError>
+    where
+        K: Serialize,
+        V: Serialize,
+        I: IntoIterator<Item = (K, V)>,
+    {
+        let mut object = self.serialize_map(None)?;
+        entries
+            .into_iter()
+            .try_for_each(|(name, value)| ser::SerializeMap::serialize_entry(&mut object, &name, &value))?;
+        if is_unordered::<I>() {
+            // Of two keys that are written with one name, the one that counts must not be the last one of the table.
+            object.entries.entries.sort_unstable();
+        }
+        ser::SerializeMap::end(object)
     }
 
     fn serialize_struct(self, name: &'static str, _len: usize) -> Result<Struct<'a>, FingerprintError> {
