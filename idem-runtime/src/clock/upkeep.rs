@@ -10,15 +10,10 @@ use std::sync::Mutex;
 use tokio::runtime::{Builder, Handle};
 
 use super::Task;
-use crate::sync::{Process, lock};
+use crate::sync::{PerProcess, lock};
 
-struct Thread {
-    /// The child of a `fork()` has no threads but the one that forked.
-    process: Process,
-    runtime: Handle,
-}
-
-static THREAD: Mutex<Option<Thread>> = Mutex::new(None);
+/// The runtime of the thread. The child of a `fork()` has no threads but the one that forked, and starts another thread.
+static THREAD: PerProcess<Mutex<Option<Handle>>> = PerProcess::empty();
 
 /// Runs `task` on the thread of the library.
 pub(crate) fn spawn(task: Task) {
@@ -37,10 +32,8 @@ pub(crate) fn spawn(task: Task) {
 }
 
 fn runtime() -> io::Result<Handle> {
-    let mut thread = lock(&THREAD);
-    if let Some(Thread { process, runtime }) = &*thread
-        && process.is_this()
-    {
+    let mut thread = lock(THREAD.here());
+    if let Some(runtime) = &*thread {
         return Ok(runtime.clone());
     }
     let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -48,9 +41,6 @@ fn runtime() -> io::Result<Handle> {
     std::thread::Builder::new()
         .name("idem-upkeep".to_owned())
         .spawn(move || runtime.block_on(std::future::pending::<()>()))?;
-    // The parent's runtime, if there was one, is neither ended nor freed: its threads are not here.
-    if let Some(parents) = thread.replace(Thread { process: Process::this(), runtime: handle.clone() }) {
-        std::mem::forget(parents);
-    }
+    *thread = Some(handle.clone());
     Ok(handle)
 }

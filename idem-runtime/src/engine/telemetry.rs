@@ -51,7 +51,7 @@ impl Telemetry {
             Err(error) => (error.scope.as_str(), None),
         };
         let name = store.name();
-        let cells = store.heartbeats().metrics(name).scope(scope);
+        let cells = store.heartbeats().metrics_here(name).scope(scope);
         let span = tracing::info_span!(
             "idempotent",
             otel.name = %format_args!("idempotent {scope}"),

@@ -20,7 +20,7 @@ use crate::clock::{Clock, Instant, Sleep, Task};
 use crate::key::Key;
 use crate::metrics::BrokerBeat;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, MutexGuard, lock};
 
 /// The shortest time between two beats of a delivery.
 const SHORTEST: Duration = Duration::from_millis(10);
@@ -148,7 +148,7 @@ impl Timer {
         let number = leases.deliveries_started.fetch_add(1, Ordering::Relaxed);
         let due = now.saturating_add(every);
         let scheduled = Scheduled { delivery: Arc::clone(&delivery), due, beats: 0, calling: false };
-        lock(leases.deliveries(number)).insert(number, scheduled);
+        leases.deliveries(number).insert(number, scheduled);
         leases.expect_beat_before(due);
         Beating { leases: Arc::clone(leases), number, delivery }
     }
@@ -179,12 +179,12 @@ impl Beating {
 impl Drop for Beating {
     /// A callback that is under way is dropped, too: what it has yet to ask for would come after the message is settled.
     fn drop(&mut self) {
-        lock(self.leases.deliveries(self.number)).remove(&self.number);
+        self.leases.deliveries(self.number).remove(&self.number);
         self.delivery.over.store(true, Ordering::SeqCst);
         self.delivery.ended.notify_one();
         // The task of a transaction has nothing else to do; one of a store ends with its next look.
         if !self.leases.beats {
-            self.leases.earlier.notify_one();
+            self.leases.earlier().notify_one();
         }
     }
 }
@@ -196,20 +196,20 @@ pub(super) struct DueBeat {
 }
 
 impl Leases {
-    fn deliveries(&self, number: u64) -> &Mutex<Deliveries> {
-        &self.deliveries[usize::try_from(number % SHARDS as u64).unwrap_or_default()]
+    fn deliveries(&self, number: u64) -> MutexGuard<'_, Deliveries> {
+        self.delivery_shard(usize::try_from(number % SHARDS as u64).unwrap_or_default())
     }
 
     /// How many deliveries beat.
     pub(super) fn beating(&self) -> usize {
-        self.deliveries.iter().map(|shard| lock(shard).len()).sum()
+        (0..SHARDS).map(|at| self.delivery_shard(at).len()).sum()
     }
 
     /// The deliveries that are due by `now` or soon after. `next` becomes the time of the next one, if that is earlier.
     pub(super) fn due_deliveries(&self, now: Instant, next: &mut Instant) -> Vec<DueBeat> {
         let mut due = Vec::new();
-        for shard in &self.deliveries {
-            let mut shard = lock(shard);
+        for at in 0..SHARDS {
+            let mut shard = self.delivery_shard(at);
             let deliveries = shard.iter_mut().filter(|(_, it)| !it.delivery.lost.load(Ordering::SeqCst));
             for (number, scheduled) in deliveries {
                 let every = scheduled.delivery.every;
@@ -242,8 +242,8 @@ impl Leases {
 
     /// Wakes the deliveries, so that the first of them starts another renewal task.
     pub(super) fn wake_deliveries(&self) {
-        for shard in &self.deliveries {
-            let deliveries: Vec<_> = lock(shard).values().map(|it| Arc::clone(&it.delivery)).collect();
+        for at in 0..SHARDS {
+            let deliveries: Vec<_> = self.delivery_shard(at).values().map(|it| Arc::clone(&it.delivery)).collect();
             for delivery in deliveries {
                 delivery.wake();
             }
@@ -252,7 +252,7 @@ impl Leases {
 
     /// The callback of a delivery has ended. One that failed is called again soon.
     fn called(self: &Arc<Self>, number: u64, failed: bool) {
-        let mut shard = lock(self.deliveries(number));
+        let mut shard = self.deliveries(number);
         let Some(scheduled) = shard.get_mut(&number) else { return };
         scheduled.calling = false;
         let lost = scheduled.delivery.lost.load(Ordering::SeqCst);

@@ -36,7 +36,7 @@ impl World {
     }
 
     fn leases(&self) -> &Leases {
-        &self.heartbeats().0
+        self.heartbeats().leases()
     }
 
     fn reserve(&self, key: u32, lease: Duration) -> Lease {

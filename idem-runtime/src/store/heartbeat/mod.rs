@@ -21,7 +21,7 @@ use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
 use crate::record::trail::{self, Holder};
 use crate::record::{Lease, OwnerToken, Owners, Trail, Verdict};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Mutex, PerProcess, lock};
+use crate::sync::{InheritedLock, MutexGuard, PerProcess, Process, SharedWithChild};
 
 mod deliveries;
 #[cfg(all(test, shuttle))]
@@ -53,28 +53,30 @@ const OVERDUE: Duration = Duration::from_secs(1);
 /// node or a connection that is stuck costs no other lease.
 ///
 /// The task starts with the first handler, ends some seconds after the last one, and starts anew in the child of a `fork()`.
-pub struct Heartbeats(Arc<Leases>, Holds);
+pub struct Heartbeats(PerProcess<Arc<Leases>>, Holds);
 
 /// Who the handle is, for its records.
 struct Holds {
     name: Box<str>,
     /// Made when it is first asked for: some handles live for one call.
-    holder: OnceLock<PerProcess<Holder<'static>>>,
+    holder: PerProcess<Holder<'static>>,
 }
 
 impl Holds {
     fn new(name: &str) -> Self {
-        Self { name: name.into(), holder: OnceLock::new() }
+        Self { name: name.into(), holder: PerProcess::empty() }
     }
 }
 
 struct Leases {
     clock: Arc<dyn Clock>,
+    /// The process that made this. The child of a `fork()` makes its own leases, unless its store is in memory.
+    made_by: Process,
     /// `None`: each token comes from the system's randomness.
     owners: Option<Owners>,
-    shards: [Mutex<Shard>; SHARDS],
-    /// The deliveries that beat, by the order in which they began.
-    deliveries: [Mutex<Deliveries>; SHARDS],
+    tables: Tables,
+    /// In place of `tables` where a thread of the parent holds a lock of theirs.
+    anew: PerProcess<Box<Tables>>,
     deliveries_started: AtomicU64,
     /// A lease that is due before this must wake the renewal task: nanoseconds since the clock's origin, [`LOOKING`] or
     /// [`NEVER`].
@@ -85,10 +87,10 @@ struct Leases {
     /// Whether leases are renewed at all.
     beats: bool,
     /// Wakes the renewal task for a lease that is due before `next_beat`.
-    earlier: Notify,
+    earlier: PerProcess<Notify>,
     /// Late writes and renewals under way, which no call waits for.
     under_way: AtomicUsize,
-    flushed: Notify,
+    flushed: PerProcess<Notify>,
     /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
@@ -108,6 +110,13 @@ struct Leases {
     abandoned: AtomicBool,
     /// The duplicates that wait. Those of a parent wait in the parent.
     flights: PerProcess<Flights>,
+}
+
+#[derive(Default)]
+struct Tables {
+    shards: [SharedWithChild<Shard>; SHARDS],
+    /// The deliveries that beat, by the order in which they began.
+    deliveries: [SharedWithChild<Deliveries>; SHARDS],
 }
 
 type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
@@ -238,31 +247,21 @@ impl Heartbeats {
     }
 
     fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Self {
-        let leases = Arc::new(Leases {
-            clock,
-            owners,
-            shards: Default::default(),
-            deliveries: Default::default(),
-            deliveries_started: AtomicU64::new(0),
-            next_beat: AtomicU64::new(NEVER),
-            running: AtomicBool::new(false),
-            process: AtomicU32::new(0),
-            beats,
-            earlier: Notify::new(),
-            under_way: AtomicUsize::new(0),
-            flushed: Notify::new(),
-            down_since: AtomicU64::new(NEVER),
-            warned: AtomicBool::new(false),
-            failures: Repeats::default(),
-            meetings: Repeats::default(),
-            last_waits: AtomicUsize::new(0),
-            metrics: OnceLock::new(),
-            outage: Outage::default(),
-            broker_outage: Outage::default(),
-            abandoned: AtomicBool::new(false),
-            flights: PerProcess::new(Flights::default()),
-        });
-        Self(leases, Holds::new(""))
+        Self(PerProcess::new(Leases::new(clock, owners, beats)), Holds::new(""))
+    }
+
+    /// The leases of this process. A system call, except for a store in memory: the child of a `fork()` goes on with its copy
+    /// of the parent's.
+    fn here(&self) -> &Arc<Leases> {
+        match self.0.first() {
+            copied if copied.owners.is_some() => copied,
+            _ => self.0.here_or(|parents| Leases::new(Arc::clone(&parents.clock), None, parents.beats)),
+        }
+    }
+
+    /// The same without a system call, for the steps of a call that has asked for those of this process.
+    fn leases(&self) -> &Arc<Leases> {
+        self.0.latest().expect("made with a value")
     }
 
     /// Names the store handle, so that a record says which one holds it, besides host and process (default: no name).
@@ -281,12 +280,11 @@ impl Heartbeats {
     /// Who holds the keys that this handle reserves. In the child of a `fork()`, a store in memory, which is a copy of its
     /// parent's, is still called by the process of its parent.
     pub fn holder(&self) -> Holder<'static> {
-        let here = || trail::here(&self.1.name);
-        let holder = self.1.holder.get_or_init(|| PerProcess::new(here()));
-        match self.0.owners {
+        let here = || *self.1.holder.here_or_else(|| trail::here(&self.1.name));
+        match self.0.first().owners {
             // Asking for the process is a system call.
-            Some(_) => *holder.first(),
-            None => *holder.here_or(|_| here()),
+            Some(_) => self.1.holder.latest().copied().unwrap_or_else(here),
+            None => here(),
         }
     }
 
@@ -297,30 +295,30 @@ impl Heartbeats {
 
     /// The clock of the store handle.
     pub fn clock(&self) -> &dyn Clock {
-        &*self.0.clock
+        &*self.0.first().clock
     }
 
     /// Whether leases are renewed at all; if not, something else ends them, such as a transaction.
     pub(crate) fn renews(&self) -> bool {
-        self.0.beats
+        self.0.first().beats
     }
 
     #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
-        Arc::clone(&self.0.clock)
+        Arc::clone(&self.0.first().clock)
     }
 
     /// An owner token for a new attempt.
     pub fn new_owner(&self) -> OwnerToken {
-        match &self.0.owners {
+        match &self.0.first().owners {
             Some(owners) => owners.next(),
-            None => OwnerToken::from_bytes(self.0.clock.entropy().to_be_bytes()),
+            None => OwnerToken::from_bytes(self.0.first().clock.entropy().to_be_bytes()),
         }
     }
 
     /// How many leases are being kept alive.
     pub fn live(&self) -> usize {
-        self.0.live()
+        self.here().live()
     }
 
     /// Waits until every late write and renewal is done: those of handlers that were cancelled or panicked, and the beat
@@ -329,10 +327,11 @@ impl Heartbeats {
     /// # Cancel safety
     /// Cancel safe; the writes go on.
     pub async fn flush(&self) {
+        let leases = self.here();
         loop {
-            let mut flushed = pin!(self.0.flushed.notified());
+            let mut flushed = pin!(leases.flushed.here().notified());
             flushed.as_mut().enable();
-            if self.0.under_way.load(Ordering::SeqCst) == 0 {
+            if leases.under_way.load(Ordering::SeqCst) == 0 {
                 return;
             }
             flushed.await;
@@ -342,30 +341,30 @@ impl Heartbeats {
     /// From here on this handle renews nothing, releases nothing and writes nothing late, as if its process had died: for
     /// tests and demonstrations with several handles in one process (`MemoryStore::peer`).
     pub fn abandon(&self) {
-        self.0.abandoned.store(true, Ordering::SeqCst);
+        self.leases().abandoned.store(true, Ordering::SeqCst);
     }
 
     /// Whether calls of this handle may write after they are gone.
     pub(crate) fn writes_late(&self) -> bool {
-        self.0.beats && !self.0.abandoned.load(Ordering::SeqCst)
+        self.leases().beats && !self.leases().abandoned.load(Ordering::SeqCst)
     }
 
     /// The duplicates that wait in handles with these heartbeats.
     pub(super) fn flights(&self) -> &Flights {
-        self.0.flights.here_or(|_| Flights::default())
+        self.leases().flights.here()
     }
 
     /// Notes that the store has answered.
     pub(crate) fn store_answered(&self) {
-        if self.0.down_since.load(Ordering::Relaxed) != NEVER {
-            self.0.down_since.store(NEVER, Ordering::Relaxed);
+        if self.leases().down_since.load(Ordering::Relaxed) != NEVER {
+            self.leases().down_since.store(NEVER, Ordering::Relaxed);
         }
     }
 
     /// Notes that the store has not answered. Returns for how long it has not.
     pub(crate) fn store_failed(&self) -> Duration {
         let now = nanos(self.clock().now());
-        let down_since = self.0.down_since.fetch_min(now, Ordering::Relaxed).min(now);
+        let down_since = self.leases().down_since.fetch_min(now, Ordering::Relaxed).min(now);
         Duration::from_nanos(now - down_since)
     }
 
@@ -374,43 +373,49 @@ impl Heartbeats {
     pub(crate) fn unrecorded_failures(&self, key: &Key, is_ok: bool) -> u32 {
         match is_ok {
             true => {
-                self.0.failures.forget(key.seed());
+                self.leases().failures.forget(key.seed());
                 0
             }
-            false => self.0.failures.again(key.seed()),
+            false => self.leases().failures.again(key.seed()),
         }
     }
 
     /// A duplicate has met attempt number `attempt` of `key`. Returns how often that happened here, as far as it is remembered.
     pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
         // An odd multiplier spreads the numbers over all bits of the tag.
-        self.0.meetings.again(key.seed() ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        self.leases().meetings.again(key.seed() ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
     /// The right of a duplicate to wait on its last deliveries; `None` if enough of them wait.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
-        let waits = self.0.last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
-        waits.then(|| LastWait(Arc::clone(&self.0)))
+        let waits = self.leases().last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
+        waits.then(|| LastWait(Arc::clone(self.leases())))
     }
 
     /// Whether this is the first call: a warning is logged once.
     pub(crate) fn warns_now(&self) -> bool {
-        !self.0.warned.swap(true, Ordering::Relaxed)
+        !self.leases().warned.swap(true, Ordering::Relaxed)
     }
 
     /// What is counted of this store, which is called `store`.
     #[inline]
     pub(crate) fn metrics(&self, store: &'static str) -> &Metrics {
-        match self.0.metrics.get() {
+        match self.leases().metrics.get() {
             Some(metrics) => metrics,
-            None => self.0.make_metrics(store),
+            None => self.leases().make_metrics(store),
         }
+    }
+
+    /// The same at the beginning of a call, from which on everything else is that of this process.
+    pub(crate) fn metrics_here(&self, store: &'static str) -> &Metrics {
+        self.here();
+        self.metrics(store)
     }
 
     /// What is counted of this store, if anything was.
     pub(super) fn known_metrics(&self) -> Option<&Metrics> {
-        self.0.metrics.get().map(|metrics| &**metrics)
+        self.leases().metrics.get().map(|metrics| &**metrics)
     }
 
     /// All that is counted, as of now.
@@ -419,16 +424,17 @@ impl Heartbeats {
     }
 
     pub(super) fn outage(&self) -> &Outage {
-        &self.0.outage
+        &self.leases().outage
     }
 
     /// How the renewal of leases stands at `now`.
     pub(super) fn beating(&self, now: Instant) -> Standings {
-        let mut standings = Standings { is_running: !self.0.beats || self.0.is_running(), ..Standings::default() };
-        for shard in &self.0.shards {
-            for registered in lock(shard).values() {
+        let leases = self.here();
+        let mut standings = Standings { is_running: !leases.beats || leases.is_running(), ..Standings::default() };
+        for at in 0..SHARDS {
+            for registered in leases.shard(at).values() {
                 standings.leases += 1;
-                if self.0.beats && registered.standing == LeaseStanding::Held {
+                if leases.beats && registered.standing == LeaseStanding::Held {
                     // Asked for and not answered is late as well: that is what `confirmed_at` tells.
                     let due = registered.confirmed_at.saturating_add(registered.beat());
                     let lag = now.saturating_since(due);
@@ -442,22 +448,22 @@ impl Heartbeats {
 
     /// What calls back from time to time while a delivery is being handled.
     pub(crate) fn timer(&self) -> Timer {
-        Timer(Arc::clone(&self.0))
+        Timer(Arc::clone(self.here()))
     }
 
     /// Work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
     pub(crate) fn under_way(&self) -> UnderWay {
-        UnderWay::new(&self.0)
+        UnderWay::new(self.leases())
     }
 
     /// Keeps `lease` alive until it is deregistered, within `limits`.
     pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, limits: Limits) {
+        let leases = self.leases();
         // In the child of a `fork()`, a store in memory is a copy, as are its parent's records: only a late beat reveals
         // the fork.
-        let planned = self.0.next_beat.load(Ordering::SeqCst);
-        let overdue = planned < nanos(confirmed_at).saturating_sub(span(OVERDUE));
-        if (self.0.owners.is_none() || overdue) && self.0.is_forked() {
-            self.start_anew();
+        let planned = leases.next_beat.load(Ordering::SeqCst);
+        if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && leases.is_forked() {
+            leases.start_anew();
         }
         let registered = Registered {
             store: Arc::clone(store),
@@ -472,21 +478,21 @@ impl Heartbeats {
             waker: None,
         };
         let next = nanos(registered.next());
-        lock(self.0.shard(lease.owner)).insert(lease.owner, registered);
+        self.leases().shard_of(lease.owner).insert(lease.owner, registered);
         self.metrics(store.name()).lease_begins();
-        if self.0.beats && next < self.0.next_beat.load(Ordering::SeqCst) {
-            self.0.expect_beat();
+        if self.leases().beats && next < self.leases().next_beat.load(Ordering::SeqCst) {
+            self.leases().expect_beat();
         }
     }
 
     /// Whether the body of `owner` may be polled. `waker` is woken when that changes.
     pub(crate) fn standing(&self, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
-        if !self.0.beats {
+        if !self.leases().beats {
             return LeaseStanding::Held;
         }
-        let now = self.0.clock.now();
+        let now = self.leases().clock.now();
         let (standing, unasked) = {
-            let mut shard = lock(self.0.shard(owner));
+            let mut shard = self.leases().shard_of(owner);
             let Some(registered) = shard.get_mut(&owner) else { return LeaseStanding::Held };
             match &mut registered.waker {
                 Some(known) if known.will_wake(waker) => {}
@@ -507,8 +513,8 @@ impl Heartbeats {
             }
         };
         // The runtime of the renewal task may have shut down, or belong to another process.
-        if unasked || self.0.next_beat.load(Ordering::SeqCst) == NEVER {
-            self.0.expect_beat();
+        if unasked || self.leases().next_beat.load(Ordering::SeqCst) == NEVER {
+            self.leases().expect_beat();
         }
         standing
     }
@@ -516,7 +522,7 @@ impl Heartbeats {
     /// From here on no time limit and no beat ends the attempt of `owner`: its body has returned, and the store alone
     /// accepts or refuses the rest.
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
-        if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
+        if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
             registered.pause = None;
             registered.waker = None;
@@ -526,9 +532,9 @@ impl Heartbeats {
     /// From here on the body of `owner` is not polled again, and its values are being dropped. Their drop may take as long as
     /// the body might have: the lease is kept alive for `timeout` from now, also if the body has reached its time-out.
     pub(crate) fn drops_values(&self, owner: OwnerToken, timeout: Duration) {
-        let stop_at = self.0.clock.now().saturating_add(timeout);
+        let stop_at = self.leases().clock.now().saturating_add(timeout);
         let resumes = {
-            let mut shard = lock(self.0.shard(owner));
+            let mut shard = self.leases().shard_of(owner);
             let Some(registered) = shard.get_mut(&owner) else { return };
             registered.stop_at = stop_at;
             registered.pause = None;
@@ -540,22 +546,22 @@ impl Heartbeats {
             resumes
         };
         // The renewal task may sleep beyond the next beat of this lease, which it had given up.
-        if resumes && self.0.beats {
-            self.0.expect_beat();
+        if resumes && self.leases().beats {
+            self.leases().expect_beat();
         }
     }
 
     /// Why the lease of `owner` was not renewed the last time.
     pub(crate) fn why_unrenewed(&self, owner: OwnerToken) -> StoreError {
-        let shard = lock(self.0.shard(owner));
+        let shard = self.leases().shard_of(owner);
         let failing = shard.get(&owner).and_then(|registered| registered.failing.as_ref());
         failing.map_or_else(no_answer, |failing| failing.error.clone())
     }
 
     /// Stops the heartbeat. Returns when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
-        let registered = lock(self.0.shard(owner)).remove(&owner)?;
-        if let Some(metrics) = self.0.metrics.get() {
+        let registered = self.leases().shard_of(owner).remove(&owner)?;
+        if let Some(metrics) = self.leases().metrics.get() {
             metrics.lease_ends();
         }
         Some(registered.confirmed_at)
@@ -563,30 +569,30 @@ impl Heartbeats {
 
     /// Notes a renewal that was made elsewhere, and sent at `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
-        if let Some(registered) = lock(self.0.shard(owner)).get_mut(&owner) {
+        if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
         }
     }
 
     /// When the last confirmed reservation or renewal of `owner` was sent.
     pub(crate) fn confirmed_at(&self, owner: OwnerToken) -> Option<Instant> {
-        lock(self.0.shard(owner)).get(&owner).map(|registered| registered.confirmed_at)
+        self.leases().shard_of(owner).get(&owner).map(|registered| registered.confirmed_at)
     }
 
     /// Until when the lease of `owner` is sure to be held, if this handle keeps it alive.
     #[cfg(feature = "redis")]
     pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
-        let shard = lock(self.0.shard(owner));
+        let shard = self.leases().shard_of(owner);
         shard.get(&owner).filter(|registered| registered.standing == LeaseStanding::Held).map(Registered::held_until)
     }
 
     /// How long the lease of `owner` is sure to be held; zero once its call has ended.
     pub(crate) fn lease_remaining(&self, owner: OwnerToken) -> Duration {
-        let shard = lock(self.0.shard(owner));
+        let shard = self.leases().shard_of(owner);
         match shard.get(&owner) {
-            Some(registered) if !self.0.beats => registered.lease.duration,
+            Some(registered) if !self.leases().beats => registered.lease.duration,
             Some(registered) if registered.standing != LeaseStanding::Lost => {
-                registered.held_until().saturating_since(self.0.clock.now())
+                registered.held_until().saturating_since(self.leases().clock.now())
             }
             _ => Duration::ZERO,
         }
@@ -595,25 +601,12 @@ impl Heartbeats {
     /// How long `lease` may still be held, if it was last confirmed at `confirmed_at` or by a later beat. A refused beat
     /// does not count: the record may be that of this attempt, ended.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
-        if !self.0.beats {
+        if !self.leases().beats {
             return lease.duration;
         }
-        let known = lock(self.0.shard(lease.owner)).get(&lease.owner).map(|registered| registered.confirmed_at);
+        let known = self.leases().shard_of(lease.owner).get(&lease.owner).map(|registered| registered.confirmed_at);
         let confirmed_at = known.unwrap_or(confirmed_at).max(confirmed_at);
-        confirmed_at.saturating_add(lease.duration).saturating_since(self.0.clock.now())
-    }
-
-    /// In the child of a `fork()`: the registered leases are the parent's, and its threads don't exist here.
-    fn start_anew(&self) {
-        if self.0.owners.is_none() {
-            self.0
-                .shards
-                .iter()
-                .for_each(|shard| std::mem::take(&mut *lock(shard)).into_values().for_each(std::mem::forget));
-        }
-        self.0.deliveries.iter().for_each(|shard| std::mem::forget(std::mem::take(&mut *lock(shard))));
-        self.0.under_way.store(0, Ordering::SeqCst);
-        self.0.expect_beat();
+        confirmed_at.saturating_add(lease.duration).saturating_since(self.leases().clock.now())
     }
 }
 
@@ -633,13 +626,81 @@ pub(super) struct Standings {
 impl Drop for Heartbeats {
     /// A sleeping renewal task has nothing left to wait for.
     fn drop(&mut self) {
-        self.0.earlier.notify_one();
+        if let Some(leases) = self.0.known() {
+            leases.earlier().notify_one();
+        }
     }
 }
 
 impl Leases {
-    fn shard(&self, owner: OwnerToken) -> &Mutex<Shard> {
-        &self.shards[usize::from(owner.as_bytes()[0]) % SHARDS]
+    fn new(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Arc<Self> {
+        Arc::new(Self {
+            clock,
+            made_by: Process::this(),
+            owners,
+            tables: Tables::default(),
+            anew: PerProcess::empty(),
+            deliveries_started: AtomicU64::new(0),
+            next_beat: AtomicU64::new(NEVER),
+            running: AtomicBool::new(false),
+            process: AtomicU32::new(0),
+            beats,
+            earlier: PerProcess::new(Notify::new()),
+            under_way: AtomicUsize::new(0),
+            flushed: PerProcess::new(Notify::new()),
+            down_since: AtomicU64::new(NEVER),
+            warned: AtomicBool::new(false),
+            failures: Repeats::default(),
+            meetings: Repeats::default(),
+            last_waits: AtomicUsize::new(0),
+            metrics: OnceLock::new(),
+            outage: Outage::default(),
+            broker_outage: Outage::default(),
+            abandoned: AtomicBool::new(false),
+            flights: PerProcess::default(),
+        })
+    }
+
+    /// The leases of the shard at `at`. A child whose parent held their lock at the fork begins with none.
+    fn shard(&self, at: usize) -> MutexGuard<'_, Shard> {
+        let anew = |InheritedLock| self.anew.here().shards[at].lock().expect("a lock of this process");
+        self.tables.shards[at].lock().unwrap_or_else(anew)
+    }
+
+    /// The same for deliveries.
+    fn delivery_shard(&self, at: usize) -> MutexGuard<'_, Deliveries> {
+        let anew = |InheritedLock| self.anew.here().deliveries[at].lock().expect("a lock of this process");
+        self.tables.deliveries[at].lock().unwrap_or_else(anew)
+    }
+
+    fn shard_of(&self, owner: OwnerToken) -> MutexGuard<'_, Shard> {
+        self.shard(usize::from(owner.as_bytes()[0]) % SHARDS)
+    }
+
+    fn earlier(&self) -> &Notify {
+        self.earlier.latest().expect("made with a value")
+    }
+
+    fn flushed(&self) -> &Notify {
+        self.flushed.latest().expect("made with a value")
+    }
+
+    /// Wakes tasks. In the child of a `fork()`, a task of the parent may be among those of a store in memory, and a lock of its
+    /// runtime be held for ever: a thread that waits for nothing else takes the risk.
+    fn wake(&self, wakers: Vec<Waker>) {
+        let wake = move || wakers.into_iter().for_each(Waker::wake);
+        if self.owners.is_none() || self.made_by.is_this() {
+            wake();
+        } else if let Err(error) = std::thread::Builder::new().name("idem-wake".to_owned()).spawn(wake) {
+            tracing::warn!(%error, "no thread can be started to wake calls that may be those of the parent process");
+        }
+    }
+
+    /// In the child of a `fork()`, for a store in memory: the renewal task and the deliveries are the parent's.
+    fn start_anew(self: &Arc<Self>) {
+        (0..SHARDS).for_each(|at| std::mem::forget(std::mem::take(&mut *self.delivery_shard(at))));
+        self.under_way.store(0, Ordering::SeqCst);
+        self.expect_beat();
     }
 
     /// Makes sure that the renewal task scans again.
@@ -648,9 +709,11 @@ impl Leases {
         // task that ends scans again after it has given its place back. So either it sees the lease, or we wake it, or we
         // start another.
         if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
-            self.earlier.notify_one();
+            self.earlier().notify_one();
             return;
         }
+        self.earlier.here();
+        self.flushed.here();
         let process = std::process::id();
         self.next_beat.store(LOOKING, Ordering::SeqCst);
         self.process.store(process, Ordering::SeqCst);
@@ -684,7 +747,7 @@ impl Leases {
     }
 
     fn live(&self) -> usize {
-        self.shards.iter().map(|shard| lock(shard).len()).sum()
+        (0..SHARDS).map(|at| self.shard(at).len()).sum()
     }
 
     /// Whether there is nothing to do for the renewal task. Leases without heartbeats are nothing to do.
@@ -701,9 +764,11 @@ impl Leases {
         let mut next = now.saturating_add(LONGEST_SLEEP);
         due.deliveries = self.due_deliveries(now, &mut next);
         // Without heartbeats only the deliveries beat.
-        for shard in self.shards.iter().filter(|_| self.beats) {
+        for at in (0..SHARDS).filter(|_| self.beats) {
             let mut over = Vec::new();
-            for registered in lock(shard).values_mut().filter(|registered| registered.standing == LeaseStanding::Held) {
+            for registered in
+                self.shard(at).values_mut().filter(|registered| registered.standing == LeaseStanding::Held)
+            {
                 if registered.stop_at <= now {
                     over.extend(registered.turn(LeaseStanding::TimedOut));
                     continue;
@@ -731,14 +796,16 @@ impl Leases {
                 }
                 next = next.min(registered.next());
             }
-            over.into_iter().for_each(Waker::wake);
+            if !over.is_empty() {
+                self.wake(over);
+            }
         }
         (due, next)
     }
 
     /// Enters the store's answer about `lease`, requested at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
-        let mut shard = lock(self.shard(lease.owner));
+        let mut shard = self.shard_of(lease.owner);
         // The owner may have another attempt by now, if its request was answered anew.
         let Some(registered) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
@@ -756,7 +823,7 @@ impl Leases {
         };
         drop(shard);
         if let Some(waker) = waker {
-            waker.wake();
+            self.wake(vec![waker]);
         }
     }
 
@@ -766,7 +833,7 @@ impl Leases {
         let now = self.clock.now();
         let mut sooner = false;
         for lease in leases {
-            if let Some(registered) = lock(self.shard(lease.owner)).get_mut(&lease.owner)
+            if let Some(registered) = self.shard_of(lease.owner).get_mut(&lease.owner)
                 && registered.confirmed_at < asked_at
             {
                 registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
@@ -778,7 +845,7 @@ impl Leases {
             }
         }
         if sooner {
-            self.earlier.notify_one();
+            self.earlier().notify_one();
         }
     }
 }
@@ -836,9 +903,12 @@ impl Drop for Running {
         }
         leases.next_beat.store(NEVER, Ordering::SeqCst);
         leases.running.store(false, Ordering::SeqCst);
-        for shard in &leases.shards {
-            let wakers: Vec<_> = lock(shard).values_mut().filter_map(|registered| registered.waker.take()).collect();
-            wakers.into_iter().for_each(Waker::wake);
+        for at in 0..SHARDS {
+            let wakers: Vec<_> =
+                leases.shard(at).values_mut().filter_map(|registered| registered.waker.take()).collect();
+            if !wakers.is_empty() {
+                leases.wake(wakers);
+            }
         }
         leases.wake_deliveries();
     }
@@ -887,7 +957,7 @@ async fn beat(mut running: Running) {
             continue;
         }
         leases.next_beat.store(nanos(next), Ordering::SeqCst);
-        slept = race(leases.earlier.notified(), leases.clock.sleep(next.saturating_since(now))).await.is_none();
+        slept = race(leases.earlier().notified(), leases.clock.sleep(next.saturating_since(now))).await.is_none();
         leases.next_beat.store(LOOKING, Ordering::SeqCst);
     }
 }
@@ -943,7 +1013,7 @@ impl UnderWay {
 impl Drop for UnderWay {
     fn drop(&mut self) {
         if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.0.flushed.notify_waiters();
+            self.0.flushed().notify_waiters();
         }
     }
 }
