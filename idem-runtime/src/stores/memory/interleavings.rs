@@ -32,7 +32,7 @@ fn result() -> Finish {
 
 /// The number of records and of waiters' entries, counted.
 fn counted(store: &MemoryStore) -> (usize, usize) {
-    let shards = store.0.records.shards.iter().map(lock);
+    let shards = store.0.records.shards.iter().flat_map(SharedWithChild::lock);
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
 }
 

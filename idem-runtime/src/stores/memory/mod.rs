@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use hashbrown::HashTable;
 use tokio::sync::Notify;
+use tokio::sync::futures::OwnedNotified;
 
 pub use self::options::MemoryOptions;
 use self::slots::{Order, Slot, Slots};
@@ -26,7 +27,7 @@ use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Mutex, lock};
+use crate::sync::{InheritedLock, Process, SharedWithChild};
 
 /// A power of two; enough that the threads of a large machine rarely meet at one lock.
 const SHARDS: usize = 64;
@@ -43,6 +44,8 @@ const LOOKED_AT: usize = 10_000;
 /// - *Limits*: as many records as [`max_records`](MemoryOptions::max_records) allows. A full store refuses new keys
 ///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are cleaned up
 ///   as new ones arrive.
+/// - *`fork`*: a child has a copy of the records. Where a thread of the parent was at work at the fork, calls in the child are
+///   [`StoreErrorKind::Misconfigured`]: make a store after the fork.
 /// - *Cost*: one look-up per step, no allocation beyond key and result.
 ///
 /// Clones share the records.
@@ -102,7 +105,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct Records {
-    shards: Box<[Mutex<Shard>]>,
+    shards: Box<[SharedWithChild<Shard>]>,
     capacity: usize,
     len: AtomicUsize,
 }
@@ -119,10 +122,26 @@ struct Shard {
 }
 
 /// The waiters of one key, and their number.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Waiters {
+    /// The child of a `fork()` never touches those of its parent.
+    process: Process,
     woken: Arc<Notify>,
     count: usize,
+}
+
+impl Default for Waiters {
+    fn default() -> Self {
+        Self { process: Process::this(), woken: Arc::default(), count: 0 }
+    }
+}
+
+impl From<InheritedLock> for StoreError {
+    fn from(_: InheritedLock) -> Self {
+        let message = "this process was forked while a call of its parent was at work in the store, so these records can't be \
+                       used here: make a `MemoryStore` after the fork";
+        Self::new(StoreErrorKind::Misconfigured, message)
+    }
 }
 
 impl Shard {
@@ -211,6 +230,7 @@ impl Shard {
     fn wake(&mut self, key: &Key) {
         if !self.waiters.is_empty()
             && let Some(waiters) = self.waiters.remove(key)
+            && waiters.process.is_this()
         {
             waiters.woken.notify_waiters();
         }
@@ -241,7 +261,7 @@ impl Shared {
         point(self.heartbeats.clock().now())
     }
 
-    fn shard(&self, key: &Key) -> &Mutex<Shard> {
+    fn shard(&self, key: &Key) -> &SharedWithChild<Shard> {
         &self.records.shards[key.shard(SHARDS)]
     }
 
@@ -260,7 +280,7 @@ impl Shared {
     }
 
     fn try_reserve(&self, request: &ReserveRequest, now: Nanos) -> Result<Reservation, StoreError> {
-        let mut shard = lock(self.shard(&request.key));
+        let mut shard = self.shard(&request.key).lock()?;
         let shard = &mut *shard;
         self.sweep(shard, now, SWEEP);
         let ttl = span(request.ttl);
@@ -301,24 +321,24 @@ impl Shared {
 
     /// Compare-and-set on the attempt, or for a release on its owner token: applies `end` to a pending record. An earlier
     /// copy of the same write is recognised.
-    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Verdict {
+    fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Result<Verdict, StoreError> {
         let now = self.now();
-        let mut shard = lock(self.shard(&lease.key));
-        let Some(place) = shard.place(&lease.key) else { return Verdict::Refused };
+        let mut shard = self.shard(&lease.key).lock()?;
+        let Some(place) = shard.place(&lease.key) else { return Ok(Verdict::Refused) };
         let slot = shard.slots.get_mut(place);
         if slot.expires_at <= now || slot.owner() != lease.owner {
-            return Verdict::Refused;
+            return Ok(Verdict::Refused);
         }
         if !slot.is_pending() {
-            return slot.record().ended(lease, with_result);
+            return Ok(slot.record().ended(lease, with_result));
         }
         if with_result && slot.attempt() != lease.attempt {
-            return Verdict::Refused;
+            return Ok(Verdict::Refused);
         }
         end(slot);
         shard.date(place, span(lease.ttl), now);
         shard.wake(&lease.key);
-        Verdict::Applied
+        Ok(Verdict::Applied)
     }
 
     /// Walks along the slots, which a record does not change while it is there. A cursor is the next shard and slot.
@@ -334,7 +354,7 @@ impl Shared {
         let (first, mut from): (usize, u32) = from.ok_or_else(foreign)?;
         let (now, mut page, mut looked) = (self.now(), Page::default(), 0);
         for (at, shard) in self.records.shards.iter().enumerate().skip(first) {
-            let shard = lock(shard);
+            let shard = shard.lock()?;
             for place in from..shard.slots.places() {
                 if looked == LOOKED_AT || page.records.len() == filter.most() {
                     page.next = Some(Cursor::new(format!("{at}.{place}")));
@@ -353,23 +373,72 @@ impl Shared {
         Ok(page)
     }
 
-    fn begin_one(&self, lease: &Lease, now: Nanos) -> Verdict {
-        let mut shard = lock(self.shard(&lease.key));
+    fn begin_one(&self, lease: &Lease, now: Nanos) -> Result<Verdict, StoreError> {
+        let mut shard = self.shard(&lease.key).lock()?;
         let slot = shard.get(&lease.key, now).filter(|it| it.owner() == lease.owner && it.attempt() == lease.attempt);
-        match slot.is_some_and(|slot| slot.mark_begun(now)) {
+        Ok(match slot.is_some_and(|slot| slot.mark_begun(now)) {
             true => Verdict::Applied,
             false => Verdict::Refused,
+        })
+    }
+
+    fn renew_one(&self, lease: &Lease, now: Nanos) -> Result<Verdict, StoreError> {
+        match self.shard(&lease.key).lock()?.get(&lease.key, now) {
+            Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
+                slot.renew(now);
+                Ok(Verdict::Applied)
+            }
+            _ => Ok(Verdict::Refused),
         }
     }
 
-    fn renew_one(&self, lease: &Lease, now: Nanos) -> Verdict {
-        match lock(self.shard(&lease.key)).get(&lease.key, now) {
-            Some(slot) if slot.owner() == lease.owner && slot.attempt() == lease.attempt && slot.is_pending() => {
-                slot.renew(now);
-                Verdict::Applied
-            }
-            _ => Verdict::Refused,
+    /// Registers a duplicate that waits. `None`: there is nothing to wait for.
+    fn join<'a>(&'a self, key: &'a Key, attempt: u32) -> Result<Option<(Waiter<'a>, OwnedNotified)>, StoreError> {
+        let now = self.now();
+        let mut shard = self.shard(key).lock()?;
+        if !shard.get(key, now).is_some_and(|slot| slot.attempt() == attempt && slot.is_pending()) {
+            return Ok(None);
         }
+        let waiters = shard.waiters.entry(key.clone()).or_default();
+        if !waiters.process.is_this() {
+            *waiters = Waiters::default();
+        }
+        waiters.count += 1;
+        let woken = Arc::clone(&waiters.woken);
+        // Created while the lock is held, so that the next write to the record notifies it.
+        Ok(Some((Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())))
+    }
+
+    fn look(&self, key: &Key) -> Result<Option<Inspection>, StoreError> {
+        let now = self.now();
+        let shard = self.shard(key).lock()?;
+        let place = shard.place(key).filter(|place| shard.slots.get(*place).expires_at > now);
+        Ok(place.map(|place| shard.inspect(place, now)))
+    }
+
+    fn apply(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        let (now, key) = (self.now(), &decision.key);
+        let mut shard = self.shard(key).lock()?;
+        let shard = &mut *shard;
+        let Some(place) = shard.place(key) else { return Ok(Decided::NoRecord) };
+        let slot = shard.slots.get(place);
+        if slot.expires_at <= now {
+            return Ok(Decided::NoRecord);
+        }
+        match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
+            Ruling::Answer(refused) => return Ok(refused),
+            Ruling::Replace(record) => {
+                let trail = record.trail.clone();
+                shard.slots.get_mut(place).set(record, key);
+                shard.slots.set_trail(place, trail);
+            }
+            Ruling::Remove => {
+                shard.expire(place, now);
+                self.sweep(shard, now, usize::MAX);
+            }
+        }
+        shard.wake(key);
+        Ok(Decided::Applied)
     }
 }
 
@@ -402,8 +471,8 @@ impl Store for Shared {
         let now = self.now();
         let mut answer = self.try_reserve(request, now);
         if matches!(&answer, Err(error) if error.kind() == StoreErrorKind::Full) {
-            for shard in &self.records.shards {
-                self.sweep(&mut lock(shard), now, usize::MAX);
+            for mut shard in self.records.shards.iter().flat_map(SharedWithChild::lock) {
+                self.sweep(&mut shard, now, usize::MAX);
             }
             answer = self.try_reserve(request, now);
         }
@@ -411,38 +480,34 @@ impl Store for Shared {
     }
 
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
-        StoreFuture::ready(Ok(self.begin_one(lease, self.now())))
+        StoreFuture::ready(self.begin_one(lease, self.now()))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let now = self.now();
-        leases.iter().enumerate().for_each(|(at, lease)| answer(at, self.renew_one(lease, now)));
-        StoreFuture::ready(Ok(()))
+        let mut outcome = Ok(());
+        for (at, lease) in leases.iter().enumerate() {
+            match self.renew_one(lease, now) {
+                Ok(verdict) => answer(at, verdict),
+                Err(error) => outcome = Err(error),
+            }
+        }
+        StoreFuture::ready(outcome)
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        StoreFuture::ready(Ok(self.end(lease, true, |slot| slot.finish(finish))))
+        StoreFuture::ready(self.end(lease, true, |slot| slot.finish(finish)))
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        StoreFuture::ready(Ok(self.end(lease, false, |slot| slot.release(release))))
+        StoreFuture::ready(self.end(lease, false, |slot| slot.release(release)))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
-        let now = self.now();
-        let shard = self.shard(key);
-        let (waiter, woken) = {
-            let mut shard = lock(shard);
-            let pending = shard.get(key, now).is_some_and(|slot| slot.attempt() == attempt && slot.is_pending());
-            if !pending {
-                drop(shard);
-                return self.inspect(key);
-            }
-            let waiters = shard.waiters.entry(key.clone()).or_default();
-            waiters.count += 1;
-            let woken = Arc::clone(&waiters.woken);
-            // Created while the lock is held, so that the next write to the record notifies it.
-            (Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())
+        let (waiter, woken) = match self.join(key, attempt) {
+            Ok(Some(joined)) => joined,
+            Ok(None) => return self.inspect(key),
+            Err(error) => return StoreFuture::ready(Err(error)),
         };
         let sleep = self.heartbeats.clock().sleep(at_most);
         StoreFuture::new(async move {
@@ -453,42 +518,21 @@ impl Store for Shared {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        let now = self.now();
-        let shard = lock(self.shard(key));
-        let place = shard.place(key).filter(|place| shard.slots.get(*place).expires_at > now);
-        StoreFuture::ready(Ok(place.map(|place| shard.inspect(place, now))))
+        StoreFuture::ready(self.look(key))
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        let (now, key) = (self.now(), &decision.key);
-        let mut shard = lock(self.shard(key));
-        let shard = &mut *shard;
-        let Some(place) = shard.place(key) else { return StoreFuture::ready(Ok(Decided::NoRecord)) };
-        let slot = shard.slots.get(place);
-        if slot.expires_at <= now {
-            return StoreFuture::ready(Ok(Decided::NoRecord));
-        }
-        match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
-            Ruling::Answer(refused) => return StoreFuture::ready(Ok(refused)),
-            Ruling::Replace(record) => {
-                let trail = record.trail.clone();
-                shard.slots.get_mut(place).set(record, key);
-                shard.slots.set_trail(place, trail);
-            }
-            Ruling::Remove => {
-                shard.expire(place, now);
-                self.sweep(shard, now, usize::MAX);
-            }
-        }
-        shard.wake(key);
-        StoreFuture::ready(Ok(Decided::Applied))
+        StoreFuture::ready(self.apply(decision))
     }
 
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         let now = self.now();
         let mut left = batch as usize;
         for shard in &self.records.shards {
-            left -= self.sweep(&mut lock(shard), now, left);
+            match shard.lock() {
+                Ok(mut shard) => left -= self.sweep(&mut shard, now, left),
+                Err(inherited) => return StoreFuture::ready(Err(inherited.into())),
+            }
         }
         StoreFuture::ready(Ok(u64::from(batch) - left as u64))
     }
@@ -504,14 +548,14 @@ impl Store for Shared {
 
 /// A waiting duplicate; the last one to give up removes the entry.
 struct Waiter<'a> {
-    shard: &'a Mutex<Shard>,
+    shard: &'a SharedWithChild<Shard>,
     key: &'a Key,
     woken: Arc<Notify>,
 }
 
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
-        let mut shard = lock(self.shard);
+        let Ok(mut shard) = self.shard.lock() else { return };
         // Woken waiters have lost their entry, and the present one may be of others.
         if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
             waiters.count -= 1;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{MemoryStore, Records, SHARDS, Shard};
 use crate::clock::{Clock, SystemClock};
 use crate::store::Heartbeats;
-use crate::sync::Mutex;
+use crate::sync::SharedWithChild;
 use crate::sync::atomic::AtomicUsize;
 
 /// Settings for a [`MemoryStore`].
@@ -62,7 +62,7 @@ impl MemoryOptions {
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let heartbeats = Arc::new(Heartbeats::in_process(clock).held_by(&holder));
         let own = heartbeats.holder().as_str();
-        let shards = (0..SHARDS).map(|_| Mutex::new(Shard::of(own))).collect();
+        let shards = (0..SHARDS).map(|_| SharedWithChild::new(Shard::of(own))).collect();
         let records = Arc::new(Records { shards, capacity: max_records, len: AtomicUsize::new(0) });
         MemoryStore::open(records, heartbeats, namespace)
     }
