@@ -6,7 +6,7 @@
 //! closes what it has inherited before it opens anything. That is safe if no thread was using an inherited connection at
 //! the fork. The lock of its [`Link`] tells: a thread holds it for as long as it is inside SQLite.
 
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
 
 use rusqlite::config::DbConfig;
@@ -19,7 +19,7 @@ use crate::sync::{PerProcess, Process, lock};
 /// All connections in the memory of this process.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
 /// Held while a connection is closed, until its `files` are forgotten.
-static CLOSING: LazyLock<PerProcess<Mutex<()>>> = LazyLock::new(|| PerProcess::new(Mutex::default()));
+static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
 /// How often a child looks whether the list is free, and the pause in between: its own threads hold the list for a moment,
 /// a thread of its parent for ever.
 const LOOKS: u32 = 100;
@@ -91,8 +91,11 @@ impl Link {
     fn enlist(self: &Arc<Self>) -> Result<Vec<Arc<Self>>, StoreError> {
         let mut links = list()?;
         let mut others: Vec<_> = links.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
-        for link in others.extract_if(.., |link| !link.process.is_this()) {
-            link.let_go()?;
+        let inherited: Vec<_> = others.extract_if(.., |link| !link.process.is_this()).collect();
+        // All of them before the first is closed: a thread of the parent that was inside SQLite may have held a lock there.
+        let unused = inherited.iter().map(|link| link.try_lock().ok_or_else(forked_at_work));
+        for connected in unused.collect::<Result<Vec<_>, _>>()? {
+            let_go(connected)?;
         }
         links.retain(|other| other.strong_count() > 0);
         if !links.iter().any(|other| Weak::as_ptr(other) == Arc::as_ptr(self)) {
@@ -110,23 +113,6 @@ impl Link {
         }
     }
 
-    /// Closes an inherited connection, unless its process was using it.
-    fn let_go(&self) -> Result<(), StoreError> {
-        let Some(mut connected) = self.try_lock() else { return Err(forked_at_work()) };
-        let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
-        // Otherwise the close would look whether it is the last one, and remove the WAL of the connections that remain.
-        let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
-        let closed = match quiet {
-            Ok(_) => connection.close().map_err(|(connection, _)| connection),
-            Err(_) => Err(connection),
-        };
-        closed.map_err(|connection| {
-            // Its `drop` must not try again either.
-            std::mem::forget(connection);
-            forked_at_work()
-        })
-    }
-
     /// Closes the connection. One at a time: the last one of a process tidies the file up, and of two that close at the
     /// same moment each would take the other for one that stays.
     pub(super) fn close(&self) {
@@ -140,7 +126,23 @@ impl Link {
 
 /// Keeps every other connection of this process from being closed.
 fn closing() -> MutexGuard<'static, ()> {
-    lock(CLOSING.here_or(|_| Mutex::default()))
+    lock(CLOSING.here())
+}
+
+/// Closes an inherited connection.
+fn let_go(mut connected: MutexGuard<'_, Option<Connected>>) -> Result<(), StoreError> {
+    let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
+    // Otherwise the close would look whether it is the last one, and remove the WAL of the connections that remain.
+    let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
+    let closed = match quiet {
+        Ok(_) => connection.close().map_err(|(connection, _)| connection),
+        Err(_) => Err(connection),
+    };
+    closed.map_err(|connection| {
+        // Its `drop` must not try again either.
+        std::mem::forget(connection);
+        forked_at_work()
+    })
 }
 
 fn list() -> Result<MutexGuard<'static, Vec<Weak<Link>>>, StoreError> {
