@@ -41,7 +41,7 @@ fn take_part(store: &Cached) -> u32 {
 }
 
 fn assert_nothing_is_left(store: &Cached) {
-    for shard in &store.0.cache.shards {
+    for shard in store.0.cache.shards() {
         let shard = lock(shard);
         assert!(shard.flights.is_empty() && shard.making.is_empty(), "something is left of those who have asked");
         assert_eq!(shard.ring.len(), shard.entries.len());

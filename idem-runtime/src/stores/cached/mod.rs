@@ -22,7 +22,7 @@ use crate::record::{
 };
 use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
-use crate::sync::{Mutex, MutexGuard, lock};
+use crate::sync::{Mutex, MutexGuard, PerProcess, lock};
 
 /// A power of two: enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
 /// default cache holds results of megabytes.
@@ -95,7 +95,7 @@ impl Cached {
 
     /// How many finished records are held, including expired ones that were not asked for since.
     pub fn len(&self) -> usize {
-        self.0.cache.shards.iter().map(|shard| lock(shard).ring.len()).sum()
+        self.0.cache.shards().iter().map(|shard| lock(shard).ring.len()).sum()
     }
 
     /// Whether nothing is held.
@@ -105,7 +105,7 @@ impl Cached {
 
     /// How many bytes the records take, about.
     pub fn bytes(&self) -> usize {
-        self.0.cache.shards.iter().map(|shard| lock(shard).bytes).sum()
+        self.0.cache.shards().iter().map(|shard| lock(shard).bytes).sum()
     }
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
@@ -156,7 +156,7 @@ impl CachedOptions {
         let shards = 1 << worthwhile.ilog2();
         let inner = store.handle();
         let cache = Arc::new(Cache {
-            shards: (0..shards).map(|_| Mutex::default()).collect(),
+            shards: PerProcess::new((0..shards).map(|_| Mutex::default()).collect()),
             max_entries: self.max_entries / shards,
             max_bytes: self.max_bytes / shards,
             max_age: self.max_age,
@@ -182,7 +182,8 @@ impl fmt::Debug for Shared {
 }
 
 struct Cache {
-    shards: Box<[Mutex<Shard>]>,
+    /// The child of a `fork()` begins with an empty cache.
+    shards: PerProcess<Box<[Mutex<Shard>]>>,
     /// Per shard, like the bytes.
     max_entries: usize,
     max_bytes: usize,
@@ -342,8 +343,13 @@ impl Cache {
         self.clock.now()
     }
 
+    fn shards(&self) -> &[Mutex<Shard>] {
+        self.shards.here_or(|parents| parents.iter().map(|_| Mutex::default()).collect())
+    }
+
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        lock(&self.shards[key.shard(self.shards.len())])
+        let shards = self.shards();
+        lock(&shards[key.shard(shards.len())])
     }
 
     /// Takes a ticket, which must happen before the store is asked for the record.
