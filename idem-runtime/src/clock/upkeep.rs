@@ -6,8 +6,9 @@
 
 use std::io;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use tokio::runtime::{Builder, Handle};
+use tokio::runtime::{Builder, Handle, Runtime};
 
 use super::Task;
 use crate::sync::{PerProcess, lock};
@@ -15,13 +16,20 @@ use crate::sync::{PerProcess, lock};
 /// The runtime of the thread. The child of a `fork()` has no threads but the one that forked, and starts another thread.
 static THREAD: PerProcess<Mutex<Option<Handle>>> = PerProcess::empty();
 
-/// Runs `task` on the thread of the library.
+/// Runs `task` on the thread of the library. Where no thread can be started, or no descriptor opened, it runs on the runtime of
+/// the caller, until that is possible.
 pub(crate) fn spawn(task: Task) {
+    static WARNED: AtomicBool = AtomicBool::new(false);
     match runtime() {
         Ok(runtime) => drop(runtime.spawn(task)),
         Err(error) => match Handle::try_current() {
             Ok(runtime) => {
-                tracing::warn!(%error, "the thread `idem-upkeep` can't be started; using the runtime of the caller");
+                if !WARNED.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        %error,
+                        "the thread `idem-upkeep` can't be started; leases are renewed on the runtimes of the callers"
+                    );
+                }
                 runtime.spawn(task);
             }
             Err(_) => {
@@ -38,9 +46,27 @@ fn runtime() -> io::Result<Handle> {
     }
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let handle = runtime.handle().clone();
-    std::thread::Builder::new()
-        .name("idem-upkeep".to_owned())
-        .spawn(move || runtime.block_on(std::future::pending::<()>()))?;
+    let own = Own(Some(runtime));
+    std::thread::Builder::new().name("idem-upkeep".to_owned()).spawn(move || own.run())?;
     *thread = Some(handle.clone());
     Ok(handle)
+}
+
+/// A runtime that may be dropped inside of another one, if its thread can't be started. Tokio's own drop panics there.
+struct Own(Option<Runtime>);
+
+impl Own {
+    fn run(&self) {
+        if let Some(runtime) = &self.0 {
+            runtime.block_on(std::future::pending::<()>());
+        }
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }

@@ -2,6 +2,8 @@
 //! and `sync`, and nothing else of the crate.
 
 #[cfg(any(feature = "redis", feature = "postgres"))]
+pub(crate) mod lookup;
+#[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod metered;
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod per_runtime;

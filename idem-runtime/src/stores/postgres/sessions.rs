@@ -18,6 +18,7 @@ use super::failure::Failure;
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
+use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
@@ -222,8 +223,10 @@ impl Sessions {
 
     async fn connect(&self) -> Result<Session, Failure> {
         let exchanged = self.exchanged.another();
+        let no_thread = |error: io::Error| Failure::not_sent(&error.to_string());
         let client = match &self.source {
             Source::Config(config, tls) => {
+                lookup::check(hosts(config)).map_err(no_thread)?;
                 let (client, task) = match tls {
                     Tls::Off => connect_plain(config, &exchanged).await,
                     #[cfg(feature = "postgres-tls")]
@@ -233,6 +236,8 @@ impl Sessions {
                 SomeClient::Ours(client, task)
             }
             Source::Pool(pool) | Source::LikePool(pool) => {
+                // The pool does not say where it connects to.
+                lookup::check(std::iter::once("")).map_err(no_thread)?;
                 let client = pool.manager().create().await;
                 SomeClient::Theirs(client.map_err(|error| Failure::not_connected(&error))?)
             }
@@ -331,6 +336,16 @@ impl Drop for Taken<'_> {
             lock(&sessions.idle).push(session);
         }
     }
+}
+
+/// The hosts that the driver looks up.
+pub(super) fn hosts(config: &Config) -> impl Iterator<Item = &str> {
+    let names = config.get_hosts().iter().filter(|_| config.get_hostaddrs().is_empty());
+    names.filter_map(|host| match host {
+        Host::Tcp(name) => Some(&**name),
+        #[cfg(unix)]
+        Host::Unix(_) => None,
+    })
 }
 
 /// Connects, and spawns the task that drives the connection.

@@ -15,10 +15,11 @@ use tokio::task::AbortHandle;
 use tokio_postgres::tls::MakeTlsConnect;
 use tokio_postgres::{AsyncMessage, Config, NoTls, Socket};
 
-use super::sessions::Tls;
+use super::sessions::{Tls, hosts};
 use super::sql;
 use crate::clock::Clock;
 use crate::combine::race;
+use crate::kit::lookup;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 
@@ -150,6 +151,9 @@ async fn hear<T>(config: &Config, tls: T, channel: &str, waiting: &Waiting, live
 where
     T: MakeTlsConnect<Socket>,
 {
+    if lookup::check(hosts(config)).is_err() {
+        return;
+    }
     let Ok((client, mut connection)) = config.connect(tls).await else { return };
     let carry = async {
         while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {

@@ -13,6 +13,7 @@ use tokio::net::TcpStream;
 
 use super::connection::Background;
 use crate::clock::{Clock, Instant};
+use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};
 
 /// How many commands the driver of a connection accepts before callers queue for it.
@@ -119,8 +120,8 @@ where
 }
 
 async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream, RedisError> {
-    let addresses = tokio::net::lookup_host((host, port)).await?;
-    let tries: Vec<_> = addresses.map(|address| Box::pin(TcpStream::connect(address))).collect();
+    let addresses = lookup::addresses(host, port).await?;
+    let tries: Vec<_> = addresses.into_iter().map(|address| Box::pin(TcpStream::connect(address))).collect();
     if tries.is_empty() {
         return Err((ErrorKind::InvalidClientConfig, "the host has no address").into());
     }

@@ -203,6 +203,9 @@ impl Database {
     fn unusable(&self, error: &rusqlite::Error) -> StoreError {
         let path = self.path.display();
         match code(error) {
+            Some(ErrorCode::CannotOpen) if no_descriptors() => {
+                unavailable(format!("`{path}` can't be opened: this process has too many open files: {error}"))
+            }
             Some(ErrorCode::CannotOpen | ErrorCode::PermissionDenied | ErrorCode::ReadOnly) => misconfigured(format!(
                 "`{path}` can't be opened; its folder must be there, and both must be writable: {error}"
             )),
@@ -212,6 +215,19 @@ impl Database {
             _ => not_written(error),
         }
     }
+}
+
+/// Whether this process, or the system, can't open all files that a connection needs: the file, its WAL and its index.
+#[cfg(unix)]
+fn no_descriptors() -> bool {
+    let opened: Vec<_> = (0..4).map(|_| std::fs::File::open("/dev/null")).collect();
+    // `ENFILE` and `EMFILE`.
+    opened.iter().any(|file| matches!(file, Err(error) if matches!(error.raw_os_error(), Some(23 | 24))))
+}
+
+#[cfg(not(unix))]
+fn no_descriptors() -> bool {
+    false
 }
 
 /// Why there is no connection.

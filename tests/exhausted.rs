@@ -1,0 +1,236 @@
+//! Processes in which no thread can be started (`RLIMIT_NPROC`, `pids.max`), or no descriptor opened (`RLIMIT_NOFILE`).
+//!
+//! Each test runs in a process of its own with low limits, as another user if this one is root, whom no limit of threads binds.
+#![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
+
+use std::fs::File;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, RedisStore, Store, StoreError, StoreErrorKind};
+use idem_tests::server::{Kind, RedisServer};
+
+/// In the process with limits: where the server listens, if the test has one.
+const ALONE: &str = "IDEM_TEST_EXHAUSTED";
+const LEASE: Duration = Duration::from_millis(600);
+
+/// Runs the test `name` in a process of its own, which is told `server`. Returns what that was told if this is that process.
+fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
+    if let Ok(told) = std::env::var(ALONE) {
+        return Some(told);
+    }
+    let (told, _server) = server();
+    let said = |command: &mut Command| String::from_utf8(command.output().unwrap().stdout).unwrap();
+    let mut command;
+    let mut others = 0;
+    if said(Command::new("id").arg("-u")).trim() == "0" {
+        command = Command::new("setpriv");
+        // Nobody else's: a limit of threads is that of a user.
+        static TESTS: AtomicU32 = AtomicU32::new(0);
+        let user = (100_000 + 16 * std::process::id() + TESTS.fetch_add(1, Ordering::SeqCst)).to_string();
+        command.args(["--reuid", &user, "--regid", &user, "--clear-groups", "prlimit"]);
+    } else {
+        command = Command::new("prlimit");
+        others =
+            said(Command::new("ps").args(["-L", "-u", said(Command::new("id").arg("-un")).trim()])).lines().count();
+    }
+    command.args([format!("--nproc={}", others + 24), "--nofile=200".to_owned()]);
+    command.arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture", "--test-threads=1"]);
+    let ended = command.env(ALONE, told).output().unwrap();
+    let (said, wrong) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+    assert!(ended.status.success() && said.contains("1 passed"), "{said}{wrong}");
+    assert!(!wrong.contains("panicked"), "{wrong}");
+    None
+}
+
+/// Without a server.
+fn nothing() -> (String, Box<dyn std::any::Any>) {
+    (String::new(), Box::new(()))
+}
+
+fn redis() -> (String, Box<dyn std::any::Any>) {
+    let server = RedisServer::start(Kind::Redis);
+    (server.url(), Box::new(server))
+}
+
+/// All threads that this process may have, until this is dropped.
+struct Threads(Arc<AtomicBool>, Vec<thread::JoinHandle<()>>);
+
+impl Threads {
+    fn all() -> Self {
+        let over = Arc::new(AtomicBool::new(false));
+        let waits = || {
+            let over = Arc::clone(&over);
+            thread::Builder::new().spawn(move || {
+                while !over.load(Ordering::SeqCst) {
+                    thread::park();
+                }
+            })
+        };
+        let threads: Vec<_> = std::iter::from_fn(|| waits().ok()).take(1000).collect();
+        assert!(threads.len() < 1000, "there is no limit");
+        Self(over, threads)
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+        for thread in self.1.drain(..) {
+            thread.thread().unpark();
+            thread.join().unwrap();
+        }
+    }
+}
+
+/// All descriptors that this process may have, until they are dropped.
+fn descriptors() -> Vec<File> {
+    let files: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).take(1000).collect();
+    assert!(files.len() < 1000, "there is no limit");
+    files
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+/// Calls a handler whose body sleeps for `sleeps`.
+async fn call(store: &impl Store, key: &str, sleeps: Duration) -> Result<u32, Error> {
+    let body = async {
+        tokio::time::sleep(sleeps).await;
+        Ok::<_, Error>(1)
+    };
+    // Renewals may be late on a machine that has much to do.
+    let policy = Policy::new(Duration::from_secs(3600)).lease(LEASE).max_pause(Duration::from_secs(3600));
+    Operation::new(store, Key::new("exhausted", key), policy).run(body).await
+}
+
+fn is_transient(error: &StoreError) {
+    assert!(error.kind() == StoreErrorKind::Unavailable && error.is_transient(), "{error:?}");
+}
+
+#[test]
+fn without_threads_a_store_in_memory_renews_on_the_runtime_of_its_callers() {
+    let name = "without_threads_a_store_in_memory_renews_on_the_runtime_of_its_callers";
+    if limited(name, nothing).is_some() {
+        let store = MemoryStore::new();
+        block_on(async {
+            let threads = Threads::all();
+            let duplicate = async {
+                tokio::time::sleep(LEASE * 2).await;
+                call(&store, "k", Duration::ZERO).await
+            };
+            let (first, duplicate) = tokio::join!(call(&store, "k", LEASE * 3), duplicate);
+            assert_eq!(first.unwrap(), 1);
+            assert!(matches!(duplicate, Err(Error::InProgress { .. })), "the lease is held: {duplicate:?}");
+            drop(threads);
+            assert_eq!(call(&store, "l", LEASE * 2).await.unwrap(), 1);
+        });
+    }
+}
+
+#[test]
+fn without_threads_redis_goes_on_and_a_host_that_has_to_be_looked_up_is_unavailable() {
+    let name = "without_threads_redis_goes_on_and_a_host_that_has_to_be_looked_up_is_unavailable";
+    let Some(url) = limited(name, redis) else { return };
+    let named = url.replace("127.0.0.1", "localhost");
+    assert_ne!(url, named);
+    block_on(async {
+        let threads = Threads::all();
+        let store = RedisStore::connect(&url).await.unwrap();
+        assert_eq!(call(&store, "k", LEASE * 2).await.unwrap(), 1);
+        is_transient(&RedisStore::connect(&named).await.expect_err("no thread looks the name up"));
+        drop(threads);
+        let store = RedisStore::connect(&named).await.unwrap();
+        assert_eq!(call(&store, "l", LEASE * 2).await.unwrap(), 1);
+    });
+}
+
+#[test]
+#[cfg(feature = "postgres")]
+fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
+    use idem_runtime::PostgresStore;
+    let name = "without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable";
+    // Nobody listens there: without threads it does not come to that.
+    let Some(_) = limited(name, nothing) else { return };
+    block_on(async {
+        let threads = Threads::all();
+        is_transient(&PostgresStore::connect("postgres://shop@localhost:1/shop").await.expect_err("no thread"));
+        drop(threads);
+        is_transient(&PostgresStore::connect("postgres://shop@localhost:1/shop").await.expect_err("no server"));
+    });
+}
+
+#[test]
+#[cfg(feature = "sqlite")]
+fn without_threads_sqlite_is_unavailable() {
+    use idem_runtime::SqliteStore;
+    let Some(_) = limited("without_threads_sqlite_is_unavailable", nothing) else { return };
+    let folder = idem_tests::sqlite::Folder::new();
+    block_on(async {
+        let open = SqliteStore::open(folder.file()).await.unwrap();
+        let threads = Threads::all();
+        is_transient(&SqliteStore::open(folder.file()).await.expect_err("it needs a thread"));
+        // The thread that writes is there.
+        assert_eq!(call(&open, "k", Duration::ZERO).await.unwrap(), 1);
+        drop(threads);
+        assert_eq!(call(&open, "l", LEASE * 2).await.unwrap(), 1);
+    });
+}
+
+#[test]
+fn without_descriptors_a_store_in_memory_goes_on() {
+    if limited("without_descriptors_a_store_in_memory_goes_on", nothing).is_some() {
+        let store = MemoryStore::new();
+        block_on(async {
+            let files = descriptors();
+            assert_eq!(call(&store, "k", LEASE * 2).await.unwrap(), 1);
+            drop(files);
+            assert_eq!(call(&store, "l", LEASE * 2).await.unwrap(), 1);
+        });
+    }
+}
+
+#[test]
+fn without_descriptors_redis_is_unavailable() {
+    let Some(url) = limited("without_descriptors_redis_is_unavailable", redis) else { return };
+    block_on(async {
+        let store = RedisStore::connect(&url).await.unwrap();
+        assert_eq!(call(&store, "before", Duration::ZERO).await.unwrap(), 1);
+        let files = descriptors();
+        for host in ["127.0.0.1", "localhost"] {
+            let refused = RedisStore::connect(&url.replace("127.0.0.1", host)).await;
+            is_transient(&refused.expect_err("a connection needs a descriptor"));
+        }
+        // The connection is there.
+        assert_eq!(call(&store, "k", Duration::ZERO).await.unwrap(), 1);
+        drop(files);
+        assert_eq!(call(&store, "l", LEASE * 2).await.unwrap(), 1);
+    });
+}
+
+#[test]
+#[cfg(feature = "sqlite")]
+fn without_descriptors_sqlite_is_unavailable() {
+    use idem_runtime::SqliteStore;
+    let Some(_) = limited("without_descriptors_sqlite_is_unavailable", nothing) else { return };
+    let folder = idem_tests::sqlite::Folder::new();
+    block_on(async {
+        let open = SqliteStore::open(folder.file()).await.unwrap();
+        let mut files = descriptors();
+        // With room for the file, but not for all that SQLite opens beside it.
+        for left in 0..3 {
+            is_transient(
+                &SqliteStore::open(folder.path().join(format!("{left}.db"))).await.expect_err("no descriptor"),
+            );
+            files.pop();
+        }
+        assert_eq!(call(&open, "k", Duration::ZERO).await.unwrap(), 1);
+        drop(files);
+        assert_eq!(call(&open, "l", LEASE * 2).await.unwrap(), 1);
+        SqliteStore::open(folder.path().join("0.db")).await.unwrap();
+    });
+}
