@@ -6,7 +6,7 @@ use std::time::Duration;
 use idem_runtime::clock::ManualClock;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Heartbeats, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all};
-use idem_runtime::{Key, MemoryStore, Store, StoreError, StoreErrorKind};
+use idem_runtime::{Error, Key, MemoryStore, Operation, Outcome, Policy, Store, StoreError, StoreErrorKind, observe};
 use idem_tests::Reopen as _;
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -269,4 +269,65 @@ fn every_handle_has_the_namespace() {
     let store = MemoryStore::options().namespace("shop").build();
     assert_eq!([store.namespace(), store.peer().namespace(), store.upkeep().namespace()], ["shop"; 3]);
     assert_eq!(MemoryStore::new().namespace(), "");
+}
+
+// Tests that pause tokio's time.
+
+/// One call of a handler whose body is `sleep`.
+async fn outlives_its_lease(
+    store: &MemoryStore,
+    name: &str,
+    sleep: impl Future<Output = ()>,
+) -> (Result<u32, Error>, Outcome) {
+    let operation = Operation::new(store, Ok(Key::new("memory", name).unwrap()), Policy::new(TTL).lease(LEASE));
+    let body = async {
+        sleep.await;
+        Ok(7)
+    };
+    observe(operation.run(body)).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_outlives_its_lease_in_paused_time_is_renewed() {
+    let store = MemoryStore::new();
+    let late = async {
+        tokio::time::sleep(LEASE * 2).await;
+        outlives_its_lease(&store, "k", async {}).await
+    };
+    let ((result, outcome), (duplicate, _)) =
+        tokio::join!(outlives_its_lease(&store, "k", tokio::time::sleep(LEASE * 3)), late);
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
+    assert!(matches!(duplicate, Err(Error::InProgress { .. })), "the lease is held: {duplicate:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_outlives_its_lease_in_time_that_a_test_advances_goes_on() {
+    let store = MemoryStore::new();
+    let call = outlives_its_lease(&store, "k", tokio::time::sleep(LEASE * 3));
+    let steps = async {
+        for _ in 0..3 {
+            tokio::task::yield_now().await;
+            tokio::time::advance(LEASE).await;
+        }
+    };
+    let ((result, outcome), ()) = tokio::join!(call, steps);
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
+    // All leases at once.
+    let ((result, outcome), ()) =
+        tokio::join!(outlives_its_lease(&store, "l", tokio::time::sleep(LEASE * 3)), tokio::time::advance(LEASE * 3));
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
+}
+
+/// The renewal task of the store has begun in real time.
+#[tokio::test]
+async fn a_test_may_pause_time_after_the_first_call() {
+    let store = MemoryStore::new();
+    assert!(outlives_its_lease(&store, "before", async {}).await.0.is_ok());
+    tokio::time::pause();
+    let (result, outcome) = outlives_its_lease(&store, "k", tokio::time::sleep(LEASE * 3)).await;
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
 }

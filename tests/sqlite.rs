@@ -1476,3 +1476,16 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     assert_eq!((&*columns.1, &*columns.2), ("alice", "INC-7"));
     store.ping().await.unwrap();
 }
+
+/// SQLite's threads live in real time: a lease could not be renewed, and every answer would seem to take too long.
+#[tokio::test(start_paused = true)]
+async fn a_test_that_pauses_time_is_told_at_once_what_to_use() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let runs = AtomicU32::new(0);
+    let (result, outcome) = call(&store, "k", &runs).await;
+    let Err(Error::Store { source, started: false, .. }) = result else { panic!("{result:?}, {outcome:?}") };
+    assert_eq!(source.kind(), StoreErrorKind::Misconfigured);
+    assert!(source.to_string().contains("use `MemoryStore` in this test, or let its time run"), "{source}");
+    assert_eq!(runs.load(Ordering::SeqCst), 0);
+}

@@ -70,6 +70,12 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// The real clock runs it on a thread of the library's own. A clock for tests runs it where the test runs, so that the
     /// test decides the order of events.
     fn spawn(&self, task: Task);
+
+    /// Whether a test has paused or moved the time of the current runtime, by which this clock goes (default: `false`). Leases
+    /// that a thread or a server measures in real time can't be renewed there.
+    fn is_moved(&self) -> bool {
+        false
+    }
 }
 
 /// A task for [`Clock::spawn`].

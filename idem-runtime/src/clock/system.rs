@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use tokio::runtime::Handle;
+
 use super::{Clock, Instant, Sleep, Task, upkeep};
 
 /// The machine's clock, tokio's timers, and the randomness of the operating system.
@@ -52,7 +54,18 @@ impl Clock for SystemClock {
     }
 
     fn spawn(&self, task: Task) {
-        upkeep::spawn(task);
+        // The thread of the library lives in real time: where a test has paused time, its tasks would come too late.
+        match Handle::try_current() {
+            Ok(runtime) if self.is_moved() => drop(runtime.spawn(task)),
+            _ => upkeep::spawn(task),
+        }
+    }
+
+    fn is_moved(&self) -> bool {
+        // Tokio's time is that of the machine, to the nanosecond, unless it was paused.
+        let before = std::time::Instant::now();
+        let tokio = tokio::time::Instant::now().into_std();
+        tokio < before || tokio > std::time::Instant::now()
     }
 }
 

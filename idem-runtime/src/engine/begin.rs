@@ -283,6 +283,16 @@ impl<'a> Request<'a> {
         {
             tracing::warn!(%key, store = store.name(), "{reason}");
         }
+        if store.heartbeats().is_out_of_time() {
+            let source = StoreError::new(
+                StoreErrorKind::Misconfigured,
+                "a test has paused or moved tokio's time (`start_paused`, `tokio::time::pause`), and the leases of this store are \
+                 measured in real time: use `MemoryStore` in this test, or let its time run",
+            );
+            let retry_after = policy.backoff.after(1, key.seed());
+            let (store, started) = (store.name(), false);
+            return refuse(Error::Store { key, store, started, may_be_reserved: false, retry_after, source });
+        }
         let fingerprint = match fingerprint {
             Some(Err(source)) => {
                 return refuse(Error::InvalidFingerprint { key, source: source.clone() });

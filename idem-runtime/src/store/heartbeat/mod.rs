@@ -288,6 +288,13 @@ impl Heartbeats {
         }
     }
 
+    /// Whether leases can't be renewed in the current runtime, whose time a test has paused or moved. The records of a store in
+    /// memory are in that time, too, and are renewed by a task of that runtime.
+    pub(crate) fn is_out_of_time(&self) -> bool {
+        let leases = self.0.first();
+        leases.owners.is_none() && leases.beats && leases.clock.is_moved()
+    }
+
     /// The trail of a request of this handle.
     pub(crate) fn trail(&self) -> Trail {
         Trail::held(self.holder())
@@ -491,6 +498,7 @@ impl Heartbeats {
             return LeaseStanding::Held;
         }
         let now = self.leases().clock.now();
+        let mut renewal = None;
         let (standing, unasked) = {
             let mut shard = self.leases().shard_of(owner);
             let Some(registered) = shard.get_mut(&owner) else { return LeaseStanding::Held };
@@ -508,6 +516,7 @@ impl Heartbeats {
                 let unasked = registered.asked_at < registered.held_until();
                 if unasked {
                     registered.due = registered.due.min(now);
+                    renewal = Some((Arc::clone(&registered.store), registered.lease.clone()));
                 }
                 (LeaseStanding::Lapsed, unasked)
             }
@@ -515,6 +524,13 @@ impl Heartbeats {
         // The runtime of the renewal task may have shut down, or belong to another process.
         if unasked || self.leases().next_beat.load(Ordering::SeqCst) == NEVER {
             self.leases().expect_beat();
+        }
+        if let Some((store, lease)) = renewal
+            && self.0.first().clock.is_moved()
+        {
+            // The renewal task may run elsewhere, in real time: a test paused this time after the task had begun.
+            let under_way = UnderWay::new(self.leases());
+            self.0.first().clock.spawn(Box::pin(renew(under_way, store, vec![lease], now)));
         }
         standing
     }
