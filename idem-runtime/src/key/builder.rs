@@ -362,7 +362,8 @@ mod tests {
     fn absent_empty_and_blank_parts_make_the_key_missing() {
         assert_eq!(problem_of("s", None::<&str>), Err(KeyProblem::Missing));
         assert_eq!(Key::new("s", Some("x")).unwrap().text(), "x");
-        assert_eq!(problem("s/ \t".parse()), Err(KeyProblem::Missing));
+        assert_eq!(problem("s/  ".parse()), Err(KeyProblem::Missing));
+        assert_eq!(problem("s/ \t".parse()), Err(KeyProblem::ControlCharacter));
         let blanks =
             ["", " ", "   ", "\t", "\r\n", "\0", "\u{7f}", "\u{85}", "\u{a0}", "\u{2003}", "\u{2028}", "\u{3000}"];
         let of_no_width = ["\u{200b}", "\u{200c}", "\u{200d}", "\u{2060}", "\u{feff}", "\u{feff} \t\u{200b}"];

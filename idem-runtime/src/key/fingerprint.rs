@@ -667,7 +667,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
             let hash = self.out();
             hash.update(b"*");
             hash.update((sums.len() as u64).to_be_bytes());
-            sums.iter().for_each(|sum| hash.update(sum));
+            hash.update(sums.as_flattened());
             return Ok(());
         }
         let (bytes, mut rest) = bytes::leading(elements);

@@ -295,6 +295,7 @@ impl Files {
 /// removes log and index; this one must not, as the files at the path may belong to other processes.
 pub(super) fn abandon(connection: Connection) {
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
+    drop(connection);
 }
 
 fn gone(path: &Path, error: &io::Error) -> StoreError {

@@ -67,7 +67,9 @@ impl Link {
             let others = self.enlist()?;
             {
                 let _one_at_a_time = closing();
-                others.iter().for_each(|other| other.close_if_outdated());
+                for other in &others {
+                    other.close_if_outdated();
+                }
             }
             let made = connect()?;
             // A connection that is being closed is closed by now, and its files are forgotten: if it was the last one, it has
