@@ -1,4 +1,6 @@
-//! The promise that only the store in memory makes: its bound.
+//! The promises that only the store in memory makes: its bound, and renewals in the paused time of a test.
+
+#![allow(clippy::disallowed_methods, reason = "some of these tests pause the time of tokio")]
 
 use std::sync::Arc;
 use std::time::Duration;
