@@ -524,7 +524,9 @@ async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
         let last = tries.iter().position(|it| *it == faults[2]).unwrap_or(2);
         let may = tries[..=last].iter().any(|it| *it == faults[1] || *it == faults[3]);
         let world = World::new();
-        tries.into_iter().for_each(|fault| world.store.next(Call::Reserve, fault));
+        for fault in tries {
+            world.store.next(Call::Reserve, fault);
+        }
         let (result, _) = driving(&world.clock, world.call(POLICY)).await;
         let error = result.unwrap_err();
         assert!(

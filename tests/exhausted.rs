@@ -19,6 +19,8 @@ const LEASE: Duration = Duration::from_millis(600);
 
 /// Runs the test `name` in a process of its own, which is told `server`. Returns what that was told if this is that process.
 fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
+    /// The number of users so far. Each test has one of its own, as a limit of threads is that of a user.
+    static TESTS: AtomicU32 = AtomicU32::new(0);
     if let Ok(told) = std::env::var(ALONE) {
         return Some(told);
     }
@@ -28,8 +30,6 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     let mut others = 0;
     if said(Command::new("id").arg("-u")).trim() == "0" {
         command = Command::new("setpriv");
-        // Nobody else's: a limit of threads is that of a user.
-        static TESTS: AtomicU32 = AtomicU32::new(0);
         let user = (100_000 + 16 * std::process::id() + TESTS.fetch_add(1, Ordering::SeqCst)).to_string();
         command.args(["--reuid", &user, "--regid", &user, "--clear-groups", "prlimit"]);
     } else {

@@ -91,7 +91,7 @@ impl Busy {
             let number = self.calls.fetch_add(1, Ordering::Relaxed);
             // In pairs: of two calls for one key one may wait. Short leases keep the upkeep thread at work.
             let (key, lease) = (format!("parent {}", number / 2), Duration::from_millis(3 + number % 20));
-            let sleeps = if at % 2 == 0 { Duration::from_millis(number % 30) } else { Duration::ZERO };
+            let sleeps = if at.is_multiple_of(2) { Duration::from_millis(number % 30) } else { Duration::ZERO };
             let _ = call(&*self.store, &key, lease, sleeps).await;
         }
     }
