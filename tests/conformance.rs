@@ -200,6 +200,7 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::BreakOnlyLapses, &["break_lease_frees"]),
     (Mistake::BreakIgnoresFail, &["break_lease_under_fail"]),
     (Mistake::BreakRefunds, &["break_lease_frees"]),
+    (Mistake::BreakCountsUnbegun, &["break_lease_under_fail"]),
     (Mistake::BreakEndsResults, &["break_lease_frees"]),
     (Mistake::BreakRenewsRetention, &["decisions_keep_retention"]),
     (Mistake::ForgetsLiveLease, &["refusals_say_why"]),

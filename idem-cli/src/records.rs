@@ -12,7 +12,7 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::operator::{Operator, Resolution};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing};
-use idem_runtime::{Key, Store, StoreExt};
+use idem_runtime::{Key, OnCrash, Store, StoreExt};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
@@ -336,10 +336,16 @@ fn text(key: &Key, store: &str, found: &Inspection) -> String {
     if let Some(began) = found.began {
         line("began", &ago(began));
     }
-    if let (State::Pending { lease, on_crash, .. }, Some(left)) = (&record.state, lapses_in) {
+    if let (State::Pending { lease, on_crash, begun, .. }, Some(left)) = (&record.state, lapses_in) {
         let left = if lapsed { String::new() } else { format!(", lapses in {} unless renewed", human(*left)) };
         line("lease", &format!("{}{left}", human(*lease)));
         line("on crash", &format!("{on_crash:?}").to_lowercase());
+        let begun = match (begun, on_crash) {
+            (true, _) => "yes",
+            (false, OnCrash::Fail) => "no: the body has done nothing",
+            (false, _) => "not marked: the body may have begun",
+        };
+        line("begun", begun);
     }
     if let Some(result) = record.state.result() {
         line("result", &described(result));
@@ -374,7 +380,7 @@ fn described(result: &StoredResult) -> String {
 fn advice(record: &Record, live: bool) -> &'static str {
     match &record.state {
         State::Pending { .. } if live => "it is running; if its process is gone for sure: `idem release --break-lease`",
-        State::Pending { on_crash: idem_runtime::OnCrash::Fail, begun: true, .. } | State::Interrupted => {
+        State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted => {
             "nothing runs until you decide: find out whether the effect happened; `idem resolve` if it did, `idem reopen` \
              if it did not"
         }

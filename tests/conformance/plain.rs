@@ -66,7 +66,8 @@ mistakes! {
     ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts, PurgesTheFinished, PurgesTheLapsed,
     RefusesWithoutReason, ResolvesLiveLease, ResolvesAnyAttempt, ResolveOverwrites, ResolveNeverSupplies,
     ResolveKeepsOwner, ResolveFailsNothing, ResolveNotRepeatable, ResolveRenewsRetention, BreakOnlyLapses,
-    BreakIgnoresFail, BreakRefunds, BreakEndsResults, BreakRenewsRetention, ForgetsLiveLease, ForgetsAnyAttempt,
+    BreakIgnoresFail, BreakRefunds, BreakCountsUnbegun, BreakEndsResults, BreakRenewsRetention, ForgetsLiveLease,
+    ForgetsAnyAttempt,
     ForgetOnlyReleases, DecisionsWakeNobody,
     // Telling.
     HolderForgotten, HolderLostAtFinish, HolderLostAtRelease, HolderCutShort, HolderStays, TraceparentForgotten, TraceparentStays,
@@ -729,8 +730,9 @@ impl Plain {
                     if !self.is(M::BreakOnlyLapses) {
                         found.record.state = if fails { State::Interrupted } else { State::Released };
                     }
-                    if self.is(M::BreakRefunds) {
-                        found.record.attempts_used -= 1;
+                    let unbegun = on_crash == OnCrash::Fail && !begun && !self.is(M::BreakCountsUnbegun);
+                    if unbegun || self.is(M::BreakRefunds) {
+                        found.record.attempts_used = found.record.attempts_used.saturating_sub(1);
                     }
                     if self.is(M::BreakRenewsRetention) {
                         found.expires_at = now.saturating_add(Duration::from_secs(600));

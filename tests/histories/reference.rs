@@ -209,6 +209,9 @@ impl Reference {
             (Action::BreakLease, Phase::Pending { on_crash: OnCrash::Fail, begun: true, .. } | Phase::Interrupted) => {
                 Some((Phase::Interrupted, entry.starts))
             }
+            (Action::BreakLease, Phase::Pending { on_crash: OnCrash::Fail, .. }) => {
+                Some((free, entry.starts.saturating_sub(1)))
+            }
             (Action::BreakLease, _) => Some((free, entry.starts)),
             (Action::Replace(finish), Phase::Finished(_)) | (Action::Resolve(finish), _) => {
                 Some((Phase::Finished(finish.clone()), entry.starts))

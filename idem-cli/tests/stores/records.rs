@@ -38,7 +38,13 @@ async fn a_stuck_key_is_shown_and_understood() {
 async fn a_running_attempt_is_shown_with_its_lease() {
     let records = Records::new().await;
     pending(&records.store, "42").await;
-    records.idem(&["show", "pay/42"]).ends(0).says("lapses in 59 min").says("on crash     fail").says("--break-lease");
+    records
+        .idem(&["show", "pay/42"])
+        .ends(0)
+        .says("lapses in 59 min")
+        .says("on crash     fail")
+        .says("begun        yes")
+        .says("--break-lease");
     let object = records.idem(&["show", "pay/42", "--json"]).ends(0).json();
     assert_eq!((&object["lease_ms"], &object["ttl_ms"]), (&json!(3_600_000), &json!(3_600_000)));
     assert!(object["lapses_in_ms"].as_u64().is_some_and(|left| left > 3_000_000), "{object}");

@@ -380,7 +380,10 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
 
 /// Breaks the live lease of attempt 1, and checks the record and that its owner can't write any more.
 async fn breaks(case: &Case, key: &Key, lease: &Lease, state: State) {
-    let before = case.recorded(key).await.record;
+    let mut before = case.recorded(key).await.record;
+    if matches!(before.state, State::Pending { on_crash: OnCrash::Fail, begun: false, .. }) {
+        before.attempts_used -= 1;
+    }
     for _ in 0..2 {
         assert_eq!(case.decides(key, 1, Action::BreakLease).await, Decided::Applied, "a live lease");
         let after = case.recorded(key).await;
@@ -422,6 +425,7 @@ pub(super) async fn break_lease_under_fail(case: &Case) {
     let lease = case.first(&key, OnCrash::Fail).await;
     breaks(case, &key, &lease, State::Released).await;
     case.changes_nothing(&key, case.begin(&lease), "a mark that arrives after the lease was broken").await;
+    case.reserved(&limited(case.request(&key), 1), 2, "an attempt that never began does not count").await;
 }
 
 pub(super) async fn forget_erases(case: &Case) {

@@ -273,6 +273,11 @@ impl Record {
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
                 Ruling::Replace(decided(State::Interrupted))
             }
+            // Under `fail` a body begins with its mark only, so there was none to count.
+            (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, .. }) => {
+                let attempts_used = self.attempts_used.saturating_sub(1);
+                Ruling::Replace(Self { attempts_used, ..decided(State::Released) })
+            }
             (Action::BreakLease, _) => Ruling::Replace(decided(State::Released)),
         }
     }
