@@ -211,6 +211,42 @@ fn every_mistake_is_noticed_by_its_property() {
     assert!(missed.is_empty(), "not noticed: {missed:#?}");
 }
 
+/// The page lists every configuration and every mistake. `IDEM_UPDATE=1` writes the lists anew.
+#[test]
+fn the_page_lists_what_is_checked() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/protocol/README.md");
+    let page = std::fs::read_to_string(path).expect("tests/protocol/README.md");
+    let mut written = String::new();
+    let mut rows = 0;
+    for line in page.lines() {
+        // The rows of a list follow its head and the line below that, and are replaced.
+        rows = if line.starts_with('|') { rows + 1 } else { 0 };
+        if rows <= 2 {
+            writeln!(written, "{line}").unwrap();
+        }
+        match line {
+            "|---|---|---|" if rows == 2 => {
+                for Config { name, about, workers, budget, .. } in &config::all() {
+                    let count = config::named(name).count();
+                    writeln!(written, "| `{name}` | {about} | {count} calls, {workers} at a time; {budget} |").unwrap();
+                }
+            }
+            "|---|---|---|---|" if rows == 2 => {
+                for mutant in Mutant::ALL {
+                    let (about, noticed_by, config) = (mutant.about(), mutant.noticed_by(), mutant.config());
+                    writeln!(written, "| `{mutant:?}` | {about} | {noticed_by} | `{config}` |").unwrap();
+                }
+            }
+            _ => {}
+        }
+    }
+    if std::env::var_os("IDEM_UPDATE").is_some() {
+        std::fs::write(path, written).expect("can be written");
+        return;
+    }
+    assert!(page == written, "{path} is out of date: run the test with IDEM_UPDATE=1, and look at the difference");
+}
+
 /// Every rule is broken by some mistake: none is idle.
 #[test]
 fn every_property_notices_a_mistake() {
