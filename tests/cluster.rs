@@ -200,10 +200,20 @@ async fn run_again(store: &RedisStore, lost: &[String]) {
 
 // Clusters.
 
+/// A store on `cluster`, whose nodes count their commands and errors from now on: `connect` tries commands on a key that may be
+/// another node's.
+async fn connected(cluster: &Cluster) -> RedisStore {
+    let store = RedisStore::connect(&cluster.url()).await.unwrap();
+    for port in cluster.ports() {
+        let _: String = ask(port, "CONFIG RESETSTAT").unwrap();
+    }
+    store
+}
+
 #[tokio::test]
 async fn no_command_names_keys_of_two_slots() {
     let cluster = Cluster::start_with(3, 0, 20_000);
-    let store = RedisStore::connect(&cluster.url()).await.unwrap();
+    let store = connected(&cluster).await;
     // Braces in a user's key are hash tags for the servers, wherever they are.
     let names: Vec<String> = (0..1500)
         .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
@@ -235,7 +245,7 @@ async fn no_command_names_keys_of_two_slots() {
 #[tokio::test]
 async fn leases_of_one_slot_are_renewed_by_one_call() {
     let cluster = Cluster::start_with(3, 0, 20_000);
-    let store = RedisStore::connect(&cluster.url()).await.unwrap();
+    let store = connected(&cluster).await;
     let names = (0..500).map(|n| format!("{{{}}}{n}", n % 2)).chain((0..300).map(|n| format!("k{n}")));
     let names: Vec<String> = names.collect();
     let leases = futures::future::join_all(names.iter().map(|name| reserved(&store, name))).await;
@@ -269,7 +279,7 @@ fn calls_of(port: u16, command: &str) -> u32 {
 async fn each_node_is_asked_as_it_knows_it() {
     for kinds in [[Kind::Valkey; 3], [Kind::Valkey, Kind::Redis, Kind::Valkey]] {
         let cluster = Cluster::start_of(&kinds, 3, 20_000);
-        let store = RedisStore::connect(&cluster.url()).await.unwrap();
+        let store = connected(&cluster).await;
         let names: Vec<String> = (0..900).map(|n| format!("k{n}")).collect();
         let runs = AtomicU32::new(0);
         for first in [true, false] {

@@ -3,7 +3,8 @@
 //! Each test runs in a process of its own with low limits, as another user if this one is root, whom no limit of threads binds.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
-use std::fs::File;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -39,7 +40,12 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     }
     command.args([format!("--nproc={}", others + 24), "--nofile=200".to_owned()]);
     command.arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture", "--test-threads=1"]);
-    let ended = command.env(ALONE, told).output().unwrap();
+    // The other user may write nowhere else.
+    let folder = std::env::temp_dir().join(format!("idem-test-exhausted-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o777)).unwrap();
+    let ended = command.env(ALONE, told).env("TMPDIR", &folder).output().unwrap();
+    std::fs::remove_dir_all(&folder).unwrap();
     let (said, wrong) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     assert!(ended.status.success() && said.contains("1 passed"), "{said}{wrong}");
     assert!(!wrong.contains("panicked"), "{wrong}");

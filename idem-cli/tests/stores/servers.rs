@@ -259,7 +259,7 @@ async fn postgres() {
     let login = other.replace("postgres@", "handlers@");
     finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "probe", "ok", "");
     raw.batch_execute("REVOKE UPDATE ON shop.records FROM handlers").await.unwrap();
-    finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "open", "error", "SELECT, INSERT and UPDATE");
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "open", "error", "lacks UPDATE on the table");
     // A pooler is found, and named in the URL.
     let pooler = PgBouncer::start(server.port());
     let doctor = idem_at(&pooler.url(), &["doctor", "--json"]).ends(1);
