@@ -129,7 +129,9 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
         match fork::fork().unwrap() {
             Fork::Child => {
                 let ended = catch_unwind(AssertUnwindSafe(|| {
-                    let own = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+                    // Of one thread: a tokio with its feature `parking_lot`, which any crate may ask for, parks threads in a table
+                    // of the process, and a fork may copy that in the middle of a change.
+                    let own = Builder::new_current_thread().enable_all().build().unwrap();
                     let refused = own.block_on(child(Arc::clone(&store), number));
                     for error in refused {
                         assert!(may_refuse && is_refused(&error), "child {number}: {error}");

@@ -238,8 +238,10 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
     // Connected to an older one first.
     let mut server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
+    // `connect` has tried whether it may send the command, in a form that fails.
+    let tried = refused(&server).await;
     many(&store, "k").await;
-    assert_eq!(refused(&server).await, 0, "its version tells");
+    assert_eq!(refused(&server).await, tried, "its version tells");
     server = replace(server, Kind::Valkey);
     heals(&store).await;
     many(&store, "k").await;
