@@ -160,7 +160,7 @@ fn without_threads_redis_goes_on_and_a_host_that_has_to_be_looked_up_is_unavaila
 fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
     use idem_runtime::PostgresStore;
     let name = "without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable";
-    // Nobody listens there: without threads it does not come to that.
+    // No server listens there: without threads no connection is tried.
     let Some(_) = limited(name, nothing) else { return };
     block_on(async {
         let threads = Threads::all();

@@ -732,7 +732,7 @@ fn a_set_of_many_elements_has_one_fingerprint() {
     assert!((0..20).all(|_| of() == first));
 }
 
-/// What the names of the types of this compiler have to tell.
+/// The decision by the names that this compiler gives to types.
 #[test]
 fn only_hash_tables_have_no_order() {
     struct Collects<F>(F);

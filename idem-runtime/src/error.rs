@@ -210,7 +210,7 @@ pub enum Error {
         attempt: u32,
         /// When the lease lapses, or a good time for the next delivery if that is later.
         retry_after: Duration,
-        /// What the store said last.
+        /// The last error of the store.
         source: StoreError,
     },
     /// The operation has finished, but its result was not storable or no longer decodes. The body did not run again.

@@ -47,7 +47,7 @@ struct Account {
     generations: u32,
     /// The present generation of each partition that is assigned.
     generation: BTreeMap<u8, u32>,
-    /// What this consumer or another one has committed.
+    /// The offset that this consumer or another one has committed.
     committed: BTreeMap<u8, i64>,
 }
 

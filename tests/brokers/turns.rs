@@ -76,7 +76,7 @@ fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
     (all, on)
 }
 
-/// What happens in a batch.
+/// The events of a batch.
 #[derive(Default)]
 struct Seen {
     running: [usize; 3],

@@ -628,7 +628,7 @@ impl Plain {
         true
     }
 
-    /// What a person sees of the record.
+    /// The record as a person sees it.
     fn inspection(&self, slot: &Slot) -> Inspection {
         let is_pending = matches!(slot.record.state, State::Pending { .. });
         let lapses_in = is_pending.then(|| slot.lapses_at.saturating_since(self.now()));

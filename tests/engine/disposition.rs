@@ -46,7 +46,7 @@ enum Nesting {
     Batched,
 }
 
-/// What the delivery returns.
+/// The result of the delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Returned {
     Ok,

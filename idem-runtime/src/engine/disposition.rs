@@ -1,4 +1,4 @@
-//! What becomes of a message: one rule about the set of calls that its delivery made, and about the result of the delivery.
+//! The disposition of a message: one rule about the set of calls that its delivery made, and about the result of the delivery.
 //!
 //! The first row that applies decides. The order of the calls is not an input.
 //!

@@ -194,7 +194,7 @@ impl ObservedCall {
         }
     }
 
-    /// What to do with the message of a delivery that made this call alone, and returned what the call returned.
+    /// The disposition of the message of a delivery that made this call alone, and returned what the call returned.
     pub(super) fn disposition(&self) -> Disposition {
         match self.standing_once_committed() {
             Standing::Finished(error) => error.unwrap_or(Disposition::Ack),
@@ -299,13 +299,13 @@ pub(crate) enum Settled {
 
 /// How a delivery ended; [`observe`] returns it.
 ///
-/// What it says of a call is about the last one, and what is to be [done](Outcome::disposition) with the message is about all
+/// Its methods about a call are about the last one, and its [disposition](Outcome::disposition) of the message is about all
 /// of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
     call: ObservedCall,
     disposition: Disposition,
-    /// What is to be done while the transaction of a call is not committed.
+    /// The disposition while the transaction of a call is not committed.
     uncommitted: Disposition,
     pending_commit: bool,
     uncertain: bool,
@@ -485,7 +485,7 @@ fn log_last_delivery(call: &ObservedCall, misconfigured: bool) {
 }
 
 impl Budget {
-    /// What becomes of a message that is to be delivered again. After the last delivery it is set aside, as some brokers forget
+    /// The disposition of a message that is to be delivered again. After the last delivery it is set aside, as some brokers forget
     /// it then. Before, it comes again after `after`, if that is known. Otherwise the time grows with
     /// the deliveries, where they are counted, and is not shorter than `again`.
     fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {

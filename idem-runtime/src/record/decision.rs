@@ -49,7 +49,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// What errors, logs and commands call the action: `reopen`, `discard`, `resolve`, `replace`, `break_lease` or `forget`.
+    /// The name of the action in errors, logs and commands: `reopen`, `discard`, `resolve`, `replace`, `break_lease` or `forget`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Reopen => "reopen",

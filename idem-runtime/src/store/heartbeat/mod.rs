@@ -166,7 +166,7 @@ pub(crate) struct Limits {
 struct Failing {
     /// When the first of them was sent.
     since: Instant,
-    /// What the store said last.
+    /// The last error of the store.
     error: StoreError,
     /// Whether that was said of this lease alone.
     is_its_own: bool,

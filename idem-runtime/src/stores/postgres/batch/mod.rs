@@ -279,7 +279,7 @@ impl<W: Work> Shared<W> {
         }
         if batch.len() > 1 {
             let mut answer = self.work.many(&batch).await;
-            // What another session locked while the statement was under way, the next statement leaves alone.
+            // The next statement leaves alone a row that another session locked while this one was under way.
             if matches!(&answer, Err(failure) if failure.is_deadlock || failure.is_locked) {
                 answer = self.work.many(&batch).await;
             }
