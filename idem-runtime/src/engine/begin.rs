@@ -677,44 +677,40 @@ async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, St
 /// Renews a lease that has lapsed before its body could start, and returns since when it is held again; `None` if it is lost.
 /// If the renewal fails, the reservation is released.
 async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
-    let (store, clock) = (request.store(), request.clock());
-    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
-    let mut tried = 0;
-    loop {
-        let since = clock.now();
-        let answer = renew_all(store, std::slice::from_ref(lease)).await.and_then(|answers| {
-            let unanswered = "the store did not answer the renewal of the lease";
-            answers.first().copied().ok_or_else(|| StoreError::new(StoreErrorKind::Unconfirmed, unanswered))
-        });
-        match answer {
-            Ok(Verdict::Refused) => {
-                unused.may_have_landed = false;
-                return Ok(None);
-            }
-            Ok(Verdict::Applied) if clock.now() < since.saturating_add(lease.duration) => {
-                unused.may_have_landed = false;
-                return Ok(Some(since));
-            }
-            // The answer came after the lease: another renewal is sent.
-            Ok(Verdict::Applied) => {}
-            Err(error) => match request.pause(&error, tried, &[]) {
-                Some(pause) => clock.sleep(pause).await,
-                None => return Err(error),
-            },
-        }
-        tried += 1;
-    }
+    let renew = || async {
+        let answers = renew_all(request.store(), std::slice::from_ref(lease)).await?;
+        let unanswered = "the store did not answer the renewal of the lease";
+        answers.first().copied().ok_or_else(|| StoreError::new(StoreErrorKind::Unconfirmed, unanswered))
+    };
+    hold(request, lease, false, &[], renew).await
 }
 
 /// Marks that the body is about to begin, and returns since when the lease is held; `None` if the store refuses that. If the
 /// store does not answer, the reservation is released: the body has not begun.
 async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
+    let store = request.store();
+    hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
+}
+
+/// Asks with `ask` until the answer comes within the lease that it renews, and returns since when that is held; `None` if the
+/// store refuses. After an error, and if this future is dropped, the reservation is released. `marks`: the request may leave a
+/// mark.
+async fn hold<F>(
+    request: &Request<'_>,
+    lease: &Lease,
+    marks: bool,
+    pauses: &[Duration],
+    ask: impl Fn() -> F,
+) -> Result<Option<Instant>, StoreError>
+where
+    F: Future<Output = Result<Verdict, StoreError>>,
+{
     let (store, clock) = (request.store(), request.clock());
-    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
-    let mut tried = 0;
+    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
+    let mut failed = 0;
     loop {
         let since = clock.now();
-        match store.begin(lease).watched(store, StoreOp::Begin).await {
+        match ask().await {
             Ok(Verdict::Refused) => {
                 unused.may_have_landed = false;
                 return Ok(None);
@@ -723,12 +719,12 @@ async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, S
                 unused.may_have_landed = false;
                 return Ok(Some(since));
             }
-            // The answer came after the lease: another mark renews it.
+            // The answer came after the lease: another request renews it.
             Ok(Verdict::Applied) => {}
-            Err(error) => match request.pause(&error, tried, &RESERVE_PAUSES) {
+            Err(error) => match request.pause(&error, failed, pauses) {
                 Some(pause) => {
                     clock.sleep(pause).await;
-                    tried += 1;
+                    failed += 1;
                 }
                 None => return Err(error),
             },
