@@ -65,6 +65,11 @@ impl Scene {
 const POLICIES: [(Policy, State); 2] =
     [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)];
 
+/// A body that has a value and never returns.
+async fn hangs(_value: Guard) -> Result<u32, Error> {
+    std::future::pending().await
+}
+
 #[tokio::test]
 async fn a_body_that_returns_drops_its_values_before_the_end_is_written() {
     for result in [Ok(1), Err(Failure::Declined(1))] {
@@ -85,11 +90,7 @@ async fn a_body_that_returns_drops_its_values_before_the_end_is_written() {
 async fn a_dropped_call_drops_the_values_of_its_body_before_it_frees_the_key() {
     for (policy, left) in POLICIES {
         let scene = Scene::new();
-        let guard = scene.guard();
-        let body = async move {
-            let _guard = guard;
-            std::future::pending::<Result<u32, Error>>().await
-        };
+        let body = hangs(scene.guard());
         let mut call = Box::pin(scene.operation(policy).run(body));
         assert!(poll_once(call.as_mut()).await.is_pending());
         drop(call);
@@ -129,11 +130,7 @@ async fn a_panic_drops_the_values_of_its_body_before_it_frees_the_key() {
 async fn a_time_out_drops_the_values_of_its_body_before_it_frees_the_key() {
     for (policy, left) in POLICIES {
         let scene = Scene::new();
-        let guard = scene.guard();
-        let body = async move {
-            let _guard = guard;
-            std::future::pending::<Result<u32, Error>>().await
-        };
+        let body = hangs(scene.guard());
         let call = scene.operation(policy.timeout(LEASE * 2)).run(body);
         assert!(matches!(driving(&scene.clock, call).await, Err(Error::TimedOut { .. })));
         scene.assert_held_then("timed out", &left);
