@@ -5,7 +5,10 @@ use std::time::Duration;
 use http::header::{self, HeaderName};
 use http::{HeaderValue, Method};
 use idem_runtime::http::{Caller, IdempotencyLayer, ProblemKind};
-use idem_runtime::{InProgress, MemoryStore, Mode, ModeSwitch, OnCrash, OnStoreError, Outcome, Policy, StoreErrorKind};
+use idem_runtime::store::Filter;
+use idem_runtime::{
+    InProgress, MemoryStore, Mode, ModeSwitch, OnCrash, OnStoreError, Outcome, Policy, StoreErrorKind, StoreExt as _,
+};
 use idem_tests::{Call, Fault, FaultyStore};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -196,6 +199,65 @@ async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     assert!(outcomes.lock().unwrap().pop().unwrap().recorded());
     assert!(send(address, post("k2", "")).await.is_replay());
     assert!(outcomes.lock().unwrap().pop().unwrap().replayed());
+}
+
+/// A short lease, so that its end comes soon.
+const SHORT: Policy = POLICY.lease(Duration::from_millis(200));
+
+#[tokio::test]
+async fn a_handler_whose_renewals_are_refused_for_good_is_a_503_and_its_effects_may_have_happened() {
+    for (policy, retry) in [(SHORT, None), (SHORT.on_crash(OnCrash::Fail), Some((409, "interrupted".to_owned())))] {
+        for refusal in [StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt] {
+            let store = FaultyStore::new(&MemoryStore::new());
+            store.always(Call::Renew, Fault::Before(refusal));
+            let stage = Stage::closed();
+            let address = serve_stage(IdempotencyLayer::new(&store, policy, Caller::single()), &stage).await;
+            let cut_off = send(address, post("k", "")).await;
+            assert_eq!(cut_off.problem(), (503, "unrecorded".to_owned()), "{refusal:?}");
+            assert!(cut_off.text().contains("Its effects may have happened."), "{}", cut_off.text());
+            assert!(!cut_off.text().contains("failed on command"), "{}", cut_off.text());
+            assert!(cut_off.header("retry-after").is_some_and(|after| after.parse::<u32>().is_ok_and(|it| it > 0)));
+            assert_eq!((stage.begun(), stage.ended()), (1, 0));
+            store.always(Call::Renew, Fault::None);
+            stage.go();
+            let again = send(address, post("k", "")).await;
+            match &retry {
+                Some(problem) => assert_eq!(again.problem(), *problem),
+                None => assert_eq!(again.text(), "run 2"),
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_handler_whose_lease_is_taken_away_is_a_503_whether_or_not_another_one_runs() {
+    for (another_runs, is_forgotten) in [(true, false), (false, false), (false, true)] {
+        let store = MemoryStore::new();
+        let stage = Stage::closed();
+        let address = serve_stage(IdempotencyLayer::new(&store, SHORT, Caller::single()), &stage).await;
+        let first = tokio::spawn(send(address, post("k", "")));
+        stage.entered().await;
+        let operator = store.operator();
+        let (key, held) = operator.list(&Filter::new()).await.unwrap().records.remove(0);
+        operator.break_lease(&key, &held).await.unwrap();
+        if is_forgotten {
+            let broken = operator.inspect(&key).await.unwrap().unwrap();
+            assert!(operator.forget(&key, &broken).await.unwrap());
+        }
+        let second = another_runs.then(|| tokio::spawn(send(address, post("k", ""))));
+        if another_runs {
+            stage.entered().await;
+        }
+        let cut_off = first.await.unwrap();
+        assert_eq!(cut_off.problem(), (503, "unrecorded".to_owned()));
+        assert!(cut_off.header("retry-after").is_some());
+        stage.go();
+        if let Some(second) = second {
+            assert_eq!(second.await.unwrap().text(), "run 2");
+        }
+        let again = send(address, post("k", "")).await;
+        assert_eq!((again.text(), again.is_replay()), ("run 2", another_runs));
+    }
 }
 
 #[tokio::test]

@@ -248,15 +248,15 @@ impl Problem {
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
             Error::Store { started: false, .. } => ProblemKind::StoreUnavailable,
-            Error::Store { started: true, .. }
-            | Error::Unrecorded { .. }
-            | Error::LeaseLost { source: Some(_), .. } => ProblemKind::Unrecorded,
+            // A handler that lost its lease began, whatever became of its key since: effects may have happened.
+            Error::Store { started: true, .. } | Error::Unrecorded { .. } | Error::LeaseLost { .. } => {
+                ProblemKind::Unrecorded
+            }
             Error::ResultUnavailable { .. } => ProblemKind::ResultUnavailable,
             _ if error.is_misconfigured() => ProblemKind::Misconfigured,
             Error::MissingKey { .. } | Error::InvalidKey { .. } => ProblemKind::InvalidKey,
             Error::InvalidFingerprint { .. } => ProblemKind::InvalidBody,
-            // The lease was lost to another attempt, which runs now, or with the record.
-            Error::InProgress { .. } | Error::LeaseLost { source: None, .. } => ProblemKind::InProgress,
+            Error::InProgress { .. } => ProblemKind::InProgress,
             Error::FingerprintMismatch { .. } => ProblemKind::FingerprintMismatch,
             Error::Interrupted { .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
