@@ -105,11 +105,17 @@ pub enum Seen {
 
 /// The words of the table, and their meanings.
 const SEEN: &[(Seen, &str, &str)] = &[
-    (Seen::TakenOver, "taken over", "the key is held for a lease, then the next delivery runs the body again"),
+    (
+        Seen::TakenOver,
+        "taken over",
+        "the key is held for a lease, then the next delivery runs the body again; under `on_crash = fail` it gets \
+         `Interrupted`, until an operator decides",
+    ),
     (
         Seen::LeaseLost,
         "lease lost",
-        "as before; the worker that wakes gets `LeaseLost`, records nothing, and is replayed the other's result",
+        "as before; the worker that wakes gets `LeaseLost`, records nothing, and is replayed the other's result; under \
+         `on_crash = fail` its own result is recorded, as no other body runs",
     ),
     (
         Seen::Refused,
@@ -139,7 +145,8 @@ const SEEN: &[(Seen, &str, &str)] = &[
     (
         Seen::Fenced,
         "fenced",
-        "the body is polled once more at most; then it gets `LeaseLost`, or goes on if nobody took over",
+        "the body is polled once more at most; then it gets `LeaseLost`, or goes on if nobody took over, as always under \
+         `on_crash = fail`",
     ),
     (Seen::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
 ];

@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::{Key, Store};
+use idem_runtime::store::Inspection;
+use idem_runtime::{Key, OnCrash, Store};
 
 use crate::server::{Env, until};
 use crate::stores;
@@ -65,6 +66,8 @@ pub enum Event {
     Unrecorded,
     /// The call has ended with `Error::InProgress`.
     InProgress,
+    /// The call has ended with `Error::Interrupted`.
+    Interrupted,
     /// The call has ended with `Error::Store` of this kind.
     Store(String),
 }
@@ -73,6 +76,11 @@ impl Event {
     /// Whether the call has ended with it.
     pub fn ends_a_call(&self) -> bool {
         !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
+    }
+
+    /// Whether its message is acknowledged, or set aside: the racer goes on to other keys.
+    pub fn is_final(&self) -> bool {
+        matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted)
     }
 }
 
@@ -91,6 +99,7 @@ impl fmt::Display for Line {
             Event::LeaseLost => write!(f, "lease-lost"),
             Event::Unrecorded => write!(f, "unrecorded"),
             Event::InProgress => write!(f, "in-progress"),
+            Event::Interrupted => write!(f, "interrupted"),
             Event::Store(kind) => write!(f, "store {kind}"),
         }
     }
@@ -113,6 +122,7 @@ impl Line {
             ["lease-lost"] => Event::LeaseLost,
             ["unrecorded"] => Event::Unrecorded,
             ["in-progress"] => Event::InProgress,
+            ["interrupted"] => Event::Interrupted,
             ["store", kind] => Event::Store((*kind).to_owned()),
             _ => panic!("`{text}` is no line"),
         };
@@ -253,6 +263,27 @@ pub struct Orders {
     pub lease: Duration,
     /// The least size of results, in bytes.
     pub bytes: usize,
+    /// The policies of the keys.
+    pub policies: Policies,
+}
+
+/// The policies of a crew's keys.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Policies {
+    /// Every key is under `on_crash = retry`.
+    Retry,
+    /// Even keys are under `on_crash = retry`, odd keys under `on_crash = fail`.
+    Mixed,
+}
+
+impl Policies {
+    /// The policy of a key.
+    pub fn on_crash(self, key: usize) -> OnCrash {
+        match self {
+            Self::Mixed if key % 2 == 1 => OnCrash::Fail,
+            Self::Mixed | Self::Retry => OnCrash::Retry,
+        }
+    }
 }
 
 impl Orders {
@@ -268,13 +299,14 @@ impl Orders {
             place: Place::One,
             lease: LEASE,
             bytes: 0,
+            policies: Policies::Retry,
         }
     }
 
     /// The orders as arguments.
     #[must_use]
-    pub fn words(&self) -> [String; 8] {
-        let Self { spec, path, begin, keys, work, place, lease, bytes } = self;
+    pub fn words(&self) -> [String; 9] {
+        let Self { spec, path, begin, keys, work, place, lease, bytes, policies } = self;
         let path = path.to_str().expect("a path of ours").to_owned();
         let keys = match keys {
             Keys::Fixed(keys) => format!("fixed {keys}"),
@@ -284,7 +316,7 @@ impl Orders {
         };
         let lease = lease.as_millis().to_string();
         let (work, place) = (format!("{work:?}"), format!("{place:?}"));
-        [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string()]
+        [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string(), format!("{policies:?}")]
     }
 
     /// The orders in the arguments of this process.
@@ -293,7 +325,9 @@ impl Orders {
     /// If the arguments are no orders.
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
-        let [spec, path, begin, keys, work, place, lease, bytes] = &words[..] else { panic!("no orders: {words:?}") };
+        let [spec, path, begin, keys, work, place, lease, bytes, policies] = &words[..] else {
+            panic!("no orders: {words:?}")
+        };
         let number = |text: &str| text.parse::<usize>().expect("a number");
         let keys = match keys.split_once(' ') {
             None => Keys::Open,
@@ -324,6 +358,7 @@ impl Orders {
             place: places.into_iter().find(|it| format!("{it:?}") == *place).expect("a place"),
             lease: Duration::from_millis(number(lease) as u64),
             bytes: number(bytes),
+            policies: if policies == "Mixed" { Policies::Mixed } else { Policies::Retry },
         }
     }
 }
@@ -356,6 +391,7 @@ impl Crew {
             place: Place::One,
             lease: LEASE,
             bytes: 0,
+            policies: Policies::Retry,
         };
         Self {
             program: program.to_owned(),
@@ -471,7 +507,7 @@ impl Crew {
                     }
                     None => true,
                 });
-                let done = |line: &&Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
+                let done = |line: &&Line| line.event.is_final();
                 got_on = self.read(|lines| lines.iter().filter(done).count());
                 self.racers.is_empty() || got_on > before
             })
@@ -483,7 +519,7 @@ impl Crew {
     /// Audits the table and the store; see [`Rules`].
     pub async fn audit(&self, keys: usize, rules: &Rules) -> Effects {
         let store = stores::open(&self.orders.spec, PATIENCE).await;
-        rules.audit(&self.lines(), keys, &*store, self.orders.lease).await
+        rules.audit(&self.lines(), keys, &*store, &self.orders).await
     }
 }
 
@@ -521,6 +557,13 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 /// - no attempt begins within a lease of the latest confirmation of the one before it, so that bodies overlap only where a
 ///   lease was not renewed;
 /// - a call that ended with `LeaseLost` is not the recorded one.
+///
+/// For a key under `on_crash = fail`:
+///
+/// - at most one body began;
+/// - the key is interrupted in the end only if that body did not return, or its process was killed before it could begin;
+/// - an interrupted key has no result, for no caller;
+/// - a call is told of an interruption only while another one, a lease old, has no result.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// Whether leases last for their time; they don't if the clock that measures them is set.
@@ -536,7 +579,7 @@ pub struct Effects(pub Vec<Vec<u32>>);
 impl Effects {
     /// How many effects there are beyond one for each key.
     pub fn repeated(&self) -> usize {
-        self.0.iter().map(|attempts| attempts.len() - 1).sum()
+        self.0.iter().map(|attempts| attempts.len().saturating_sub(1)).sum()
     }
 }
 
@@ -557,6 +600,39 @@ struct Call {
 impl Call {
     fn result(&self) -> Option<String> {
         self.began.map(|(attempt, _)| result(attempt, self.worker, self.number))
+    }
+
+    fn is_told(&self, what: impl Fn(&Event) -> bool) -> bool {
+        self.told.as_ref().is_some_and(|(_, event)| what(event))
+    }
+}
+
+/// The numbers of the attempts that began, in order.
+fn attempts(calls: &[Call]) -> Vec<u32> {
+    let mut attempts: Vec<u32> = calls.iter().filter_map(|call| call.began).map(|(attempt, _)| attempt).collect();
+    attempts.sort_unstable();
+    attempts
+}
+
+/// The record of a key in the end.
+#[derive(Debug)]
+enum Standing {
+    /// It holds this result.
+    Completed(String),
+    /// It is interrupted, or counts as that once its lease has lapsed.
+    Interrupted,
+}
+
+impl Standing {
+    fn of(n: usize, found: &Inspection) -> Self {
+        match &found.record.state {
+            State::Completed(StoredResult::Encoded { bytes, .. }) => {
+                let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
+                Self::Completed(told(&recorded).to_owned())
+            }
+            State::Interrupted | State::Pending { on_crash: OnCrash::Fail, begun: true, .. } => Self::Interrupted,
+            _ => panic!("key {n}: {found:?}"),
+        }
     }
 }
 
@@ -589,54 +665,97 @@ impl Rules {
     /// For a store that kept its records, and whose clock was not set.
     pub const STRICT: Self = Self { leases: true, forgotten: None };
 
-    async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, lease: Duration) -> Effects {
+    async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, orders: &Orders) -> Effects {
         let mut of_keys = vec![Vec::new(); keys];
         for call in calls(lines) {
             of_keys[call.key].push(call);
         }
         let mut effects = Vec::new();
         for (n, calls) in of_keys.into_iter().enumerate() {
-            let recorded = store.inspect(&key(n)).await.expect("answers").expect("recorded").record;
-            let State::Completed(StoredResult::Encoded { bytes, .. }) = &recorded.state else {
-                panic!("{n}: {recorded:?}")
+            let found = store.inspect(&key(n)).await.expect("answers").expect("recorded");
+            let standing = Standing::of(n, &found);
+            let audited = match orders.policies.on_crash(n) {
+                OnCrash::Fail => self.audit_fail(&calls, &standing, orders.lease),
+                _ => self.audit_key(&calls, &standing, orders.lease),
             };
-            let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
-            let recorded = told(&recorded);
-            effects.push(self.audit_key(&calls, recorded, lease).unwrap_or_else(|problem| {
+            effects.push(audited.unwrap_or_else(|problem| {
                 let lines: Vec<_> = lines.iter().filter(|line| line.key == n).map(ToString::to_string).collect();
-                panic!("key {n}, recorded {recorded}: {problem}\n{}", lines.join("\n"))
+                panic!("key {n}, {standing:?}: {problem}\n{}", lines.join("\n"))
             }));
         }
         Effects(effects)
     }
 
-    /// The attempts that took effect, or the rule that is broken.
-    fn audit_key(&self, calls: &[Call], recorded: &str, lease: Duration) -> Result<Vec<u32>, String> {
-        let ran = |call: &&Call| call.result().is_some_and(|result| result == recorded);
-        let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
-        if !run.ended {
-            return Err("it was recorded before its body had ended".to_owned());
+    /// The attempts that took effect for a key under `on_crash = fail`, or the rule that is broken.
+    fn audit_fail(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
+        for told in calls.iter().filter(|call| call.is_told(|event| *event == Event::Interrupted)) {
+            if !calls.iter().any(|call| self.may_interrupt(call, told, lease)) {
+                return Err(format!("{} was told that it is interrupted, and nothing was", told.worker));
+            }
         }
-        if matches!(run.told, Some((_, Event::LeaseLost))) {
-            return Err("it was recorded, and told that its lease was lost".to_owned());
+        let (before, after) = self.sides(calls);
+        for side in [&before, &after] {
+            let began = side.iter().filter(|call| call.began.is_some()).count();
+            if began > 1 {
+                return Err(format!("{began} bodies began"));
+            }
         }
-        let (before, after): (Vec<_>, Vec<_>) = match self.forgotten {
+        let Standing::Interrupted = standing else { return self.audit_key(calls, standing, lease) };
+        let has_result = |call: &&&Call| call.is_told(|event| matches!(event, Event::Ran(_) | Event::Replayed(_)));
+        if let Some(call) = after.iter().find(has_result) {
+            return Err(format!("{} was told a result of a key that is interrupted", call.worker));
+        }
+        let began_or_was_killed = |call: &Call| call.began.is_some() || call.told.is_none();
+        if !calls.iter().any(began_or_was_killed) {
+            return Err("no body began, and no process was killed".to_owned());
+        }
+        Ok(attempts(calls))
+    }
+
+    /// Whether `call` may be the cause of what `told` was told: an interruption.
+    fn may_interrupt(&self, call: &Call, told: &Call, lease: Duration) -> bool {
+        let told_at = told.told.as_ref().map_or(u64::MAX, |(at, _)| *at);
+        let lapses = call.held + u64::try_from(lease.as_millis()).expect("short");
+        let has_lapsed = !self.leases || told_at + CLOCK_SLACK >= lapses;
+        let has_no_result = match &call.told {
+            None => true,
+            Some((_, Event::InProgress | Event::Interrupted)) => false,
+            Some((at, Event::Ran(_) | Event::Replayed(_))) => *at >= told.asked,
+            Some(_) => true,
+        };
+        has_lapsed && has_no_result && (call.worker, call.number) != (told.worker, told.number)
+    }
+
+    /// The calls before and after records were forgotten. Calls under way at that moment may belong to either side.
+    fn sides<'a>(&self, calls: &'a [Call]) -> (Vec<&'a Call>, Vec<&'a Call>) {
+        match self.forgotten {
             None => (Vec::new(), calls.iter().collect()),
-            // Calls under way at that moment may belong to either side.
             Some((from, to)) => (
                 calls.iter().filter(|call| call.told.as_ref().is_some_and(|(at, _)| *at < from)).collect(),
                 calls.iter().filter(|call| call.asked > to).collect(),
             ),
-        };
+        }
+    }
+
+    /// The attempts that took effect, or the rule that is broken.
+    fn audit_key(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
+        let Standing::Completed(recorded) = standing else { return Err("it has no result".to_owned()) };
+        let ran = |call: &&Call| call.result().is_some_and(|result| result == *recorded);
+        let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
+        if !run.ended {
+            return Err("it was recorded before its body had ended".to_owned());
+        }
+        if run.is_told(|event| *event == Event::LeaseLost) {
+            return Err("it was recorded, and told that its lease was lost".to_owned());
+        }
+        let (before, after) = self.sides(calls);
         self.audit_memory(&before, None, lease)?;
         self.audit_memory(&after, Some(recorded), lease)?;
         let last = attempt_of(recorded);
         if let Some((later, _)) = after.iter().filter_map(|call| call.began).find(|(attempt, _)| *attempt > last) {
             return Err(format!("attempt {later} ran after the one that is recorded"));
         }
-        let mut attempts: Vec<u32> = calls.iter().filter_map(|call| call.began).map(|(attempt, _)| attempt).collect();
-        attempts.sort_unstable();
-        Ok(attempts)
+        Ok(attempts(calls))
     }
 
     /// Checks the rules that hold while no record is forgotten.

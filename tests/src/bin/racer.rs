@@ -197,17 +197,18 @@ impl Racer {
         race::gate(&self.orders.path, std::process::id())
     }
 
-    /// Delivers the message until it is acknowledged.
+    /// Delivers the message until it is acknowledged or set aside.
     async fn serve(&self, n: usize, work: Work) {
         loop {
             let call = 1 + self.calls.fetch_add(1, Ordering::Relaxed);
             self.table.write(call, n, Event::Asked);
             let (told, disposition) = self.call(call, n, work).await;
+            let is_final = told.is_final();
             self.table.write(call, n, told);
             match disposition {
-                Disposition::Ack => break,
-                Disposition::Retry { .. } => tokio::time::sleep(PAUSE).await,
-                Disposition::DeadLetter => panic!("key {n}"),
+                Disposition::Ack | Disposition::DeadLetter if is_final => break,
+                Disposition::Retry { .. } if !is_final => tokio::time::sleep(PAUSE).await,
+                other => panic!("key {n}: {other:?}"),
             }
         }
     }
@@ -217,7 +218,8 @@ impl Racer {
         let policy = Policy::new(Duration::from_secs(48 * 3600))
             .lease(self.orders.lease)
             .max_result_bytes(2 * self.orders.bytes + 1024)
-            .in_progress(InProgress::Wait(Duration::from_secs(2)));
+            .in_progress(InProgress::Wait(Duration::from_secs(2)))
+            .on_crash(self.orders.policies.on_crash(n));
         let operation = Operation::new(&*self.store, Ok(race::key(n)), policy);
         let body = async {
             let attempt = current().unwrap();
@@ -238,6 +240,7 @@ impl Racer {
             Err(Error::LeaseLost { .. }) => Event::LeaseLost,
             Err(Error::Unrecorded { .. }) => Event::Unrecorded,
             Err(Error::InProgress { .. }) => Event::InProgress,
+            Err(Error::Interrupted { .. }) => Event::Interrupted,
             Err(Error::Store { source, .. }) => Event::Store(format!("{:?}", source.kind())),
             Err(error) => panic!("key {n}: {error}"),
         };
