@@ -44,14 +44,15 @@ pub enum Fault {
     insert_uncommitted,
     node_stopped,
     full_for_a_moment,
+    renewals_refused,
 }
 
 use Fault::{
     bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
     connections_half_closed, disk_full, failover, full_for_a_moment, index_removed, insert_uncommitted, lines_slow,
-    node_stopped, out_of_memory, process_forked, read_only, record_locked, records_deleted, runtimes_stand_still,
-    server_killed_and_restarted, server_stopped_and_continued, table_removed, threads_blocked, workers_killed,
-    workers_stopped_and_continued,
+    node_stopped, out_of_memory, process_forked, read_only, record_locked, records_deleted, renewals_refused,
+    runtimes_stand_still, server_killed_and_restarted, server_stopped_and_continued, table_removed, threads_blocked,
+    workers_killed, workers_stopped_and_continued,
 };
 
 /// The faults, and how each is caused.
@@ -84,6 +85,10 @@ const FAULTS: &[(Fault, &str)] = &[
     (insert_uncommitted, "a transaction inserts the record of one key, and stays open for three leases"),
     (node_stopped, "one of several nodes is stopped for three leases"),
     (full_for_a_moment, "the store is full, or can be read only, for half a second in which bodies end"),
+    (
+        renewals_refused,
+        "the store refuses renewals for good: a right is taken from the login of the workers (SQLite: a trigger refuses)",
+    ),
 ];
 
 /// The effect of a fault on the user.
@@ -101,6 +106,7 @@ pub enum Seen {
     OthersKept,
     Fenced,
     Recorded,
+    Unrenewed,
 }
 
 /// The words of the table, and their meanings.
@@ -149,6 +155,12 @@ const SEEN: &[(Seen, &str, &str)] = &[
          `on_crash = fail`",
     ),
     (Seen::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
+    (
+        Seen::Unrenewed,
+        "not renewed",
+        "each body ends when its lease lapses, with `LeaseLost` that holds what the store said; once the store renews leases \
+         again, everything goes on",
+    ),
 ];
 
 struct Column {
@@ -198,6 +210,7 @@ stores! {
         bodies_paused: Fenced,
         record_locked: OthersKept,
         full_for_a_moment: Recorded,
+        renewals_refused: Unrenewed,
     } without {
         server_killed_and_restarted: "no server",
         server_stopped_and_continued: "no server",
@@ -230,6 +243,7 @@ stores! {
         bodies_paused: Fenced,
         lines_slow: Kept,
         full_for_a_moment: Recorded,
+        renewals_refused: Unrenewed,
     } without {
         index_removed: "no such file",
         failover: "one server",
@@ -260,6 +274,7 @@ stores! {
         lines_slow: Kept,
         node_stopped: OthersKept,
         full_for_a_moment: Recorded,
+        renewals_refused: Unrenewed,
     } without {
         index_removed: "no such file",
         table_removed: "no table",
@@ -287,6 +302,7 @@ stores! {
         bodies_paused: Fenced,
         lines_slow: Kept,
         full_for_a_moment: Recorded,
+        renewals_refused: Unrenewed,
     } without {
         index_removed: "no such file",
         table_removed: "no table",
@@ -317,6 +333,7 @@ stores! {
         record_locked: OthersKept,
         insert_uncommitted: OthersKept,
         full_for_a_moment: Recorded,
+        renewals_refused: Unrenewed,
     } without {
         index_removed: "no such file",
         failover: "one server",
@@ -343,6 +360,7 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
     } without {
+        renewals_refused: "the emulators know no rights",
         index_removed: "no such file",
         failover: "the service's own",
         out_of_memory: "the service's own",

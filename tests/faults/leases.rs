@@ -33,6 +33,7 @@ pub async fn play(rig: impl Rig, fault: Fault) {
         Fault::insert_uncommitted => scene.insert_uncommitted().await,
         Fault::node_stopped => scene.node_stopped().await,
         Fault::full_for_a_moment => scene.full_for_a_moment().await,
+        Fault::renewals_refused => scene.renewals_refused().await,
         _ => unreachable!("{fault:?}"),
     }
 }
@@ -299,6 +300,30 @@ impl<R: Rig> Scene<R> {
             assert!(told.iter().all(recorded), "{fault:?}: {told:?}");
         }
         self.ran_once(&[], 0..keys, keys).await;
+    }
+
+    async fn renewals_refused(&mut self) {
+        let holder = self.hold(0, Keys::Together(HELD), Work::Quiet, Place::One).await;
+        self.rig.break_down(Fault::renewals_refused).await;
+        self.crew
+            .until("every body ends", |lines| {
+                let ended =
+                    |key| move |line: &race::Line| (line.worker, line.key) == (holder, key) && line.event.ends_a_call();
+                (0..HELD).all(|key| lines.iter().any(ended(key)))
+            })
+            .await;
+        let told = self.told(holder, 0);
+        for key in 0..HELD {
+            let first = told.iter().find(|(of, _)| *of == key).map(|(_, event)| event);
+            // Under `retry` a duplicate may take over before the refusal is heard.
+            let taken_over = key % 2 == 0 && first == Some(&Event::LeaseLost);
+            let unrenewed = first == Some(&Event::Unrenewed("Misconfigured".to_owned()));
+            assert!(unrenewed || taken_over, "key {key}: {first:?}");
+        }
+        self.rig.heal(Fault::renewals_refused).await;
+        // Bodies of two leases need renewals.
+        self.crew.start(HELD, Keys::Together(HELD), Work::Long);
+        self.ran_once(&[holder], HELD..2 * HELD, 2 * HELD).await;
     }
 }
 

@@ -19,7 +19,7 @@ const DELAY: Duration = Duration::from_millis(100);
 
 /// Causes `fault` in `rig` while racers work, and shows that they see what is promised: `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
-    if matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded) {
+    if matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed) {
         return leases::play(rig, fault).await;
     }
     let clock = WallClock::new();
@@ -34,7 +34,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
         Seen::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
         Seen::GoesOn => scene.clock_is_stepped(&clock, false).await,
         Seen::LeasesMove => scene.clock_is_stepped(&clock, true).await,
-        Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded => unreachable!("about leases"),
+        Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed => unreachable!("about leases"),
     };
     scene.close(&rules).await;
 }
@@ -176,7 +176,8 @@ impl<R: Rig> Scene<R> {
             seen.0.iter().find(told).map(|line| line.event.clone())
         };
         self.until("who wakes is told something", |seen| told(seen).is_some()).await;
-        assert_eq!(told(&Seens(&self.crew.lines())), Some(Event::LeaseLost), "it was taken over");
+        let told = told(&Seens(&self.crew.lines()));
+        assert!(told.as_ref().is_some_and(Event::is_lease_lost), "it was taken over: {told:?}");
         self.crew.open_gate(successor);
         for (worker, ran) in [(successor, true), (holder, false)] {
             self.until("both have the result of the one that was not stopped", |seen| {
@@ -237,7 +238,7 @@ impl<R: Rig> Scene<R> {
         let to = race::now();
         let holder = self.holder;
         self.until("the running attempt learns that its lease is lost", |seen| {
-            seen.0.iter().any(|line| line.worker == holder && line.key == 0 && line.event == Event::LeaseLost)
+            seen.0.iter().any(|line| line.worker == holder && line.key == 0 && line.event.is_lease_lost())
         })
         .await;
         self.crew.start(1, Keys::Open, Work::Some);

@@ -204,6 +204,13 @@ impl Rig for Sqlite {
                 lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
                 self.lock = Some(lock);
             }
+            Fault::renewals_refused => {
+                let made = sqlite::raw(&self.folder.file()).execute_batch(
+                    "CREATE TRIGGER no_renewal BEFORE UPDATE OF lapses_at ON idem_records \
+                     WHEN NEW.lapses_at > OLD.lapses_at BEGIN SELECT RAISE(ABORT, 'no'); END",
+                );
+                made.expect("makes the trigger");
+            }
             _ => unreachable!("{fault:?}"),
         }
     }
@@ -214,6 +221,9 @@ impl Rig for Sqlite {
                 self.files().for_each(|(here, away)| std::fs::rename(away, here).expect("can be moved"));
             }
             Fault::record_locked => self.lock = None,
+            Fault::renewals_refused => {
+                sqlite::raw(&self.folder.file()).execute_batch("DROP TRIGGER no_renewal").expect("is removed");
+            }
             _ => self.disk.heal(),
         }
     }
@@ -395,6 +405,7 @@ impl Rig for Redis {
                 Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 9"),
             },
             Fault::records_deleted => self.say("FLUSHALL"),
+            Fault::renewals_refused => self.say("ACL SETUSER default -pexpire"),
             _ => unreachable!("{fault:?}"),
         }
     }
@@ -406,6 +417,7 @@ impl Rig for Redis {
             Fault::node_stopped => self.primaries()[STOPPED].signal("-CONT"),
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::out_of_memory => self.say("CONFIG SET maxmemory 0"),
+            Fault::renewals_refused => self.say("ACL SETUSER default +pexpire"),
             Fault::disk_full => self.disk.heal(),
             Fault::read_only => match self.servers {
                 Servers::One(_) => self.say("REPLICAOF NO ONE"),
@@ -423,6 +435,8 @@ pub struct Postgres {
     server: PostgresServer,
     lines: Vec<Proxy>,
     disk: Disk,
+    /// The user of the workers.
+    login: &'static str,
     /// The connection that holds all of a resource.
     hoarder: Option<tokio_postgres::Client>,
     /// A call in an open transaction: its process in the server, and its task.
@@ -436,8 +450,12 @@ impl Postgres {
         let settings = ["max_locks_per_transaction=10"];
         let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
         let (lines, _) = proxied(fault, &[server.port()]).await;
-        let rig = Self { server, lines, disk, hoarder: None, inserted: None };
+        // No right can be taken from a superuser.
+        let login = if fault == Fault::renewals_refused { "worker" } else { "postgres" };
+        let rig = Self { server, lines, disk, login, hoarder: None, inserted: None };
         rig.make_table().await;
+        rig.say("CREATE ROLE worker LOGIN;GRANT USAGE ON SCHEMA idem TO worker;GRANT ALL ON idem.records TO worker")
+            .await;
         rig
     }
 
@@ -498,7 +516,7 @@ impl Postgres {
 impl Rig for Postgres {
     fn spec(&self) -> String {
         let port = self.lines.first().map_or(self.server.port(), Proxy::port);
-        format!("postgres postgres://postgres@127.0.0.1:{port}/postgres idem")
+        format!("postgres postgres://{}@127.0.0.1:{port}/postgres idem", self.login)
     }
 
     fn fills_up_slowly(&self) -> bool {
@@ -544,6 +562,7 @@ impl Rig for Postgres {
                 self.say("ALTER SYSTEM SET default_transaction_read_only = on;SELECT pg_reload_conf()").await;
             }
             Fault::records_deleted => self.say("TRUNCATE idem.records").await,
+            Fault::renewals_refused => self.say("REVOKE UPDATE ON idem.records FROM worker").await,
             Fault::table_removed => self.say("DROP SCHEMA idem CASCADE").await,
             _ => unreachable!("{fault:?}"),
         }
@@ -565,6 +584,7 @@ impl Rig for Postgres {
                 self.say("ALTER SYSTEM RESET default_transaction_read_only;SELECT pg_reload_conf()").await;
             }
             Fault::table_removed => self.make_table().await,
+            Fault::renewals_refused => self.say("GRANT UPDATE ON idem.records TO worker").await,
             _ => {}
         }
     }

@@ -62,6 +62,8 @@ pub enum Event {
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
+    /// The same, because the store did not renew the lease: the kind of its refusal.
+    Unrenewed(String),
     /// The call has ended with `Error::Unrecorded`.
     Unrecorded,
     /// The call has ended with `Error::InProgress`.
@@ -82,6 +84,11 @@ impl Event {
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted)
     }
+
+    /// Whether the call has ended with `Error::LeaseLost`, for whatever reason.
+    pub fn is_lease_lost(&self) -> bool {
+        matches!(self, Self::LeaseLost | Self::Unrenewed(_))
+    }
 }
 
 impl fmt::Display for Line {
@@ -97,6 +104,7 @@ impl fmt::Display for Line {
             Event::Ran(result) => write!(f, "ran {result}"),
             Event::Replayed(result) => write!(f, "replayed {result}"),
             Event::LeaseLost => write!(f, "lease-lost"),
+            Event::Unrenewed(kind) => write!(f, "unrenewed {kind}"),
             Event::Unrecorded => write!(f, "unrecorded"),
             Event::InProgress => write!(f, "in-progress"),
             Event::Interrupted => write!(f, "interrupted"),
@@ -120,6 +128,7 @@ impl Line {
             ["ran", result] => Event::Ran((*result).to_owned()),
             ["replayed", result] => Event::Replayed((*result).to_owned()),
             ["lease-lost"] => Event::LeaseLost,
+            ["unrenewed", kind] => Event::Unrenewed((*kind).to_owned()),
             ["unrecorded"] => Event::Unrecorded,
             ["in-progress"] => Event::InProgress,
             ["interrupted"] => Event::Interrupted,
@@ -745,7 +754,7 @@ impl Rules {
         if !run.ended {
             return Err("it was recorded before its body had ended".to_owned());
         }
-        if run.is_told(|event| *event == Event::LeaseLost) {
+        if run.is_told(Event::is_lease_lost) {
             return Err("it was recorded, and told that its lease was lost".to_owned());
         }
         let (before, after) = self.sides(calls);

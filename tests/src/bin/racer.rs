@@ -237,6 +237,7 @@ impl Racer {
                 let result = race::told(&result).to_owned();
                 if outcome.replayed() { Event::Replayed(result) } else { Event::Ran(result) }
             }
+            Err(Error::LeaseLost { source: Some(source), .. }) => Event::Unrenewed(format!("{:?}", source.kind())),
             Err(Error::LeaseLost { .. }) => Event::LeaseLost,
             Err(Error::Unrecorded { .. }) => Event::Unrecorded,
             Err(Error::InProgress { .. }) => Event::InProgress,
