@@ -6,6 +6,8 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
 
+#[path = "faults/exhausted.rs"]
+mod exhausted;
 #[path = "faults/leases.rs"]
 mod leases;
 #[path = "faults/play.rs"]
@@ -45,14 +47,16 @@ pub enum Fault {
     node_stopped,
     full_for_a_moment,
     renewals_refused,
+    threads_exhausted,
+    descriptors_exhausted,
 }
 
 use Fault::{
     bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
-    connections_half_closed, disk_full, failover, full_for_a_moment, index_removed, insert_uncommitted, lines_slow,
-    node_stopped, out_of_memory, process_forked, read_only, record_locked, records_deleted, renewals_refused,
-    runtimes_stand_still, server_killed_and_restarted, server_stopped_and_continued, table_removed, threads_blocked,
-    workers_killed, workers_stopped_and_continued,
+    connections_half_closed, descriptors_exhausted, disk_full, failover, full_for_a_moment, index_removed,
+    insert_uncommitted, lines_slow, node_stopped, out_of_memory, process_forked, read_only, record_locked,
+    records_deleted, renewals_refused, runtimes_stand_still, server_killed_and_restarted, server_stopped_and_continued,
+    table_removed, threads_blocked, threads_exhausted, workers_killed, workers_stopped_and_continued,
 };
 
 /// The faults, and how each is caused.
@@ -89,6 +93,8 @@ const FAULTS: &[(Fault, &str)] = &[
         renewals_refused,
         "the store refuses renewals for good: a right is taken from the login of the workers (SQLite: a trigger refuses)",
     ),
+    (threads_exhausted, "a worker can start no thread (`RLIMIT_NPROC`) from its start on, and then it can"),
+    (descriptors_exhausted, "a worker can open no descriptor (`RLIMIT_NOFILE`) for two leases"),
 ];
 
 /// The effect of a fault on the user.
@@ -211,6 +217,8 @@ stores! {
         record_locked: OthersKept,
         full_for_a_moment: Recorded,
         renewals_refused: Unrenewed,
+        threads_exhausted: Refused,
+        descriptors_exhausted: Kept,
     } without {
         server_killed_and_restarted: "no server",
         server_stopped_and_continued: "no server",
@@ -244,6 +252,8 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
         renewals_refused: Unrenewed,
+        threads_exhausted: Kept,
+        descriptors_exhausted: Kept,
     } without {
         index_removed: "no such file",
         failover: "one server",
@@ -275,6 +285,8 @@ stores! {
         node_stopped: OthersKept,
         full_for_a_moment: Recorded,
         renewals_refused: Unrenewed,
+        threads_exhausted: Kept,
+        descriptors_exhausted: Kept,
     } without {
         index_removed: "no such file",
         table_removed: "no table",
@@ -303,6 +315,8 @@ stores! {
         lines_slow: Kept,
         full_for_a_moment: Recorded,
         renewals_refused: Unrenewed,
+        threads_exhausted: Kept,
+        descriptors_exhausted: Kept,
     } without {
         index_removed: "no such file",
         table_removed: "no table",
@@ -334,6 +348,8 @@ stores! {
         insert_uncommitted: OthersKept,
         full_for_a_moment: Recorded,
         renewals_refused: Unrenewed,
+        threads_exhausted: Kept,
+        descriptors_exhausted: Kept,
     } without {
         index_removed: "no such file",
         failover: "one server",
@@ -359,6 +375,8 @@ stores! {
         bodies_paused: Fenced,
         lines_slow: Kept,
         full_for_a_moment: Recorded,
+        threads_exhausted: Kept,
+        descriptors_exhausted: Kept,
     } without {
         renewals_refused: "the emulators know no rights",
         index_removed: "no such file",

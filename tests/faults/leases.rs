@@ -13,7 +13,7 @@ use crate::Fault;
 use crate::rigs::{Rig, set_all};
 
 /// How many bodies a process holds at the same time.
-const HELD: usize = 6;
+pub const HELD: usize = 6;
 /// A lease has time for at least this many calls in a row, at the current speed of the machine.
 const CALLS_IN_A_LEASE: u32 = 30;
 const LONGEST_LEASE: Duration = Duration::from_secs(3);
@@ -24,6 +24,8 @@ const MOMENT: Duration = Duration::from_millis(500);
 pub async fn play(rig: impl Rig, fault: Fault) {
     let mut scene = Scene::new(rig).await;
     match fault {
+        Fault::threads_exhausted => scene.threads_exhausted().await,
+        Fault::descriptors_exhausted => scene.descriptors_exhausted().await,
         Fault::threads_blocked => scene.threads_blocked().await,
         Fault::runtimes_stand_still => scene.runtimes_stand_still().await,
         Fault::process_forked => scene.process_forked().await,
@@ -38,13 +40,13 @@ pub async fn play(rig: impl Rig, fault: Fault) {
     }
 }
 
-struct Scene<R> {
-    rig: R,
-    crew: Crew,
+pub struct Scene<R> {
+    pub rig: R,
+    pub crew: Crew,
 }
 
 impl<R: Rig> Scene<R> {
-    async fn new(rig: R) -> Self {
+    pub async fn new(rig: R) -> Self {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
         crew.set_env(rig.env());
         crew.orders().policies = Policies::Mixed;
@@ -54,16 +56,17 @@ impl<R: Rig> Scene<R> {
         Self { rig, crew }
     }
 
-    fn lease(&mut self) -> Duration {
+    pub fn lease(&mut self) -> Duration {
         self.crew.orders().lease
     }
 
     /// Starts a process whose bodies for the keys from `begin` on are held, and another one that delivers those messages
     /// again and again until they are acknowledged. Returns once all bodies have begun.
-    async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
+    pub async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
         self.crew.orders().place = place;
         let holder = self.crew.start(begin, keys, work);
         self.crew.orders().place = Place::One;
+        self.crew.set_wrapper(Vec::new());
         let (Keys::Together(count) | Keys::Beside(count, _)) = keys else { unreachable!("side by side: {keys:?}") };
         let begin = if place == Place::BegunElsewhere { begin + 1 } else { begin };
         self.crew
@@ -84,7 +87,7 @@ impl<R: Rig> Scene<R> {
     }
 
     /// The answers to calls that `worker` began after `since`, with their keys.
-    fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
+    pub fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
         let lines = self.crew.lines();
         let of_worker = || lines.iter().filter(|line| line.worker == worker);
         let asked = of_worker().filter(|line| line.event == Event::Asked && line.at > since);
@@ -95,7 +98,7 @@ impl<R: Rig> Scene<R> {
 
     /// Opens the gates of `holders`, and waits until all processes have ended: for each of `keys`, out of `all`, one body
     /// ran.
-    async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
+    pub async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
         for holder in holders {
             self.crew.open_gate(*holder);
         }

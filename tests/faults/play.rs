@@ -19,7 +19,10 @@ const DELAY: Duration = Duration::from_millis(100);
 
 /// Causes `fault` in `rig` while racers work, and shows that they see what is promised: `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
-    if matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed) {
+    let is_of_the_process = matches!(fault, Fault::threads_exhausted | Fault::descriptors_exhausted);
+    if is_of_the_process
+        || matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed)
+    {
         return leases::play(rig, fault).await;
     }
     let clock = WallClock::new();

@@ -1,5 +1,7 @@
 //! Each store, and how every fault is caused in it.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -91,6 +93,14 @@ pub trait Rig {
         true
     }
 
+    /// Lets processes of other users use the store.
+    fn let_other_users_in(&self) {}
+
+    /// Whether a process that can start no thread can open the store.
+    fn opens_without_threads(&self) -> bool {
+        true
+    }
+
     /// The ways in which it can be full, or refuse writes.
     fn moments(&self) -> &'static [Fault];
 
@@ -166,6 +176,16 @@ impl Rig for Sqlite {
     }
 
     fn goes_on_beside_a_lock(&self) -> bool {
+        false
+    }
+
+    fn let_other_users_in(&self) {
+        for (path, mode) in [(self.folder.path().to_owned(), 0o777), (self.folder.file(), 0o666)] {
+            std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("ours");
+        }
+    }
+
+    fn opens_without_threads(&self) -> bool {
         false
     }
 

@@ -1,5 +1,7 @@
-//! A failing disk and a clock that can be set, without the knowledge of the processes that use them.
+//! A failing disk, a clock that can be set, and limits of threads and descriptors, without the knowledge of the processes that
+//! have them.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -128,4 +130,61 @@ fn libfaketime() -> PathBuf {
     let folders = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
     let mut libraries = folders.map(|folder| folder.path().join("faketime/libfaketimeMT.so.1"));
     libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
+}
+
+/// The words in front of a program that can start no thread. It runs as another user if this one is root, whom no limit of
+/// threads binds.
+pub fn without_threads() -> Vec<String> {
+    /// The number of users so far. Each worker has one of its own, as a limit of threads is that of a user.
+    static USERS: AtomicU32 = AtomicU32::new(0);
+    let mut words = match user_of(std::process::id()) {
+        0 => as_user(1_000_000 + 64 * std::process::id() + USERS.fetch_add(1, Ordering::Relaxed)),
+        _ => Vec::new(),
+    };
+    words.extend(["prlimit", "--nproc=1:"].map(ToOwned::to_owned));
+    words
+}
+
+fn user_of(process: u32) -> u32 {
+    std::fs::metadata(format!("/proc/{process}")).expect("it runs").uid()
+}
+
+/// The arguments of `setpriv` that make it another user.
+fn as_user(user: u32) -> Vec<String> {
+    let user = user.to_string();
+    ["--reuid", &user, "--regid", &user, "--clear-groups"].map(ToOwned::to_owned).to_vec()
+}
+
+/// Lets `worker` start threads.
+pub fn allow_threads(worker: u32) {
+    limit(worker, "--nproc=500:");
+}
+
+/// How many threads `worker` has.
+pub fn threads(worker: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{worker}/task")).expect("it runs").count()
+}
+
+/// Takes all free descriptors from `worker`.
+pub fn take_descriptors(worker: u32) {
+    // The kernel gives out the smallest number that is free, which has to be below the limit.
+    let is_open = |number: &u32| std::fs::symlink_metadata(format!("/proc/{worker}/fd/{number}")).is_ok();
+    let free = (0..).find(|number| !is_open(number)).expect("a number");
+    limit(worker, &format!("--nofile={free}:"));
+}
+
+/// Lets `worker` open descriptors.
+pub fn allow_descriptors(worker: u32) {
+    limit(worker, "--nofile=1024:");
+}
+
+/// Sets a soft limit of `worker`, which is running.
+fn limit(worker: u32, limit: &str) {
+    let mut command = Command::new("setpriv");
+    // Root may lack the right to set limits of other users.
+    if user_of(worker) != user_of(std::process::id()) {
+        command.args(as_user(user_of(worker)));
+    }
+    let set = command.args(["prlimit", "--pid", &worker.to_string(), limit]).output().expect("util-linux");
+    assert!(set.status.success(), "prlimit {limit}: {}", String::from_utf8_lossy(&set.stderr));
 }

@@ -4,10 +4,12 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
+use std::fs::Permissions;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
 use idem_runtime::record::{State, StoredResult};
@@ -142,7 +144,11 @@ impl Line {
 
 /// Milliseconds since the machine started, by a clock that can't be set and is the same in every process.
 pub fn now() -> u64 {
-    let text = std::fs::read_to_string("/proc/uptime").expect("Linux");
+    // Opened once: a process without descriptors has a clock, too.
+    static CLOCK: LazyLock<File> = LazyLock::new(|| File::open("/proc/uptime").expect("Linux"));
+    let mut text = [0; 64];
+    let length = CLOCK.read_at(&mut text, 0).expect("Linux");
+    let text = str::from_utf8(&text[..length]).expect("a text");
     let (seconds, rest) = text.split_once('.').expect("a decimal fraction");
     let hundredths = &rest[..2];
     seconds.parse::<u64>().expect("seconds") * 1000 + hundredths.parse::<u64>().expect("hundredths") * 10
@@ -376,6 +382,8 @@ impl Orders {
 #[derive(Debug)]
 pub struct Crew {
     program: String,
+    /// The arguments of `setpriv` in front of the program.
+    wrapper: Vec<String>,
     env: Env,
     orders: Orders,
     racers: Vec<Child>,
@@ -390,7 +398,9 @@ impl Crew {
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
-        File::create(&path).expect("a file for the effects");
+        let table = File::create(&path).expect("a file for the effects");
+        // Racers may run as another user.
+        table.set_permissions(Permissions::from_mode(0o666)).expect("ours");
         let orders = Orders {
             spec: spec.to_owned(),
             path,
@@ -404,6 +414,7 @@ impl Crew {
         };
         Self {
             program: program.to_owned(),
+            wrapper: Vec::new(),
             env: Vec::new(),
             orders,
             racers: Vec::new(),
@@ -422,11 +433,17 @@ impl Crew {
         self.env = env;
     }
 
+    /// Sets the arguments of `setpriv` in front of the program of future racers: options, or another program.
+    pub fn set_wrapper(&mut self, wrapper: Vec<String>) {
+        self.wrapper = wrapper;
+    }
+
     /// Starts a racer at the key `begin`, and returns its process id.
     pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
         let orders = Orders { begin, keys, work, ..self.orders.clone() };
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", &self.program]).args(orders.words()).envs(self.env.iter().cloned());
+        command.args(["--pdeathsig", "KILL"]).args(&self.wrapper).arg(&self.program);
+        command.args(orders.words()).envs(self.env.iter().cloned());
         let racer = command.spawn().expect("a racer starts");
         let worker = racer.id();
         self.racers.push(racer);

@@ -1,0 +1,68 @@
+//! Faults of a worker's own process: for a while it can start no thread, or open no descriptor.
+
+use std::time::Duration;
+
+use idem_tests::race::{self, Event, Keys, Place, Work};
+
+use crate::leases::{HELD, Scene};
+use crate::rigs::Rig;
+use crate::tools::{allow_descriptors, allow_threads, take_descriptors, threads, without_threads};
+
+/// How many keys the process serves again and again, beside those that it holds.
+const BESIDE: usize = 2;
+
+impl<R: Rig> Scene<R> {
+    /// The process has no thread but its first one from its start on.
+    pub async fn threads_exhausted(&mut self) {
+        self.rig.let_other_users_in();
+        self.crew.set_wrapper(without_threads());
+        if self.rig.opens_without_threads() {
+            let holder = self.hold(0, Keys::Beside(HELD, BESIDE), Work::Quiet, Place::One).await;
+            self.goes_on(holder, "without threads").await;
+            assert_eq!(threads(holder), 1);
+            allow_threads(holder);
+            self.goes_on(holder, "with threads").await;
+            self.ran_once(&[holder], 0..HELD, HELD + BESIDE).await;
+        } else {
+            let worker = self.crew.start(0, Keys::Together(HELD), Work::Some);
+            self.crew.set_wrapper(Vec::new());
+            let others = self.crew.start(HELD, Keys::Together(HELD), Work::Long);
+            let done = |line: &&race::Line| line.worker == others && matches!(line.event, Event::Ran(_));
+            self.crew.until("others go on", |lines| lines.iter().filter(done).count() == HELD).await;
+            assert_eq!(threads(worker), 1);
+            assert!(self.crew.lines().iter().all(|line| line.worker != worker), "its store needs a thread");
+            allow_threads(worker);
+            self.ran_once(&[], 0..2 * HELD, 2 * HELD).await;
+        }
+    }
+
+    /// The process holds bodies and serves other keys when its descriptors run out.
+    pub async fn descriptors_exhausted(&mut self) {
+        let holder = self.hold(0, Keys::Beside(HELD, BESIDE), Work::Quiet, Place::One).await;
+        // Renewals have their connection by then.
+        self.goes_on(holder, "with descriptors").await;
+        take_descriptors(holder);
+        self.goes_on(holder, "without descriptors").await;
+        allow_descriptors(holder);
+        self.goes_on(holder, "with descriptors again").await;
+        self.ran_once(&[holder], 0..HELD, HELD + BESIDE).await;
+    }
+
+    /// Shows that `holder` serves keys for two leases, and gets nothing worse than an answer that the store is not there.
+    async fn goes_on(&mut self, holder: u32, how: &str) {
+        let since = race::now();
+        let two_leases: Duration = 2 * self.lease();
+        tokio::time::sleep(two_leases).await;
+        self.crew
+            .until(how, |lines| {
+                let replayed = |line: &&race::Line| line.worker == holder && line.at > since;
+                lines.iter().filter(replayed).any(|line| matches!(line.event, Event::Replayed(_)))
+            })
+            .await;
+        let told = self.told(holder, since);
+        let goes_on = |(_, event): &&(usize, Event)| {
+            matches!(event, Event::Ran(_) | Event::Replayed(_)) || *event == Event::Store("Unavailable".to_owned())
+        };
+        assert_eq!(told.iter().find(|it| !goes_on(it)), None, "{how}");
+    }
+}
