@@ -13,6 +13,7 @@ mod problem;
 mod shape;
 #[cfg(feature = "postcard")]
 mod strict;
+mod trace;
 mod undecodable;
 
 use std::any::TypeId;
@@ -27,6 +28,7 @@ pub use self::msgpack::MessagePack;
 #[cfg(feature = "postcard")]
 pub use self::postcard::Postcard;
 pub use self::problem::ResultProblem;
+use self::trace::Trace;
 pub use self::undecodable::Undecodable;
 
 /// A result that could not be encoded or decoded.
@@ -103,6 +105,99 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
         true => Some(C::decode(bytes)),
         false if C::READS_OTHERS => known::decode(name, bytes),
         false => None,
+    }
+}
+
+/// Checks that a duplicate gets the same `value` as the first caller: writes it as a handler with the codec `C` records it, reads it
+/// back, and compares the two.
+///
+/// For tests of your own result types. Debug builds, and all builds with the feature `testing`, check each result of a handler like
+/// this once it is recorded.
+///
+/// Both are compared as serde sees them, with the difference between `Some(None)` and `None`, between integers of two lengths, and
+/// between two NaNs. The order of elements and entries is not compared. Nor is what the type hides from serde: a field with
+/// `#[serde(skip)]`, or one that `serialize_with` cuts short.
+///
+/// ```
+/// use idem_runtime::codec::check_round_trip;
+/// use idem_runtime::Json;
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize)]
+/// struct Receipt {
+///     note: Option<Option<String>>,
+/// }
+///
+/// check_round_trip::<Json, _>(&Receipt { note: None })?;
+/// let lost = check_round_trip::<Json, _>(&Receipt { note: Some(None) }).unwrap_err();
+/// assert!(lost.to_string().ends_with("than it wrote: `note`: `Some` is read back as `None`"));
+/// # Ok::<(), idem_runtime::codec::RoundTripError>(())
+/// ```
+///
+/// # Errors
+/// [`RoundTripError`] says how they differ.
+pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) -> Result<(), RoundTripError> {
+    let failed = RoundTripError::new::<C, T>;
+    let (name, bytes) = write::<C, T>(value).map_err(|source| failed(RoundTripProblem::Unencodable(source)))?;
+    let read = read::<C, T>(name, &bytes).unwrap_or_else(|| C::decode(&bytes));
+    let read = read.map_err(|source| failed(RoundTripProblem::Undecodable(source)))?;
+    let (Ok(trace), Ok(read)) = (Trace::of(value), Trace::of(&read)) else { return Ok(()) };
+    match trace.difference(&read) {
+        // A value that is written in another way each time tells nothing.
+        Some(difference) if Trace::of(value).is_ok_and(|again| again == trace) => {
+            Err(failed(RoundTripProblem::Differs(difference)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A value that is not read back as it was written. Its text names the codec, the type and the field, and quotes no value; that of its
+/// source may, if the codec is yours.
+#[derive(Debug)]
+pub struct RoundTripError {
+    codec: &'static str,
+    type_name: &'static str,
+    problem: RoundTripProblem,
+}
+
+#[derive(Debug)]
+enum RoundTripProblem {
+    Unencodable(CodecError),
+    Undecodable(CodecError),
+    Differs(String),
+}
+
+impl RoundTripError {
+    fn new<C: Codec, T>(problem: RoundTripProblem) -> Self {
+        Self { codec: C::NAME, type_name: std::any::type_name::<T>(), problem }
+    }
+
+    /// Whether the value can't be written or read, so that a duplicate gets
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Otherwise it gets another value.
+    pub const fn is_unavailable(&self) -> bool {
+        matches!(self.problem, RoundTripProblem::Unencodable(_) | RoundTripProblem::Undecodable(_))
+    }
+}
+
+impl fmt::Display for RoundTripError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { codec, type_name, problem } = self;
+        match problem {
+            RoundTripProblem::Unencodable(_) => write!(f, "the codec `{codec}` can't write this `{type_name}`"),
+            RoundTripProblem::Undecodable(_) => write!(f, "the codec `{codec}` can't read back this `{type_name}`"),
+            RoundTripProblem::Differs(difference) => {
+                write!(f, "the codec `{codec}` reads another `{type_name}` than it wrote: {difference}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for RoundTripError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.problem {
+            RoundTripProblem::Unencodable(source) | RoundTripProblem::Undecodable(source) => Some(&**source),
+            RoundTripProblem::Differs(_) => None,
+        }
     }
 }
 

@@ -1,0 +1,314 @@
+//! Whether a value is read back as it was written: its trace in the data model of serde.
+//!
+//! A codec need not keep all of that model: JSON writes `Some(None)` as it writes `None`. A trace keeps it, so two values of one type
+//! that differ have different traces, unless their own `Serialize` hides the difference. The order of elements and entries does
+//! not count, as that of a hash table is random.
+
+use std::fmt::{self, Display, Write as _};
+
+use serde::Serialize;
+use serde::ser::{self, Serializer};
+
+/// A value in the data model of serde.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Trace {
+    /// A value that is nothing but its kind.
+    Plain(&'static str),
+    /// A number of this kind; a float by its bits.
+    Number(&'static str, u128),
+    Text(&'static str, Box<[u8]>),
+    /// A value of parts, and the name of the variant that it is, or none.
+    Parts(&'static str, &'static str, Vec<(Place, Trace)>),
+}
+
+/// The name of the field that a part is; empty for elements and entries.
+type Place = &'static str;
+
+impl Trace {
+    pub(super) fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, NoTrace> {
+        value.serialize(Tracer)
+    }
+
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Plain(kind) | Self::Number(kind, _) | Self::Text(kind, _) | Self::Parts(kind, ..) => kind,
+        }
+    }
+
+    /// What differs in `read`, which was read from what was written for `self`; `None` if nothing does. Names fields and variants of the
+    /// type, and quotes no value.
+    pub(super) fn difference(&self, read: &Self) -> Option<String> {
+        let mut path = String::new();
+        let what = self.first_difference(read, &mut path)?;
+        let path = path.trim_start_matches('.');
+        Some(if path.is_empty() { what } else { format!("`{path}`: {what}") })
+    }
+
+    fn first_difference(&self, read: &Self, path: &mut String) -> Option<String> {
+        if self == read {
+            return None;
+        }
+        if let (Self::Parts(kind, name, parts), Self::Parts(read_kind, read_name, read_parts)) = (self, read)
+            && (kind, name, parts.len()) == (read_kind, read_name, read_parts.len())
+        {
+            let differ = parts.iter().zip(read_parts).find(|(part, read)| part != read);
+            let ((place, part), (_, read)) = differ?;
+            for step in [*name, *place].into_iter().filter(|step| !step.is_empty()) {
+                // Writing to a `String` never fails.
+                let _ = write!(path, ".{step}");
+            }
+            return part.first_difference(read, path);
+        }
+        Some(match (self, read) {
+            (Self::Parts(kind, name, _), Self::Parts(read_kind, read_name, _))
+                if kind == read_kind && name != read_name =>
+            {
+                format!("the variant `{name}` is read back as `{read_name}`")
+            }
+            _ if self.kind() == read.kind() => format!("{} is read back as another one", self.kind()),
+            _ => format!("{} is read back as {}", self.kind(), read.kind()),
+        })
+    }
+}
+
+/// The value's own `Serialize` failed.
+#[derive(Debug)]
+pub(super) struct NoTrace;
+
+impl Display for NoTrace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("no trace")
+    }
+}
+
+impl std::error::Error for NoTrace {}
+
+impl ser::Error for NoTrace {
+    fn custom<T: Display>(_: T) -> Self {
+        Self
+    }
+}
+
+struct Tracer;
+
+/// A value of parts that is not complete.
+struct Parts {
+    kind: &'static str,
+    name: &'static str,
+    parts: Vec<(Place, Trace)>,
+    is_sorted: bool,
+}
+
+impl Parts {
+    const fn new(kind: &'static str, name: &'static str) -> Self {
+        Self { kind, name, parts: Vec::new(), is_sorted: false }
+    }
+
+    /// Parts in an order that does not count.
+    fn unordered(kind: &'static str) -> Self {
+        Self { is_sorted: true, ..Self::new(kind, "") }
+    }
+
+    fn push<T: Serialize + ?Sized>(&mut self, place: Place, value: &T) -> Result<(), NoTrace> {
+        self.parts.push((place, Trace::of(value)?));
+        Ok(())
+    }
+
+    fn finish(mut self) -> Trace {
+        if self.is_sorted {
+            self.parts.sort_unstable();
+        }
+        Trace::Parts(self.kind, self.name, self.parts)
+    }
+}
+
+macro_rules! numbers {
+    ($($method:ident($type:ty) $kind:literal $bits:expr;)*) => { $(
+        fn $method(self, value: $type) -> Result<Trace, NoTrace> {
+            Ok(Trace::Number($kind, $bits(value)))
+        }
+    )* };
+}
+
+impl Serializer for Tracer {
+    type Ok = Trace;
+    type Error = NoTrace;
+    type SerializeSeq = Parts;
+    type SerializeTuple = Parts;
+    type SerializeTupleStruct = Parts;
+    type SerializeTupleVariant = Parts;
+    type SerializeMap = Parts;
+    type SerializeStruct = Parts;
+    type SerializeStructVariant = Parts;
+
+    numbers! {
+        serialize_bool(bool) "a bool" u128::from;
+        serialize_i8(i8) "an i8" |value: i8| u128::from(value.cast_unsigned());
+        serialize_i16(i16) "an i16" |value: i16| u128::from(value.cast_unsigned());
+        serialize_i32(i32) "an i32" |value: i32| u128::from(value.cast_unsigned());
+        serialize_i64(i64) "an i64" |value: i64| u128::from(value.cast_unsigned());
+        serialize_i128(i128) "an i128" i128::cast_unsigned;
+        serialize_u8(u8) "a u8" u128::from;
+        serialize_u16(u16) "a u16" u128::from;
+        serialize_u32(u32) "a u32" u128::from;
+        serialize_u64(u64) "a u64" u128::from;
+        serialize_u128(u128) "a u128" u128::from;
+        serialize_f32(f32) "an f32" |value: f32| u128::from(value.to_bits());
+        serialize_f64(f64) "an f64" |value: f64| u128::from(value.to_bits());
+        serialize_char(char) "a char" |value: char| u128::from(u32::from(value));
+    }
+
+    fn serialize_str(self, value: &str) -> Result<Trace, NoTrace> {
+        Ok(Trace::Text("a text", value.as_bytes().into()))
+    }
+
+    fn serialize_bytes(self, value: &[u8]) -> Result<Trace, NoTrace> {
+        Ok(Trace::Text("bytes", value.into()))
+    }
+
+    fn serialize_none(self) -> Result<Trace, NoTrace> {
+        Ok(Trace::Plain("`None`"))
+    }
+
+    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<Trace, NoTrace> {
+        let mut parts = Parts::new("`Some`", "");
+        parts.push("", value)?;
+        Ok(parts.finish())
+    }
+
+    fn serialize_unit(self) -> Result<Trace, NoTrace> {
+        Ok(Trace::Plain("`()`"))
+    }
+
+    fn serialize_unit_struct(self, _: &'static str) -> Result<Trace, NoTrace> {
+        self.serialize_unit()
+    }
+
+    fn serialize_unit_variant(self, _: &'static str, _: u32, variant: &'static str) -> Result<Trace, NoTrace> {
+        Ok(Parts::new("a variant", variant).finish())
+    }
+
+    fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> Result<Trace, NoTrace> {
+        value.serialize(self)
+    }
+
+    fn serialize_newtype_variant<T: Serialize + ?Sized>(
+        self,
+        _: &'static str,
+        _: u32,
+        variant: &'static str,
+        value: &T,
+    ) -> Result<Trace, NoTrace> {
+        let mut parts = Parts::new("a variant", variant);
+        parts.push("", value)?;
+        Ok(parts.finish())
+    }
+
+    fn serialize_seq(self, _: Option<usize>) -> Result<Parts, NoTrace> {
+        Ok(Parts::unordered("a sequence"))
+    }
+
+    fn serialize_tuple(self, _: usize) -> Result<Parts, NoTrace> {
+        Ok(Parts::new("a tuple", ""))
+    }
+
+    fn serialize_tuple_struct(self, _: &'static str, len: usize) -> Result<Parts, NoTrace> {
+        self.serialize_tuple(len)
+    }
+
+    fn serialize_tuple_variant(
+        self,
+        _: &'static str,
+        _: u32,
+        variant: &'static str,
+        _: usize,
+    ) -> Result<Parts, NoTrace> {
+        Ok(Parts::new("a variant", variant))
+    }
+
+    fn serialize_map(self, _: Option<usize>) -> Result<Parts, NoTrace> {
+        Ok(Parts::unordered("a map"))
+    }
+
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Parts, NoTrace> {
+        Ok(Parts::new("a struct", ""))
+    }
+
+    fn serialize_struct_variant(
+        self,
+        _: &'static str,
+        _: u32,
+        variant: &'static str,
+        _: usize,
+    ) -> Result<Parts, NoTrace> {
+        Ok(Parts::new("a variant", variant))
+    }
+}
+
+macro_rules! elements {
+    ($($of:ident::$method:ident)*) => { $(
+        impl ser::$of for Parts {
+            type Ok = Trace;
+            type Error = NoTrace;
+
+            fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NoTrace> {
+                self.push("", value)
+            }
+
+            fn end(self) -> Result<Trace, NoTrace> {
+                Ok(self.finish())
+            }
+        }
+    )* };
+}
+
+elements! {
+    SerializeSeq::serialize_element SerializeTuple::serialize_element SerializeTupleStruct::serialize_field
+    SerializeTupleVariant::serialize_field
+}
+
+macro_rules! fields {
+    ($($of:ident)*) => { $(
+        impl ser::$of for Parts {
+            type Ok = Trace;
+            type Error = NoTrace;
+
+            fn serialize_field<T: Serialize + ?Sized>(&mut self, name: &'static str, value: &T) -> Result<(), NoTrace> {
+                self.push(name, value)
+            }
+
+            fn end(self) -> Result<Trace, NoTrace> {
+                Ok(self.finish())
+            }
+        }
+    )* };
+}
+
+fields! { SerializeStruct SerializeStructVariant }
+
+impl ser::SerializeMap for Parts {
+    type Ok = Trace;
+    type Error = NoTrace;
+
+    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), NoTrace> {
+        let mut entry = Parts::new("an entry", "");
+        entry.push("", key)?;
+        self.parts.push(("", entry.finish()));
+        Ok(())
+    }
+
+    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NoTrace> {
+        let value = Trace::of(value)?;
+        match self.parts.last_mut() {
+            Some((_, Trace::Parts(_, _, entry))) => {
+                entry.push(("", value));
+                Ok(())
+            }
+            _ => Err(NoTrace),
+        }
+    }
+
+    fn end(self) -> Result<Trace, NoTrace> {
+        Ok(self.finish())
+    }
+}
