@@ -1,5 +1,8 @@
 //! Codecs: the bytes that they write, the values that they read, and results that no handler can read any more.
 
+#[path = "codecs/round_trips.rs"]
+mod round_trips;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::{Debug, Write};
 use std::panic::AssertUnwindSafe;
@@ -9,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::FutureExt;
 use idem_runtime::__stored::replay;
-use idem_runtime::codec::{CodecName, ResultProblem};
+use idem_runtime::codec::{CodecName, ResultProblem, check_round_trip};
 use idem_runtime::operator::Resolution;
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::Finish;
@@ -28,6 +31,7 @@ const POLICY: Policy = Policy::new(Duration::from_secs(3600));
 fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) {
     let bytes = C::encode(value).unwrap();
     assert_eq!(C::decode::<T>(&bytes).unwrap(), *value, "{}: {bytes:?}", C::NAME);
+    check_round_trip::<C, T>(value).unwrap();
 }
 
 /// Bytes as formats know them; to serde, a `Vec<u8>` is a sequence of numbers.

@@ -298,7 +298,8 @@ async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
         for key in ["a", "b", "c", "d", "e", "f"] {
             let operation = |policy| Operation::new(&world.store, Ok(World::key(key)), policy);
             let panicking = || operation(POLICY).run(async { Ok::<_, Error>(Panics) });
-            drop(panicking().await);
+            // The result is recorded, and then read back as a check.
+            let _ = futures::FutureExt::catch_unwind(std::panic::AssertUnwindSafe(panicking())).await;
             let all = pauses(&world, async || match kind {
                 "an error after a success" => {
                     let delivery = async {

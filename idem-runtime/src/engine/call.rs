@@ -30,7 +30,7 @@ use super::held::{HeldAttempt, note_refusal, poll_as, tell};
 use super::outcome::{Commit, ErrorFacts, Kept, ObservedCall, Progress, Refusal, Seat, report, report_again};
 use super::recorder::Recorder;
 use super::telemetry::{Facts, Telemetry};
-use crate::codec::ResultProblem;
+use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};
 use crate::record::{Finish, Release, State, StoredResult};
@@ -42,7 +42,8 @@ where
     E: From<Error>,
     B: Future<Output = Result<T, E>>,
 {
-    let slot = ResultSlot { recorder, result: None };
+    let migrates = matches!(subject.policy.on_undecodable, OnUndecodable::Migrate(_));
+    let slot = ResultSlot { recorder, result: None, is_recorded: false, migrates };
     Run { handler: Handler { body: Some(body), slot }, protocol: protocol(subject) }
 }
 
@@ -106,15 +107,39 @@ where
 struct ResultSlot<R, T, E> {
     recorder: R,
     result: Option<Result<T, E>>,
+    /// Whether the result is one of this call, and is recorded as it is.
+    is_recorded: bool,
+    /// Whether a result that can't be read back is migrated.
+    migrates: bool,
 }
+
+/// Whether results are compared with those that duplicates will get.
+const COMPARES: bool = cfg!(any(debug_assertions, feature = "testing"));
+
+/// A longer result is not compared, as that takes many times its memory.
+const LONGEST_COMPARED: usize = 64 * 1024;
 
 impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
     fn keep(&mut self, result: Result<T, E>) -> bool {
         self.result.insert(result).is_ok()
     }
 
-    fn record(&self, max_result_bytes: usize) -> Ending {
-        self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes)
+    fn record(&mut self, max_result_bytes: usize) -> Ending {
+        let ending = self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes);
+        self.is_recorded = ending.encoded().is_some_and(|bytes| bytes.len() <= LONGEST_COMPARED);
+        ending
+    }
+
+    /// Compares the result with the one that duplicates will get, if this call has recorded it.
+    ///
+    /// # Panics
+    /// If they differ.
+    fn compare(&self) {
+        let Some(result) = self.result.as_ref().filter(|_| self.is_recorded) else { return };
+        match self.recorder.check(result) {
+            Err(error) if !(self.migrates && error.is_unavailable()) => differs(&error),
+            _ => {}
+        }
     }
 
     fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem> {
@@ -123,12 +148,23 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
     }
 
     fn refuse(&mut self, error: Error) {
+        self.is_recorded = false;
         self.keep(Err(E::from(error)));
     }
 
     fn take(&mut self) -> Result<T, E> {
         self.result.take().expect("kept by the protocol")
     }
+}
+
+/// Ends a call of a debug build or of a test whose duplicates will get another result.
+#[cold]
+fn differs(error: &RoundTripError) -> ! {
+    panic!(
+        "a duplicate does not get the result of this call: {error}. The operation is done and recorded. Return a type that is read \
+         back as it is written, or use another `codec` (see `idem_runtime::codec::check_round_trip`). Only debug builds and the \
+         feature `testing` look for this"
+    );
 }
 
 pin_project! {
@@ -160,7 +196,11 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
         ready!(this.protocol.poll(this.handler.as_mut(), cx));
-        Poll::Ready(this.handler.project().slot.take())
+        let slot = this.handler.project().slot;
+        if COMPARES {
+            slot.compare();
+        }
+        Poll::Ready(slot.take())
     }
 }
 

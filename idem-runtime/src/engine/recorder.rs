@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::end::Ending;
-use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, Undecodable};
+use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, RoundTripError, Undecodable};
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Release, State, StoredResult};
 
@@ -26,6 +26,12 @@ pub trait Recorder<T, E> {
     /// # Panics
     /// If the function in `on_undecodable` does.
     fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>;
+
+    /// Checks that a duplicate gets the same `result`, which was recorded.
+    ///
+    /// # Errors
+    /// How its result differs.
+    fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError>;
 }
 
 /// Values are recorded; an error frees the key (`on_error = release`).
@@ -97,6 +103,10 @@ where
             _ => Err(ResultProblem::RecordedError),
         }
     }
+
+    fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError> {
+        result.as_ref().map_or(Ok(()), codec::check_round_trip::<C, T>)
+    }
 }
 
 impl<T, E, C, F> Recorder<T, E> for RecordResults<C, F>
@@ -127,6 +137,10 @@ where
             // Only finished records are replayed.
             _ => Err(ResultProblem::Unencodable),
         }
+    }
+
+    fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError> {
+        result.as_ref().map_or_else(codec::check_round_trip::<C, E>, codec::check_round_trip::<C, T>)
     }
 }
 
