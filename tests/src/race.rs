@@ -398,9 +398,11 @@ impl Crew {
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
-        let table = File::create(&path).expect("a file for the effects");
-        // Racers may run as another user.
-        table.set_permissions(Permissions::from_mode(0o666)).expect("ours");
+        // Racers may run as another user, and may have no descriptor left when they fail: both files are there before.
+        for path in [&path, &beside(&path, "failed")] {
+            let file = File::create(path).expect("a file for the effects");
+            file.set_permissions(Permissions::from_mode(0o666)).expect("ours");
+        }
         let orders = Orders {
             spec: spec.to_owned(),
             path,
@@ -508,9 +510,8 @@ impl Crew {
         let what = format!("{what} ({})", self.orders.spec);
         let failed = beside(&self.orders.path, "failed");
         until(&what, async || {
-            if let Ok(why) = std::fs::read_to_string(&failed) {
-                panic!("{what}: a racer failed: {why}");
-            }
+            let why = std::fs::read_to_string(&failed).expect("it is there");
+            assert!(why.is_empty(), "{what}: a racer failed: {why}");
             self.read(&mut condition)
         })
         .await;

@@ -2,6 +2,8 @@
 //! `idem_tests::race::Orders`.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
+use std::fs::File;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -29,10 +31,12 @@ struct Racer {
 
 fn main() {
     let orders = Orders::read();
-    let failed = race::beside(&orders.path, "failed");
+    let failed = File::options().append(true).open(race::beside(&orders.path, "failed")).ok();
     std::panic::set_hook(Box::new(move |panic| {
         eprintln!("{panic}");
-        std::fs::write(&failed, panic.to_string()).ok();
+        if let Some(mut failed) = failed.as_ref() {
+            failed.write_all(panic.to_string().as_bytes()).ok();
+        }
         std::process::exit(1);
     }));
     match orders.place {
