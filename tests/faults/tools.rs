@@ -169,7 +169,7 @@ pub fn threads(worker: u32) -> usize {
 pub fn take_descriptors(worker: u32) {
     // The kernel gives out the smallest number that is free, which has to be below the limit.
     let is_open = |number: &u32| std::fs::symlink_metadata(format!("/proc/{worker}/fd/{number}")).is_ok();
-    let free = (0..).find(|number| !is_open(number)).expect("a number");
+    let free = (0..u32::MAX).find(|number| !is_open(number)).expect("a number");
     limit(worker, &format!("--nofile={free}:"));
 }
 

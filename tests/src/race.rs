@@ -745,10 +745,9 @@ impl Rules {
         let lapses = call.held + u64::try_from(lease.as_millis()).expect("short");
         let has_lapsed = !self.leases || told_at + CLOCK_SLACK >= lapses;
         let has_no_result = match &call.told {
-            None => true,
             Some((_, Event::InProgress | Event::Interrupted)) => false,
             Some((at, Event::Ran(_) | Event::Replayed(_))) => *at >= told.asked,
-            Some(_) => true,
+            _ => true,
         };
         has_lapsed && has_no_result && (call.worker, call.number) != (told.worker, told.number)
     }
