@@ -1,5 +1,7 @@
 //! Results that are not read back as they were written: no duplicate gets one without a word.
 
+#![allow(clippy::option_option, reason = "`Some(None)` is what JSON loses")]
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Debug;
 use std::panic::AssertUnwindSafe;
@@ -100,7 +102,7 @@ async fn no_duplicate_gets_another_value_without_a_word() {
         rule_of_every_codec(float).await;
         rule_of_every_codec(Some(float)).await;
     }
-    rule_of_every_codec(7_202.281_25_f32).await;
+    rule_of_every_codec(0.1_f32).await;
     rule_of_every_codec(f64::INFINITY).await;
     rule_of_every_codec(Some(f64::NEG_INFINITY)).await;
     rule_of_every_codec(Tagged::Two(1, Some(f64::INFINITY))).await;
@@ -166,6 +168,7 @@ impl Codec for OneWay {
 
 #[tokio::test]
 async fn a_result_that_is_never_read_back_is_refused_unless_it_is_migrated() {
+    #[allow(clippy::unnecessary_wraps, reason = "the signature of a migration")]
     fn migrate(_: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Ok(b"7".to_vec())
     }

@@ -95,13 +95,13 @@ struct Tracer;
 struct Parts {
     kind: &'static str,
     name: &'static str,
-    parts: Vec<(Place, Trace)>,
+    list: Vec<(Place, Trace)>,
     is_sorted: bool,
 }
 
 impl Parts {
     const fn new(kind: &'static str, name: &'static str) -> Self {
-        Self { kind, name, parts: Vec::new(), is_sorted: false }
+        Self { kind, name, list: Vec::new(), is_sorted: false }
     }
 
     /// Parts in an order that does not count.
@@ -110,15 +110,15 @@ impl Parts {
     }
 
     fn push<T: Serialize + ?Sized>(&mut self, place: Place, value: &T) -> Result<(), NoTrace> {
-        self.parts.push((place, Trace::of(value)?));
+        self.list.push((place, Trace::of(value)?));
         Ok(())
     }
 
     fn finish(mut self) -> Trace {
         if self.is_sorted {
-            self.parts.sort_unstable();
+            self.list.sort_unstable();
         }
-        Trace::Parts(self.kind, self.name, self.parts)
+        Trace::Parts(self.kind, self.name, self.list)
     }
 }
 
@@ -293,13 +293,13 @@ impl ser::SerializeMap for Parts {
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), NoTrace> {
         let mut entry = Parts::new("an entry", "");
         entry.push("", key)?;
-        self.parts.push(("", entry.finish()));
+        self.list.push(("", entry.finish()));
         Ok(())
     }
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NoTrace> {
         let value = Trace::of(value)?;
-        match self.parts.last_mut() {
+        match self.list.last_mut() {
             Some((_, Trace::Parts(_, _, entry))) => {
                 entry.push(("", value));
                 Ok(())
