@@ -546,7 +546,9 @@ impl<'a> Request<'a> {
             }
         };
         self.at_once = false;
-        let found = told.filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
+        // Nothing is replayed from a damaged record: a reservation says why.
+        let found = told.filter(|found| found.damage.is_none())?;
+        let found = Some(found).filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
         match found.record.admit(&self.reserve, Duration::ZERO) {
             Admission::Answer(Reservation::Released { .. }) | Admission::Replace { .. } => None,
             Admission::Answer(Reservation::FingerprintMismatch { attempt }) => {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::request::Standing;
-use super::{Finish, Record, Revision, State, StoredResult, Trail, Verdict};
+use super::{Finish, Inspection, Record, Revision, State, StoredResult, Trail, Verdict};
 use crate::key::Key;
 use crate::policy::OnCrash;
 
@@ -175,6 +175,8 @@ pub enum Decided {
     Unfinished,
     /// There is no record. Nothing was changed.
     NoRecord,
+    /// Refused: the record can't be read, so it can only be forgotten. Nothing was changed.
+    Damaged,
 }
 
 impl Decided {
@@ -212,8 +214,25 @@ pub enum Ruling {
     /// lease was not renewed, unless the decision [ends a live lease](Decision::ends_live_lease). It is never pending, and its
     /// retention stays as it was.
     Replace(Record),
-    /// The record may be removed, under the same condition.
+    /// The record may be removed, under the same condition. One that can't be read: if all that is stored is as it was found.
     Remove,
+}
+
+impl Inspection {
+    /// Decides what `decision` does with what was found: [`Record::decide`] for a record that can be read. One that can't be is
+    /// removed by a decision to forget it that names its very [revision](Self::revision), and is left alone by every other one.
+    ///
+    /// To remove a damaged record, a store compares all that is stored of it, in place of owner, attempt and state.
+    pub fn decide(&self, decision: &Decision) -> Ruling {
+        let standing = self.standing();
+        match &decision.action {
+            _ if standing != Standing::Damaged => self.record.decide(decision, self.lapses_in.unwrap_or_default()),
+            _ if decision.seen != self.revision() => Ruling::Answer(Decided::changed(standing)),
+            Action::Forget => Ruling::Remove,
+            // The lease can't be read and its holder can't write: ending it would be to forget the record.
+            _ => Ruling::Answer(Decided::Damaged),
+        }
+    }
 }
 
 impl Record {
@@ -227,13 +246,16 @@ impl Record {
     /// one.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
+        let standing = self.standing(lapses_in);
+        if seen.standing == Standing::Damaged {
+            return Ruling::Answer(Decided::changed(standing));
+        }
         if self.attempt != seen.attempt {
             return Ruling::Answer(Decided::OtherAttempt { latest: self.attempt });
         }
         if self.is_made_by(decision) {
             return Ruling::Replace(self.clone());
         }
-        let standing = self.standing(lapses_in);
         if standing == Standing::Running && *action != Action::BreakLease {
             return Ruling::Answer(Decided::LiveLease { lapses_in });
         }
@@ -313,7 +335,7 @@ impl Record {
 mod tests {
     use super::*;
     use crate::codec::CodecName;
-    use crate::record::{Inspection, Lease, OwnerToken, ReserveRequest};
+    use crate::record::{Lease, OwnerToken, ReserveRequest};
     use bytes::Bytes;
 
     const LIVE: Duration = Duration::from_secs(3);
@@ -402,6 +424,35 @@ mod tests {
                 }
             }
         });
+    }
+
+    #[test]
+    fn a_damaged_record_is_only_forgotten_and_only_as_it_was_seen() {
+        let key = Key::new("test", "k").unwrap();
+        let damaged = |stored: &[&str]| Inspection::damaged("damaged", stored);
+        let found = damaged(&["a", "b"]);
+        assert_eq!((found.attempt(), found.standing(), found.revision().attempt()), (0, Standing::Damaged, 0));
+        for action in actions() {
+            let expected = match action {
+                Action::Forget => Ruling::Remove,
+                _ => Ruling::Answer(Decided::Damaged),
+            };
+            assert_eq!(found.decide(&Decision::new(&key, &found, action.clone())), expected, "{action:?}");
+            let changed = |standing| Ruling::Answer(Decided::changed(standing));
+            for other in [damaged(&["ab"]), damaged(&["a", "c"]), damaged(&["a"])] {
+                let stale = Decision::new(&key, &other, action.clone());
+                assert_eq!(found.decide(&stale), changed(Standing::Damaged), "{action:?}");
+            }
+            for state in states() {
+                for lapses_in in [Duration::ZERO, LIVE] {
+                    let read = Inspection::new(record(state.clone()), LIVE, Some(lapses_in));
+                    let stale = Decision::new(&key, &read, action.clone());
+                    assert_eq!(found.decide(&stale), changed(Standing::Damaged), "{action:?}");
+                    let stale = Decision::new(&key, &found, action.clone());
+                    assert_eq!(read.decide(&stale), changed(read.standing()), "{action:?} of {read:?}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
 use super::{Holder, Lease, OwnerToken, Record, Revision, State, StoredResult, Traceparent, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
@@ -249,15 +251,17 @@ pub enum Standing {
     Completed,
     /// The body returned an error that is replayed.
     Failed,
+    /// The record can't be read, so every delivery fails until an operator forgets it.
+    Damaged,
 }
 
 impl Standing {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed];
+    pub const ALL: [Self; 7] =
+        [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed, Self::Damaged];
 
-    /// What commands and lists call it: `running`, `lapsed`, `released`, `interrupted`, `completed` or `failed`. The first two
-    /// are one state, `pending`, for everybody who does not know the time.
+    /// What commands and lists call it: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`. The
+    /// first two are one state, `pending`, for everybody who does not know the time.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -266,6 +270,7 @@ impl Standing {
             Self::Interrupted => "interrupted",
             Self::Completed => "completed",
             Self::Failed => "failed",
+            Self::Damaged => "damaged",
         }
     }
 
@@ -280,7 +285,7 @@ impl Standing {
 
     /// Whether the effect may have happened and the record does not know.
     pub const fn is_uncertain(self) -> bool {
-        matches!(self, Self::Lapsed | Self::Interrupted)
+        matches!(self, Self::Lapsed | Self::Interrupted | Self::Damaged)
     }
 }
 
@@ -294,9 +299,11 @@ impl fmt::Display for Standing {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Inspection {
-    /// The record.
+    /// The record. One that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a trail.
     pub record: Record,
-    /// When it is forgotten, unless it is written again.
+    /// Why the record can't be read; `None` if it can. Never holds bytes of the record.
+    pub damage: Option<Box<str>>,
+    /// When it is forgotten, unless it is written again; [`Duration::MAX`] if never, and if that can't be read.
     pub expires_in: Duration,
     /// When its lease lapses; zero if it has lapsed, `None` unless it is pending.
     pub lapses_in: Option<Duration>,
@@ -310,7 +317,40 @@ pub struct Inspection {
 impl Inspection {
     /// A record, when it is forgotten, and when its lease lapses.
     pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
-        Self { record, expires_in, lapses_in, first_seen: None, began: None }
+        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None }
+    }
+
+    /// A record that can't be read, and why. `stored` is all that is stored of it, part by part in a fixed order: a digest
+    /// of the parts takes the place of the owner token in the [revision](Self::revision).
+    pub fn damaged(why: impl Into<Box<str>>, stored: impl IntoIterator<Item: AsRef<[u8]>>) -> Self {
+        let mut digest = Sha256::new();
+        for part in stored {
+            let part = part.as_ref();
+            digest.update((part.len() as u64).to_be_bytes());
+            digest.update(part);
+        }
+        let mut owner = [0; OwnerToken::BYTES];
+        owner.copy_from_slice(&digest.finalize()[..OwnerToken::BYTES]);
+        let record = Record { attempts_used: 0, ..Record::new(OwnerToken::from_bytes(owner), 0, State::Interrupted) };
+        Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
+    }
+
+    /// The same before all that is stored was read: it has no revision yet.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {
+        Self::damaged(why.to_string(), [""; 0])
+    }
+
+    /// The same if the record can be read.
+    ///
+    /// # Errors
+    /// The reason why it can't.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn readable(self) -> Result<Self, Box<str>> {
+        match self.damage {
+            Some(why) => Err(why),
+            None => Ok(self),
+        }
     }
 
     /// Adds how long ago the key was first seen, and how long ago the latest attempt began.
@@ -326,6 +366,9 @@ impl Inspection {
 
     /// Where the operation stands, with what has become of its lease.
     pub fn standing(&self) -> Standing {
+        if self.damage.is_some() {
+            return Standing::Damaged;
+        }
         self.record.standing(self.lapses_in.unwrap_or(Duration::MAX))
     }
 

@@ -9,7 +9,8 @@ use super::request::{Inspection, Standing};
 /// A record as it was when a person looked at it. A [`Decision`](crate::store::Decision) names one, and is refused once the
 /// record has changed.
 ///
-/// It is the number of the latest attempt, where the operation stood, and a mark that each attempt and each decision changes.
+/// It is the number of the latest attempt, where the operation stood, and a mark that each attempt and each decision changes. Of a
+/// record that can't be read, the number is 0 and every write changes the mark.
 /// Its text is made to be copied from one command to the next:
 ///
 /// ```
@@ -22,7 +23,7 @@ use super::request::{Inspection, Standing};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Revision {
-    /// The first half of the owner token.
+    /// The first half of the owner token; of a damaged record, the beginning of a digest of all that is stored.
     pub(crate) owner: [u8; 8],
     pub(crate) attempt: u32,
     pub(crate) standing: Standing,

@@ -52,9 +52,9 @@ impl Filter {
         self
     }
 
-    /// Only records whose effect may have happened without their knowing: lapsed and interrupted ones.
+    /// Only records whose effect may have happened without their knowing: lapsed, interrupted and damaged ones.
     pub fn uncertain(self) -> Self {
-        self.standing(Standing::Lapsed).standing(Standing::Interrupted)
+        self.standing(Standing::Lapsed).standing(Standing::Interrupted).standing(Standing::Damaged)
     }
 
     /// Only records under this scope.
@@ -62,7 +62,7 @@ impl Filter {
         Self { scope: Some(scope.into()), ..self }
     }
 
-    /// Only records whose latest attempt began at least this long ago.
+    /// Only records whose latest attempt began at least this long ago, and damaged ones, whose age is unknown.
     pub fn older_than(self, age: Duration) -> Self {
         Self { older_than: Some(age), ..self }
     }
@@ -92,7 +92,10 @@ impl Filter {
     /// Whether a record is shown that was looked at like this, under this key. The page is not asked about.
     pub fn matches(&self, key: &Key, inspection: &Inspection) -> bool {
         let in_scope = self.scope.as_deref().is_none_or(|scope| key.scope() == scope);
-        let is_old = self.older_than.is_none_or(|age| inspection.began.is_some_and(|began| began >= age));
+        let is_old = self.older_than.is_none_or(|age| match inspection.began {
+            Some(began) => began >= age,
+            None => inspection.damage.is_some(),
+        });
         in_scope && is_old && self.takes(inspection.standing())
     }
 
@@ -162,7 +165,7 @@ pub struct Page {
     /// The records, without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may have
     /// fewer than the limit, or none, although more follow.
     pub records: Vec<(Key, Inspection)>,
-    /// How many entries were passed over because they are no records of this release.
+    /// How many entries were passed over because they are no records: what another program keeps under such a key.
     pub unreadable: u64,
     /// Where the next page begins; `None` after the last one.
     pub next: Option<Cursor>,
@@ -172,6 +175,26 @@ impl Page {
     /// A page with these records, and where the next one begins.
     pub const fn new(records: Vec<(Key, Inspection)>, next: Option<Cursor>) -> Self {
         Self { records, unreadable: 0, next }
+    }
+
+    /// The keys of the records in it that can't be read. A list reads no results, so a store looks at each of these once more.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn damaged(&self) -> Vec<Key> {
+        self.records.iter().filter(|(_, found)| found.damage.is_some()).map(|(key, _)| key.clone()).collect()
+    }
+
+    /// Shows the record of `key` as it was found when it was looked at once more, if `filter` still asks for it.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn show(&mut self, filter: &Filter, key: &Key, now: Option<Inspection>) {
+        let now = now.filter(|now| filter.matches(key, now));
+        self.records.retain_mut(|(shown, found)| match &now {
+            _ if shown != key => true,
+            Some(now) => {
+                found.clone_from(now);
+                true
+            }
+            None => false,
+        });
     }
 
     /// Adds the entry that a store has under the key `stored`, if `filter` asks for it. `Ok(None)` is an expired one.
@@ -196,7 +219,7 @@ impl Page {
 pub struct Stats {
     /// The counts of each scope.
     pub scopes: BTreeMap<Box<str>, Counts>,
-    /// How many entries are no records of this release.
+    /// How many entries are no records: what another program keeps under such a key.
     pub unreadable: u64,
     /// Where the counting ended; `None` if all records were counted.
     pub next: Option<Cursor>,

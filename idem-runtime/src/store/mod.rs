@@ -144,7 +144,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// What is told was read after the call began, and is as good as the answer to a reservation: a duplicate replays the
     /// result in it. `None` says nothing, neither that there is no record nor that the attempt goes on: the caller reserves. A
-    /// store may always answer so.
+    /// store may always answer so. A record that can't be read is an error, as for a reservation.
     ///
     /// The engine makes one such call for all duplicates of a key that wait in one [`handle`](Store::handle) and runtime.
     ///
@@ -152,7 +152,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store can't be asked.
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// What is recorded for `key`, for operators and tests.
+    /// What is recorded for `key`, for operators and tests. A record that can't be read is an
+    /// [`Inspection::damaged`] of all that is stored.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer.
@@ -160,8 +161,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Does with a record what an operator has decided, in one atomic step, and wakes its waiters.
     ///
-    /// What that is, and when it is refused, is decided by [`Record::decide`](crate::record::Record::decide); the store
-    /// makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
+    /// What that is, and when it is refused, is decided by [`Inspection::decide`]; the store makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
     /// applied only to the record that its operator saw: of two decisions about the same record one is applied. A decision
     /// may be repeated: it then changes nothing.
     ///
@@ -181,7 +181,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// A record that is there from the first page to the last is shown once, whatever is written meanwhile, in the order of the
     /// store. A call looks at a bounded number of records; a page with few of them, or none, may be followed by others. A
-    /// store that has no order to walk by does so only under [`Filter::scan`], where records may be missed and repeated.
+    /// store that has no order to walk by does so only under [`Filter::scan`], where records may be missed and repeated. Records
+    /// that can't be read are shown as [`inspect`](Store::inspect) shows them; damage to a result alone is seen there only.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer; of kind [`StoreErrorKind::Unsupported`] if it can't list records, or if

@@ -85,7 +85,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         stored.unwrap_or(shown).parse()
     }
 
-    /// What is recorded for `key`; `None` if nothing is.
+    /// What is recorded for `key`; `None` if nothing is. A record that can't be read is shown as
+    /// [damaged](Inspection::damage), with the reason.
     ///
     /// # Errors
     /// [`OperatorError::Store`] if the store did not answer.
@@ -159,7 +160,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::break_lease(key, seen)).await
     }
 
-    /// Removes the record, result included: the next delivery runs as the first one. Returns whether there was one.
+    /// Removes the record, result included: the next delivery runs as the first one. Returns whether there was one. It is the
+    /// only decision about a damaged record.
     ///
     /// # Errors
     /// As for [`resolve`](Self::resolve).
@@ -262,6 +264,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
             Decided::Finished => Err(OperatorError::Finished { key, store, attempt, action }),
             Decided::Unfinished => Err(OperatorError::Unfinished { key, store, attempt, action }),
             Decided::NoRecord => Err(OperatorError::NoRecord { key, store }),
+            Decided::Damaged => Err(OperatorError::Damaged { key, store, action }),
         }
     }
 
@@ -415,6 +418,16 @@ pub enum OperatorError {
         /// The name of the store.
         store: &'static str,
     },
+    /// The record can't be read, so it can only be forgotten.
+    #[non_exhaustive]
+    Damaged {
+        /// The key.
+        key: Key,
+        /// The name of the store.
+        store: &'static str,
+        /// The [name](crate::store::Action::name) of the action that was refused.
+        action: &'static str,
+    },
     /// The store can't do this, or not unless it is asked for more explicitly.
     #[non_exhaustive]
     Unsupported {
@@ -449,8 +462,16 @@ impl fmt::Display for OperatorError {
                  record again"
             ),
             Self::Changed { key, store, attempt, seen, standing, decided_by } => {
-                write!(f, "key `{key}` in {store}: attempt {attempt} has changed since you looked: ")?;
+                match seen {
+                    Standing::Damaged => {
+                        write!(f, "key `{key}` in {store}: the record has changed since you looked: ")?;
+                    }
+                    _ => write!(f, "key `{key}` in {store}: attempt {attempt} has changed since you looked: ")?,
+                }
                 match (decided_by, seen == standing) {
+                    (None, true) if *seen == Standing::Damaged => {
+                        f.write_str("it was written again, and is damaged as before")?;
+                    }
                     (Some(by), _) => write!(f, "{by} has decided about it, and it is {standing}")?,
                     (None, true) => write!(f, "somebody has decided about it, and it is {standing} as before")?,
                     (None, false) => write!(f, "it was {seen}, and is {standing}")?,
@@ -472,6 +493,11 @@ impl fmt::Display for OperatorError {
             Self::NoRecord { key, store } => write!(
                 f,
                 "key `{key}` in {store}: there is no record; it has expired, was forgotten, or is in another namespace"
+            ),
+            Self::Damaged { key, store, action } => write!(
+                f,
+                "key `{key}` in {store}: the record is damaged, and `{action}` needs one that can be read; nothing was changed; \
+                 find out whether the effect happened, then forget the record: the next delivery runs as the first one"
             ),
             Self::Store { key: Some(key), store, source } => {
                 write!(f, "key `{key}` in {store}: {source}; ")?;

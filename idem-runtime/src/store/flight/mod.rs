@@ -329,7 +329,8 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                         clock.sleep(EARLY).await;
                     }
                 }
-                Standing::Lapsed | Standing::Released => return Seen::Free,
+                // Nothing is replayed from a damaged record: a reservation says why.
+                Standing::Lapsed | Standing::Released | Standing::Damaged => return Seen::Free,
                 // For those who have come meanwhile. The attempt is over, so this is one more look.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
                 _ => return Seen::Told(Arc::new(found), entitled),
