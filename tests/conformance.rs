@@ -246,7 +246,16 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::TornWrites, &["dropped_reserve", "dropped_renew", "dropped_finish", "dropped_release", "dropped_reopen", "dropped_decisions"]),
     (Mistake::TornReads, &["dropped_reads"]),
     (Mistake::ErrorsAreAbsent, &["unreachable_store"]),
-    (Mistake::ForeignIsAbsent, &["foreign_value"]),
+    (Mistake::ForeignIsAbsent, &["foreign_value", "damage_is_shown", "damage_is_forgotten"]),
+    (Mistake::DamageFailsTheLook, &["damage_is_shown", "damage_is_forgotten"]),
+    (Mistake::DamageFailsTheList, &["damage_is_shown"]),
+    (Mistake::DamageIsUnlisted, &["damage_is_shown"]),
+    (Mistake::DamageIsCertain, &["damage_is_shown"]),
+    (Mistake::DamageIsNeverForgotten, &["damage_is_forgotten"]),
+    (Mistake::DamageIsForgottenUnseen, &["damage_is_forgotten"]),
+    (Mistake::DamageLooksTheSame, &["damage_is_forgotten"]),
+    (Mistake::DamageIsForgottenByAll, &["damage_is_forgotten"]),
+    (Mistake::DamageWasNoChange, &["damage_is_forgotten"]),
 ];
 
 #[test]

@@ -78,6 +78,9 @@ mistakes! {
     ListIgnoresAge, ListShowsExpired, ListShowsResults, ListTellsNoHolder, PingKnowsNothing,
     // Robustness.
     HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
+    // Damage.
+    DamageFailsTheLook, DamageFailsTheList, DamageIsUnlisted, DamageIsCertain, DamageIsNeverForgotten, DamageIsForgottenUnseen,
+    DamageLooksTheSame, DamageIsForgottenByAll, DamageWasNoChange,
 }
 
 use Mistake as M;
@@ -97,7 +100,7 @@ struct Slot {
 #[expect(clippy::large_enum_variant, reason = "nearly all are slots")]
 enum Value {
     Slot(Slot),
-    Foreign,
+    Foreign(String),
 }
 
 type Values = BTreeMap<String, Value>;
@@ -151,7 +154,7 @@ impl Plain {
         let spoiled = store.clone();
         let spoil = move |key: Key| {
             let name = spoiled.key(&key);
-            spoiled.shared.values.lock().unwrap().insert(name, Value::Foreign);
+            spoiled.shared.values.lock().unwrap().insert(name, Value::Foreign(idem_tests::nonsense()));
             async {}
         };
         let locked = store.clone();
@@ -231,8 +234,8 @@ impl Plain {
                 Some(Value::Slot(slot)) => {
                     Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
                 }
-                Some(Value::Foreign) if !self.is(M::ForeignIsAbsent) => {
-                    values.insert(name.clone(), Value::Foreign);
+                Some(Value::Foreign(text)) if !self.is(M::ForeignIsAbsent) => {
+                    values.insert(name.clone(), Value::Foreign(text));
                     Err(StoreError::new(StoreErrorKind::Corrupt, "not a record"))
                 }
                 _ => Ok(None),
@@ -672,6 +675,9 @@ impl Plain {
             }
             return Decided::NoRecord;
         };
+        if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
+            return Decided::changed(self.inspection(found).standing());
+        }
         if found.record.attempt != decision.seen.attempt() && !(any != M::None && self.is(any)) {
             return if no_reason { Decided::NoRecord } else { Decided::other_attempt(found.record.attempt) };
         }
@@ -830,6 +836,34 @@ impl Plain {
         })
     }
 
+    /// The value of `key` that is not a record, if there is one that can be reached.
+    fn foreign(&self, key: &Key) -> Option<String> {
+        match self.shared.values.lock().unwrap().get(&self.key(key)) {
+            Some(Value::Foreign(text)) if self.reachable => Some(text.clone()),
+            _ => None,
+        }
+    }
+
+    fn damaged(&self, text: &str) -> Inspection {
+        let stored = if self.is(M::DamageLooksTheSame) { "" } else { text };
+        Inspection::damaged("not a record", [stored])
+    }
+
+    /// The answer to a decision about a value that is not a record.
+    fn decide_about_damage(&self, decision: &Decision) -> Option<Decided> {
+        let text = self.foreign(&decision.key).filter(|_| !self.is(M::ForeignIsAbsent))?;
+        let is_seen = decision.seen == self.damaged(&text).revision() || self.is(M::DamageIsForgottenUnseen);
+        Some(match decision.action {
+            _ if !is_seen => Decided::changed(Standing::Damaged),
+            Action::Forget if self.is(M::DamageIsNeverForgotten) => Decided::Damaged,
+            _ if decision.action == Action::Forget || self.is(M::DamageIsForgottenByAll) => {
+                self.shared.values.lock().unwrap().remove(&self.key(&decision.key));
+                Decided::Applied
+            }
+            _ => Decided::Damaged,
+        })
+    }
+
     fn seen(&self, slot: &Slot) -> Inspection {
         let now = self.now();
         let lapses_in = slot.lapses_at.saturating_since(now);
@@ -846,6 +880,7 @@ impl Plain {
     /// Whether `filter` asks for this record.
     fn asks_for(&self, filter: &Filter, key: &Key, seen: &Inspection) -> bool {
         let standing = match (&seen.record.state, seen.lapses_in) {
+            _ if seen.damage.is_some() && !self.is(M::DamageIsCertain) => Standing::Damaged,
             (State::Pending { .. }, Some(left)) if left.is_zero() && !self.is(M::ListIgnoresLapse) => Standing::Lapsed,
             (State::Pending { .. }, _) => Standing::Running,
             (State::Released, _) => Standing::Released,
@@ -859,7 +894,9 @@ impl Plain {
                 true => key.scope().starts_with(scope),
                 false => key.scope() == scope,
             })
-            && (self.is(M::ListIgnoresAge) || filter.older_than.is_none_or(|age| seen.began >= Some(age)))
+            && (self.is(M::ListIgnoresAge)
+                || seen.damage.is_some()
+                || filter.older_than.is_none_or(|age| seen.began >= Some(age)))
     }
 
     fn page(&self, filter: &Filter) -> Page {
@@ -869,14 +906,17 @@ impl Plain {
         let mut records: Vec<(Key, Inspection)> = Vec::new();
         let mut skips = self.is(M::ListSkipsAfterAPage) && !after.is_empty();
         for (name, value) in values.iter() {
-            let Value::Slot(slot) = value else { continue };
-            let is_over = slot.expires_at <= now && !self.is(M::ListShowsExpired);
+            let mut seen = match value {
+                Value::Slot(slot) if slot.expires_at <= now && !self.is(M::ListShowsExpired) => continue,
+                Value::Slot(slot) => self.seen(slot),
+                Value::Foreign(_) if self.is(M::ForeignIsAbsent) || self.is(M::DamageIsUnlisted) => continue,
+                Value::Foreign(text) => self.damaged(text),
+            };
             let is_seen = if self.is(M::ListRepeatsTheLast) { **name < *after } else { **name <= *after };
-            if is_over || is_seen || std::mem::take(&mut skips) {
+            if is_seen || std::mem::take(&mut skips) {
                 continue;
             }
             let key: Key = name.parse().expect("a stored key");
-            let mut seen = self.seen(slot);
             if !self.asks_for(filter, &key, &seen) {
                 continue;
             }
@@ -1016,7 +1056,7 @@ impl Store for Plain {
             loop {
                 let mut written = std::pin::pin!(self.shared.written.notified());
                 written.as_mut().enable();
-                let found = self.inspect(key).await?.map(|found| found.record);
+                let found = self.one(key, false, |slot| slot.as_ref().map(|slot| slot.record.clone())).await?;
                 let pending = found.is_some_and(|record| match record.state {
                     State::Pending { .. } => record.attempt == attempt || self.is(M::WaitsForAnyAttempt),
                     State::Completed(_) => self.is(M::WaitsForFinished),
@@ -1046,11 +1086,26 @@ impl Store for Plain {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.one(key, false, |slot| slot.as_ref().map(|slot| self.seen(slot)))
+        StoreFuture::new(async move {
+            let found = self.one(key, false, |slot| slot.as_ref().map(|slot| self.seen(slot))).await;
+            match (&found, self.foreign(key)) {
+                (Err(error), Some(text))
+                    if error.kind() == StoreErrorKind::Corrupt && !self.is(M::DamageFailsTheLook) =>
+                {
+                    Ok(Some(self.damaged(&text)))
+                }
+                _ => found,
+            }
+        })
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        self.one(&decision.key, true, move |slot| Self::decide(self, slot, decision))
+        StoreFuture::new(async move {
+            match self.decide_about_damage(decision) {
+                Some(decided) => Ok(decided),
+                None => self.one(&decision.key, true, move |slot| Self::decide(self, slot, decision)).await,
+            }
+        })
     }
 
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
@@ -1071,6 +1126,10 @@ impl Store for Plain {
     }
 
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
+        let is_damaged = |value: &Value| matches!(value, Value::Foreign(_));
+        if self.is(M::DamageFailsTheList) && self.shared.values.lock().unwrap().values().any(is_damaged) {
+            return StoreFuture::ready(Err(StoreError::new(StoreErrorKind::Corrupt, "not a record")));
+        }
         StoreFuture::ready(self.reached().map(|()| self.page(filter)))
     }
 

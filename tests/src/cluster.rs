@@ -368,7 +368,7 @@ pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     let url = url(&ports);
     let spoil = move |key: Key| {
         let ports = ports.clone();
-        async move { set(&ports, &format!("idem:{}", key.as_str()), "not a record") }
+        async move { set(&ports, &format!("idem:{}", key.as_str()), &crate::nonsense()) }
     };
     subject(&url, options).await.unreachable(unreachable_cluster()).spoil(spoil)
 }
@@ -378,7 +378,7 @@ pub async fn sentinel_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<(String, u16)> = OnceLock::new();
     let (url, primary) =
         SHARED.get_or_init(|| forever(|| keep(Watched::start(20_000), |it| (it.url(), it.servers[0].port())))).clone();
-    let spoil = move |key: Key| async move { set(&[primary], &format!("idem:{}", key.as_str()), "not a record") };
+    let spoil = move |key: Key| async move { set(&[primary], &format!("idem:{}", key.as_str()), &crate::nonsense()) };
     subject(&url, options).await.spoil(spoil)
 }
 

@@ -79,7 +79,7 @@ impl Kind {
             let raw = raw.clone();
             async move {
                 let request = raw.put_item().table_name(TABLE).item("key", AttributeValue::S(key.as_str().to_owned()));
-                request.item("hello", AttributeValue::S("not a record".to_owned())).send().await.expect("puts");
+                request.item("hello", AttributeValue::S(crate::nonsense())).send().await.expect("puts");
             }
         };
         Subject::new(open(&endpoint, TABLE))

@@ -22,7 +22,9 @@ pub mod stores;
 #[cfg(feature = "wrappers")]
 pub mod wrapped;
 
-pub use self::reopen::{Reopen, decided};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use self::reopen::{Reopen, decided, forget_damaged};
 pub use idem_runtime::testing::{Call, Fault, FaultyStore};
 
 /// Is pending this many times.
@@ -30,6 +32,12 @@ pub async fn yields(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;
     }
+}
+
+/// A text that no record begins with: another one in each call.
+pub fn nonsense() -> String {
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    format!("not a record, {}", CALLS.fetch_add(1, Ordering::Relaxed))
 }
 
 /// Lets every task that can run do so, on a runtime of one thread.

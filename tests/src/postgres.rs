@@ -410,11 +410,12 @@ async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
 pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     let text = format!(
         "INSERT INTO {}.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
-         expires_at, listed_at, first_seen_at, began_at) VALUES ($1, '\\x00112233445566778899aabbccddeeff', 99, 'pending', 1, 1, false, 1000, 1000, now(), \
-         now() + interval '1 hour', now() + interval '1 hour', now(), now())",
+         expires_at, listed_at, first_seen_at, began_at, holder) VALUES ($1, '\\x00112233445566778899aabbccddeeff', 99, 'pending', 1, 1, false, 1000, 1000, now(), \
+         now() + interval '1 hour', now() + interval '1 hour', now(), now(), $2) \
+         ON CONFLICT (key) DO UPDATE SET format = 99, holder = $2",
         quoted(schema)
     );
-    raw(url).await.execute(&text, &[&key]).await.expect("writes");
+    raw(url).await.execute(&text, &[&key, &crate::nonsense()]).await.expect("writes");
 }
 
 /// `name` as an SQL identifier.

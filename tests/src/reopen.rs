@@ -1,6 +1,6 @@
 //! An operator's decision as tests mostly need it: to let the next delivery run.
 
-use idem_runtime::store::{Action, Decision, OwnerToken, StoreFuture, Verdict};
+use idem_runtime::store::{Action, Decided, Decision, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
 
 /// The owner token of a record after so many decisions about the attempt that has `owner`.
@@ -25,4 +25,17 @@ impl<S: Store + ?Sized> Reopen for S {
             self.decide(&decision).await.map(Verdict::from)
         })
     }
+}
+
+/// Looks at a damaged record, whose reason has these words, and forgets it; every other decision is refused.
+pub async fn forget_damaged(store: &dyn Store, key: &Key, words: &str) {
+    let found = store.inspect(key).await.unwrap().expect("a damaged record is a record");
+    assert_eq!(found.standing(), Standing::Damaged, "{key}");
+    assert!(found.damage.as_ref().is_some_and(|why| why.contains(words)), "{key}: {found:?}");
+    let reopened = store.decide(&Decision::reopen(key, &found)).await.unwrap();
+    assert_eq!(reopened, Decided::Damaged, "{key}");
+    let again = store.inspect(key).await.unwrap().expect("a refused decision removes nothing");
+    assert_eq!(again.revision(), found.revision(), "{key}");
+    assert_eq!(store.decide(&Decision::forget(key, &found)).await.unwrap(), Decided::Applied, "{key}");
+    assert!(store.inspect(key).await.unwrap().is_none(), "{key}");
 }

@@ -61,10 +61,10 @@ pub async fn subject() -> Subject {
     let spoil = move |key: Key| {
         let path = path.clone();
         async move {
-            let sql = "INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, \
+            let sql = "INSERT OR REPLACE INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, \
                        listed_at, first_seen_at, began_at) \
-                       VALUES (?1, 1, 'X', x'00', 1, 1, 0, 4102444800000, 4102444800000, 0, 0)";
-            raw(&path).execute(sql, [key.as_str()]).expect("inserts");
+                       VALUES (?1, 1, ?2, x'00', 1, 1, 0, 4102444800000, 4102444800000, 0, 0)";
+            raw(&path).execute(sql, [key.as_str(), &crate::nonsense()]).expect("inserts");
         }
     };
     Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)

@@ -56,7 +56,7 @@ pub async fn stacked() -> Subject {
         let url = url.clone();
         async move {
             let name = format!("idem:{}", key.as_str());
-            let _: () = raw(&url).await.set(name, "not a record").await.expect("sets");
+            let _: () = raw(&url).await.set(name, crate::nonsense()).await.expect("sets");
         }
     };
     Subject::new(cached).peer(peer).unreachable(unreachable).spoil(spoil)

@@ -20,7 +20,7 @@ pub(super) fn actions() -> [Action; 4] {
 }
 
 /// One of each action about a record with a result.
-fn corrections() -> [Action; 3] {
+pub(super) fn corrections() -> [Action; 3] {
     [Action::Discard, Action::Replace(Finish::Failed(stored("decided"))), Action::Forget]
 }
 

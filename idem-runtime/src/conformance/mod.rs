@@ -257,7 +257,9 @@ macro_rules! __conformance_clauses {
         dropped_decisions: "A decision whose future is dropped takes effect in full or not at all, and may be repeated.",
         dropped_reads: "A dropped `inspect` or `wait` changes nothing.",
         unreachable_store: "Every call of a store that can't be reached fails in time, and none reports \"no record\" (needs `Subject::unreachable`).",
-        foreign_value: "A value that is not a record of this library is an error, never \"no record\", and is not overwritten (needs `Subject::spoil`).",
+        foreign_value: "A value that is not a record of this library is an error to every attempt, never \"no record\", and is not overwritten (needs `Subject::spoil`).",
+        damage_is_shown: "`inspect` and `list` show a value that is not a record as damaged, with the reason and next to other records (needs `Subject::spoil`).",
+        damage_is_forgotten: "Of all decisions `forget` alone removes a value that is not a record, and only the value that was seen; the next reservation is attempt 1 (needs `Subject::spoil`).",
     } };
 }
 
@@ -308,8 +310,9 @@ use retention::{
     result_is_forgotten, retention_of_a_pending_record, retention_starts_at_the_end,
 };
 use robustness::{
-    dropped_begin, dropped_finish, dropped_reads, dropped_release, dropped_renew, dropped_reopen, dropped_reserve,
-    dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique, unreachable_store,
+    damage_is_forgotten, damage_is_shown, dropped_begin, dropped_finish, dropped_reads, dropped_release, dropped_renew,
+    dropped_reopen, dropped_reserve, dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique,
+    unreachable_store,
 };
 use telling::{
     decision_is_named, holder_is_the_latest, holder_survives, replays_tell_their_age, times_are_told,
@@ -381,8 +384,8 @@ impl Subject {
         self
     }
 
-    /// Sets a function that overwrites the key's record with a value that is not a record. Without one, `foreign_value` has
-    /// nothing to check.
+    /// Sets a function that overwrites the key's record, if there is one, with a value that is not a record: another value in
+    /// each call. Without one, `foreign_value`, `damage_is_shown` and `damage_is_forgotten` have nothing to check.
     #[must_use]
     pub fn spoil<F: Future<Output = ()> + Send + 'static>(
         mut self,

@@ -2,11 +2,17 @@
 
 use std::collections::HashSet;
 
+use super::decisions::{actions, corrections};
+use super::listing::{self, Listed};
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
+use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::request::Standing;
-use crate::record::{Action, Decided, Decision, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
-use crate::store::{Store, StoreError, StoreErrorKind};
+use crate::record::{
+    Action, Decided, Decision, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision, State,
+    Trail, Verdict,
+};
+use crate::store::{Filter, Store, StoreError, StoreErrorKind};
 
 /// How many times a call is polled before it is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
@@ -212,7 +218,7 @@ pub(super) async fn unreachable_store(case: &Case) {
         assert!(answer.is_err(), "an unreachable store answered a release: {answer:?}");
         let answer = case.soon(store.inspect(&key), "inspect").await;
         assert!(answer.is_err(), "an unreachable store answered an inspection: {answer:?}");
-        for action in super::decisions::actions() {
+        for action in actions() {
             let decision = Decision::new(&key, super::unseen(Standing::Interrupted).with_attempt(1), action);
             let answer = case.soon(store.decide(&decision), decision.action.name()).await;
             assert!(answer.is_err(), "an unreachable store answered `{}`: {answer:?}", decision.action.name());
@@ -237,13 +243,10 @@ pub(super) async fn foreign_value(case: &Case) {
                 "a reservation of a foreign value should be `Corrupt`, was answered {answer:?}"
             );
         }
-        let answer = case.soon(case.store().inspect(&key), "inspect").await;
+        let answer = case.soon(case.store().wait(&key, 1, LONG), "wait").await;
         let kind = answer.as_ref().err().map(StoreError::kind);
-        assert_eq!(
-            kind,
-            Some(StoreErrorKind::Corrupt),
-            "an inspection of a foreign value should be `Corrupt`, was answered {answer:?}"
-        );
+        let says_nothing = matches!(answer, Ok(None)) || kind == Some(StoreErrorKind::Corrupt);
+        assert!(says_nothing, "a wait for a foreign value was answered {answer:?}");
         // Each write may fail or be refused, but must not overwrite the foreign value.
         let answer = case.soon(StoreFuture::new(renew_all(case.store(), std::slice::from_ref(&lease))), "renew").await;
         assert!(
@@ -254,12 +257,87 @@ pub(super) async fn foreign_value(case: &Case) {
         assert!(!matches!(answer, Ok(Verdict::Applied)), "a finish overwrote a foreign value");
         let answer = case.soon(case.store().release(&lease, Release::Returned), "release").await;
         assert!(!matches!(answer, Ok(Verdict::Applied)), "a release overwrote a foreign value");
-        for action in super::decisions::actions() {
-            let decision = Decision::new(&key, super::unseen(Standing::Interrupted).with_attempt(1), action);
-            let answer = case.soon(case.store().decide(&decision), decision.action.name()).await;
-            let kind = answer.as_ref().err().map(StoreError::kind);
-            let name = decision.action.name();
-            assert_eq!(kind, Some(StoreErrorKind::Corrupt), "`{name}` of a foreign value was answered {answer:?}");
+    }
+}
+
+/// Looks at a value that is not a record.
+async fn damaged(case: &Case, key: &Key) -> Inspection {
+    let found = case.inspect(key).await.expect("a value that is not a record is no absent record");
+    assert_eq!(found.standing(), Standing::Damaged, "a value that is not a record is damaged");
+    assert!(found.damage.as_ref().is_some_and(|why| !why.is_empty()), "a damaged record says why");
+    assert_eq!((found.attempt(), found.record.state.result()), (0, None), "a damaged record tells nothing");
+    assert_eq!(found.record.trail, Trail::NONE, "a damaged record has no trail");
+    let revision = found.revision();
+    assert_eq!(revision.to_string().parse(), Ok(revision), "the revision of a damaged record is read back");
+    assert!(revision.to_string().starts_with("0-damaged-"), "the revision of a damaged record is {revision}");
+    found
+}
+
+pub(super) async fn damage_is_shown(case: &Case) {
+    let Some(spoil) = &case.subject.spoil else { return };
+    let [_, scope] = case.scopes();
+    let [before, bad, after] = ["a", "b", "c"].map(|name| listing::key(&scope, name));
+    for key in [&before, &bad, &after] {
+        case.reserved(&case.request(key), 1, "a key that was never used").await;
+    }
+    spoil(bad.clone()).await;
+    let seen = damaged(case, &bad).await.revision();
+    assert_eq!(damaged(case, &bad).await.revision(), seen, "two looks at the same value");
+
+    let all = Filter::new().scope(&*scope);
+    let (every, healthy) = ([&before, &bad, &after], [&before, &after]);
+    for (filter, expected, why) in [
+        (all.clone(), &every[..], "all of a scope"),
+        (all.clone().limit(1), &every[..], "one by one"),
+        (all.clone().standing(Standing::Running), &healthy[..], "running ones"),
+        (all.clone().standing(Standing::Damaged), &[&bad][..], "damaged ones"),
+        (all.clone().uncertain(), &[&bad][..], "uncertain ones"),
+        (all.clone().uncertain().older_than(LONG), &[&bad][..], "ones whose age is unknown"),
+        (all.standing(Standing::Completed), &[][..], "completed ones"),
+    ] {
+        let Some(Listed { records, .. }) = case.listed(&filter, why).await else { return };
+        let shown: HashSet<&Key> = records.keys().collect();
+        assert_eq!(shown, expected.iter().copied().collect(), "{why}, next to a damaged record");
+        if let Some(found) = records.get(&bad) {
+            assert_eq!((found.standing(), found.revision()), (Standing::Damaged, seen), "{why}");
         }
     }
+}
+
+pub(super) async fn damage_is_forgotten(case: &Case) {
+    let Some(spoil) = &case.subject.spoil else { return };
+    let key = case.key("");
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let readable = case.recorded(&key).await.revision();
+    let decide = async |seen: Revision, action| case.decide(&Decision::new(&key, seen, action)).await;
+    let all = || actions().into_iter().chain(corrections());
+    let changed = Decided::changed(Standing::Damaged);
+
+    spoil(key.clone()).await;
+    let seen = damaged(case, &key).await.revision();
+    for action in all() {
+        let name = action.name();
+        assert_eq!(decide(readable, action.clone()).await, changed, "`{name}` of a record that was damaged since");
+        if action != Action::Forget {
+            assert_eq!(decide(seen, action).await, Decided::Damaged, "`{name}` of a damaged record");
+        }
+        assert_eq!(damaged(case, &key).await.revision(), seen, "a refused `{name}` changes nothing");
+    }
+    spoil(key.clone()).await;
+    let now = damaged(case, &key).await.revision();
+    assert_ne!(now, seen, "a damaged record that was written has another revision");
+    assert_eq!(decide(seen, Action::Forget).await, changed, "`forget` of a damaged record that was written since");
+    assert_eq!(damaged(case, &key).await.revision(), now, "a refused `forget` changes nothing");
+
+    assert_eq!(decide(now, Action::Forget).await, Decided::Applied, "`forget` of a damaged record");
+    assert!(case.inspect(&key).await.is_none(), "a forgotten record is gone");
+    assert_eq!(decide(now, Action::Forget).await, Decided::NoRecord, "`forget` repeated");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Refused, "the owner of what was forgotten");
+    let next = case.reserved(&case.request(&key), 1, "a forgotten key").await;
+    for action in all() {
+        let name = action.name();
+        let answer = decide(now, action).await;
+        assert_eq!(answer, Decided::changed(Standing::Running), "`{name}` of a record that was damaged before");
+    }
+    assert_eq!(case.finish(&next, &completed("2")).await, Verdict::Applied, "the next attempt");
 }
