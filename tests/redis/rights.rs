@@ -369,10 +369,12 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
                 corrupt(store.reserve(&another).await, &format!("{who} reserves"));
             }
             corrupt(store.reserve(&request).await, &format!("{who} repeats"));
-            corrupt(store.inspect(&lease.key).await, &format!("{who} inspects"));
+            let found = store.inspect(&lease.key).await.unwrap().unwrap();
+            assert!(found.damage.is_some_and(|why| why.contains("no expiry")), "{who} inspects");
             corrupt(renew_all(store, std::slice::from_ref(&lease)).await, &format!("{who} renews"));
             corrupt(store.release(&lease, Release::Returned).await, &format!("{who} releases"));
-            corrupt(store.reopen(&lease.key, lease.attempt).await, &format!("{who} reopens"));
+            let reopened = store.reopen(&lease.key, lease.attempt).await.unwrap();
+            assert_eq!(reopened, Verdict::Refused, "{who} reopens");
         }
         let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
         assert_eq!((after, left), (before, -1), "it is as it was");
@@ -382,10 +384,17 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
         assert_eq!(answers.into_inner().unwrap(), [(1, Verdict::Applied)]);
-        // With an expiry set, the record works again.
+        // With an expiry set, the record works again, and is not what an operator saw before.
+        let seen = other.inspect(&lease.key).await.unwrap().unwrap();
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
+        let forgotten = other.decide(&Decision::forget(&lease.key, &seen)).await.unwrap();
+        assert!(matches!(forgotten, Decided::Changed { standing: Standing::Running, .. }), "{forgotten:?}");
         assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
         assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+        let request = self::request(&owner, &format!("forgotten {restored}"));
+        let lease = wins(&owner, &request).await;
+        persist(&server, &lease).await;
+        idem_tests::forget_damaged(&other, &lease.key, "no expiry").await;
     }
 }
 

@@ -130,7 +130,11 @@ pub(super) fn failed(failure: Failure) -> StoreError {
 fn refused(Refusal { code, message }: &Refusal) -> StoreError {
     let (kind, what) = match &**code {
         DAMAGED => return damaged(),
-        "WRONGTYPE" => (StoreErrorKind::Corrupt, "the server refused"),
+        "WRONGTYPE" => (
+            StoreErrorKind::Corrupt,
+            "the key holds a value of another type of Redis, which is no record and is left alone: find out with `TYPE` who \
+             wrote it, and rename or delete it there",
+        ),
         "OOM" => (StoreErrorKind::Full, "the server is full"),
         "NOAUTH" | "WRONGPASS" | "NOPERM" => {
             (StoreErrorKind::Misconfigured, "the server refused the login, or the login lacks a right")
@@ -194,8 +198,8 @@ pub(super) fn unexpected(value: &Value) -> StoreError {
 pub(super) fn damaged() -> StoreError {
     StoreError::new(
         StoreErrorKind::Corrupt,
-        "the record is pending but has no expiry, so whether its lease holds is unknown; it is left alone: delete the \
-         key once no handler is running for it",
+        "the record is pending but has no expiry, so whether its lease holds is unknown; it is left alone: forget it once \
+         no handler is running for the key",
     )
 }
 

@@ -350,13 +350,13 @@ impl Shared {
         }
     }
 
-    /// The record of `name`, with its bytes, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
+    /// What is stored under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
     async fn look_at(
         &self,
         line: &Line,
         name: Name<'_>,
         op: fn(Ask) -> Op<'static>,
-    ) -> Result<Option<(Bytes, Inspection)>, StoreError> {
+    ) -> Result<Option<Stored>, StoreError> {
         let asked = ask(&self.core.scripts().inspect, name, |_| {});
         let found = line.route.run(name, op(asked.that_brings_a_record())).await;
         let found = found.map_err(failed)?;
@@ -369,8 +369,9 @@ impl Shared {
             Value::BulkString(value) => Bytes::copy_from_slice(value),
             other => return Err(unexpected(other)),
         };
-        let record = format::decode(&value).map_err(corrupt)?;
-        Ok(Some((value.clone(), inspection(record, &value, *left, *expires_at)?)))
+        let record = format::decode(&value).map_err(corrupt);
+        let found = record.and_then(|record| inspection(record, &value, *left, *expires_at));
+        Ok(Some(Stored { value, left: *left, found }))
     }
 
     /// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and the place of its scan.
@@ -414,7 +415,7 @@ impl Shared {
         Ok(page)
     }
 
-    /// The record of `name`, without its result.
+    /// The record of `name`, without its result; all of it if it can't be read.
     async fn glance(&self, line: &Line, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
         let asked = ask(&self.core.scripts().glance, name, |command| {
             command.arg(format::START_BYTES);
@@ -428,8 +429,11 @@ impl Shared {
             return Ok(None);
         }
         let start = Bytes::copy_from_slice(start);
-        let record = format::decode_start(&start, usize::try_from(*len).unwrap_or_default()).map_err(corrupt)?;
-        inspection(record, &start, *left, *expires_at).map(Some)
+        let record = format::decode_start(&start, usize::try_from(*len).unwrap_or_default()).map_err(corrupt);
+        match record.and_then(|record| inspection(record, &start, *left, *expires_at)) {
+            Ok(found) => Ok(Some(found)),
+            Err(_) => Ok(self.look_at(line, name, Op::Read).await?.map(|stored| stored.inspection())),
+        }
     }
 
     /// Looks, decides, and writes if the record is still the one that was looked at.
@@ -438,23 +442,20 @@ impl Shared {
         let (limits, clock) = (&self.core.limits, self.core.clock());
         let name = self.name_of(&decision.key);
         for _ in 0..LOOKS {
-            let Some((found, Inspection { record, lapses_in, .. })) = self.look_at(&line, name, Op::Read).await? else {
+            let Some(stored) = self.look_at(&line, name, Op::Read).await? else {
                 return Ok(Decided::NoRecord);
             };
-            let value = match record.decide(decision, lapses_in.unwrap_or_default()) {
+            let found = stored.inspection();
+            let value = match found.decide(decision) {
                 Ruling::Answer(refused) => return Ok(refused),
                 Ruling::Replace(with) => format::encode(&with),
                 Ruling::Remove => Vec::new(),
             };
             limits.check(value.len(), clock)?;
-            let seen = format::identity(&found).unwrap_or_default();
-            let lapsed = match record.state {
-                State::Pending { ttl, .. } if !decision.ends_live_lease() => millis(ttl).to_string(),
-                _ => String::new(),
+            let asked = match found.damage {
+                Some(_) => self.removal(name, &stored),
+                None => self.replacement(name, decision, &found.record, &stored, &value),
             };
-            let asked = ask(&self.core.scripts().decide, name, |command| {
-                command.arg(&seen[..]).arg(&lapsed).arg(&value).arg(&*self.core.terms.channel);
-            });
             let decided = line.route.run(name, Op::Write(asked)).await;
             match written(&limits.learn(value.len(), decided, clock)?)? {
                 Verdict::Applied => return Ok(Decided::Applied),
@@ -462,6 +463,25 @@ impl Shared {
             }
         }
         Err(keeps_changing())
+    }
+
+    /// Replaces the record that was found by `value`, or removes it if that is empty.
+    fn replacement(&self, name: Name<'_>, decision: &Decision, met: &Record, stored: &Stored, value: &[u8]) -> Ask {
+        let seen = format::identity(&stored.value).unwrap_or_default();
+        let lapsed = match met.state {
+            State::Pending { ttl, .. } if !decision.ends_live_lease() => millis(ttl).to_string(),
+            _ => String::new(),
+        };
+        ask(&self.core.scripts().decide, name, |command| {
+            command.arg(&seen[..]).arg(&lapsed).arg(value).arg(&*self.core.terms.channel);
+        })
+    }
+
+    /// Removes a value that can't be read.
+    fn removal(&self, name: Name<'_>, met: &Stored) -> Ask {
+        ask(&self.core.scripts().remove, name, |command| {
+            command.arg(&met.value[..]).arg(u8::from(met.expires())).arg(&*self.core.terms.channel);
+        })
     }
 
     /// Renews those of `leases` at the places in `group`, in one call of the script; in a cluster they are of one slot.
@@ -523,6 +543,33 @@ fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<()
         }
     }
     result
+}
+
+/// What is stored under a name.
+struct Stored {
+    value: Bytes,
+    /// The milliseconds until it expires; negative if it does not.
+    left: i64,
+    /// The record, or why the value can't be read as one.
+    found: Result<Inspection, StoreError>,
+}
+
+impl Stored {
+    fn expires(&self) -> bool {
+        self.left >= 0
+    }
+
+    /// The record as an operator sees it.
+    fn inspection(&self) -> Inspection {
+        match &self.found {
+            Ok(found) => found.clone(),
+            Err(why) => {
+                let expires_in = u64::try_from(self.left).map_or(Duration::MAX, Duration::from_millis);
+                let stored: [&[u8]; 2] = [&self.value, &[u8::from(self.expires())]];
+                Inspection { expires_in, ..Inspection::damaged(why.to_string(), stored) }
+            }
+        }
+    }
 }
 
 /// A record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock; each is negative if there is no
@@ -754,7 +801,7 @@ impl Store for Shared {
                 };
                 line.wakeups.wait(&name.to_string(), until.saturating_since(clock.now()), clock, mark).await?;
                 // The caller relies on a result: replicas have to confirm it, as in `looked`.
-                let found = self.look_at(&line, name, Op::Write).await?.map(|(_, inspection)| inspection);
+                let found = self.look_at(&line, name, Op::Write).await?.map(|stored| stored.found).transpose()?;
                 let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
                 if !goes_on || clock.now() >= until {
                     return Ok(found);
@@ -766,7 +813,7 @@ impl Store for Shared {
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let line = self.line()?;
-            Ok(self.look_at(&line, self.name_of(key), Op::Read).await?.map(|(_, inspection)| inspection))
+            Ok(self.look_at(&line, self.name_of(key), Op::Read).await?.map(|stored| stored.inspection()))
         })
     }
 

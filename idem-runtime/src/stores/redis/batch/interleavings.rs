@@ -121,7 +121,8 @@ fn open() -> (Arc<Dispatch>, Server) {
     let server = Server(Arc::new(Inner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let timeout = Duration::from_secs(1);
-    let names = ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "renew", "take", "watch"];
+    let names =
+        ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
     let scripts = Arc::new(Scripts::new(names.map(script)));
     let connection = Connection::theirs(Theirs::new(server.clone(), &clock), Arc::clone(&clock), timeout);
     let terms = Terms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };

@@ -29,13 +29,14 @@ pub(super) struct Scripts {
     pub(super) glance: Script,
     pub(super) inspect: Script,
     pub(super) release: Script,
+    pub(super) remove: Script,
     pub(super) renew: Script,
     pub(super) take: Script,
     pub(super) watch: Script,
 }
 
 impl Scripts {
-    pub(super) const SOURCES: [&str; 10] = [
+    pub(super) const SOURCES: [&str; 11] = [
         concat!(include_str!("times.lua"), include_str!("begin.lua")),
         concat!(include_str!("times.lua"), include_str!("decide.lua")),
         concat!(include_str!("times.lua"), include_str!("finish.lua")),
@@ -43,14 +44,15 @@ impl Scripts {
         include_str!("glance.lua"),
         include_str!("inspect.lua"),
         concat!(include_str!("times.lua"), include_str!("release.lua")),
+        include_str!("remove.lua"),
         concat!(include_str!("times.lua"), include_str!("renew.lua")),
         concat!(include_str!("times.lua"), include_str!("take.lua")),
         include_str!("watch.lua"),
     ];
 
     /// The scripts by the results of loading [`Scripts::SOURCES`], in their order.
-    pub(super) fn new(scripts: [Script; 10]) -> Self {
-        let [begin, decide, finish, finish_one, glance, inspect, release, renew, take, watch] = scripts;
-        Self { begin, decide, finish, finish_one, glance, inspect, release, renew, take, watch }
+    pub(super) fn new(scripts: [Script; 11]) -> Self {
+        let [begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch] = scripts;
+        Self { begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch }
     }
 }
