@@ -180,8 +180,13 @@ impl Shared {
         self.core().ask(self.lane, ask)
     }
 
-    /// The record of `key`.
+    /// The record of `key`, if it can be read.
     async fn look(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
+        readable(self.examine(core, key).await?)
+    }
+
+    /// The record of `key` as an operator sees it.
+    async fn examine(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
         match core.ask(self.lane, Ask::Inspect(key.clone())).await? {
             Answer::Inspection(inspection) => Ok(inspection),
             other => Err(nonsense(&other)),
@@ -195,6 +200,12 @@ impl Shared {
             other => Err(nonsense(&other)),
         }
     }
+}
+
+/// What was found, as an error if it can't be read.
+fn readable(found: Option<Inspection>) -> Result<Option<Inspection>, StoreError> {
+    let readable = found.map(Inspection::readable).transpose();
+    readable.map_err(|why| StoreError::new(StoreErrorKind::Corrupt, why))
 }
 
 /// The error for an answer to another question. The answer may hold a payload and is not shown.
@@ -280,7 +291,7 @@ impl Store for Shared {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move { self.look(self.core(), key).await })
+        StoreFuture::new(async move { self.examine(self.core(), key).await })
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
@@ -331,5 +342,6 @@ pub fn meet_row(
 ) -> (Result<Option<Inspection>, StoreError>, Result<Reservation, StoreError>) {
     let mut table = sql::Table::new(connection, sql::NAME);
     let seen = table.inspect(&request.key, now).map_err(|trouble| failure::failed(&trouble));
+    let seen = seen.and_then(readable);
     (seen, table.reserve(request, now).map_err(|trouble| failure::failed(&trouble)))
 }

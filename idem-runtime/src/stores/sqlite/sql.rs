@@ -189,6 +189,7 @@ enum Sql {
     Insert,
     Replace,
     Select,
+    Stored,
     Answer,
     AnswerSmall,
     Finish,
@@ -205,10 +206,11 @@ enum Sql {
 }
 
 impl Sql {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Insert,
         Self::Replace,
         Self::Select,
+        Self::Stored,
         Self::Answer,
         Self::AnswerSmall,
         Self::Finish,
@@ -243,6 +245,7 @@ impl Sql {
                 first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
             Self::Select => format!(r#"SELECT {ANSWER}, result, {REST} FROM "{table}" WHERE key = ?1"#),
+            Self::Stored => format!(r#"SELECT {} FROM "{table}" WHERE key = ?1"#, COLUMNS.join(", ")),
             Self::Answer => format!(r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1"#),
             // The size of a result is known without reading it.
             Self::AnswerSmall => format!(
@@ -560,8 +563,8 @@ impl<'c> Table<'c> {
             return Err(Trouble::TooLarge(bytes));
         }
         let key = decision.key.as_str();
-        let Some(found) = self.find(&decision.key, now)? else { return Ok(Decided::NoRecord) };
-        match found.record.decide(decision, found.lapses_in(now).unwrap_or_default()) {
+        let Some(found) = self.inspect(&decision.key, now)? else { return Ok(Decided::NoRecord) };
+        match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(record) => {
                 let parts = Parts::of(&record);
@@ -580,7 +583,22 @@ impl<'c> Table<'c> {
 
     /// The record as an operator sees it.
     pub(crate) fn inspect(&mut self, key: &Key, now: i64) -> Result<Option<Inspection>, Trouble> {
-        Ok(self.find(key, now)?.map(|found| found.inspection(now)))
+        match self.find(key, now) {
+            Err(Trouble::Format(why)) => self.damaged(key, why).map(Some),
+            found => Ok(found?.map(|found| found.inspection(now))),
+        }
+    }
+
+    /// The row of `key`, which can't be read, with a digest of all its columns.
+    fn damaged(&mut self, key: &Key, why: FormatError) -> Result<Inspection, Trouble> {
+        let mut rows = self.sql(Sql::Stored)?.query([key.as_str()])?;
+        let mut stored = Vec::with_capacity(COLUMNS.len());
+        if let Some(row) = rows.next()? {
+            for at in 0..COLUMNS.len() {
+                stored.push(raw(row.get_ref(at)?));
+            }
+        }
+        Ok(Inspection::damaged(why.to_string(), stored))
     }
 
     /// Walks along the keys, from the cursor on. A cursor is a key.
@@ -602,9 +620,15 @@ impl<'c> Table<'c> {
             last = row.get_ref(KEY_AT)?.as_bytes().map(|key| String::from_utf8_lossy(key).into_owned())?;
             let found = match read(row, now) {
                 Err(Trouble::Sqlite(error)) => return Err(error.into()),
+                Err(Trouble::Format(why)) => Ok(Some(Inspection::unexamined(&why))),
                 found => found.map(|found| found.map(|found| found.inspection(now))),
             };
             page.add(filter, &last, found);
+        }
+        drop(rows);
+        for key in page.damaged() {
+            let now = self.inspect(&key, now)?;
+            page.show(filter, &key, now);
         }
         Ok(page)
     }
@@ -644,6 +668,18 @@ impl<'c> Table<'c> {
         }
         Ok(removed)
     }
+}
+
+/// The type and the bytes of a value.
+fn raw(value: ValueRef<'_>) -> Vec<u8> {
+    let (kind, bytes): (u8, &[u8]) = match value {
+        ValueRef::Null => (0, &[]),
+        ValueRef::Integer(number) => (1, &number.to_be_bytes()),
+        ValueRef::Real(number) => (2, &number.to_be_bytes()),
+        ValueRef::Text(text) => (3, text),
+        ValueRef::Blob(blob) => (4, blob),
+    };
+    [&[kind], bytes].concat()
 }
 
 fn flag(value: ValueRef<'_>) -> Result<bool, Trouble> {
