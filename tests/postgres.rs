@@ -405,7 +405,8 @@ async fn rows_of_others_are_left_alone() {
     for name in ["later", "state", "owner", "attempt", "attempts_used", "lease", "ttl", "result"] {
         let error = store.reserve(&request(&store, name)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{name}: {error}");
-        assert_eq!(kind(store.inspect(&Key::new("test", name).unwrap()).await), StoreErrorKind::Corrupt, "{name}");
+        let found = store.inspect(&Key::new("test", name).unwrap()).await.unwrap().unwrap();
+        assert_eq!(found.standing(), Standing::Damaged, "{name}");
     }
     assert_eq!(text().await, before);
     // The same holds for rows that have expired.
@@ -416,6 +417,10 @@ async fn rows_of_others_are_left_alone() {
     assert_eq!(kind(store.reserve(&request(&store, "later")).await), StoreErrorKind::Corrupt);
     assert_eq!(store.purge(100).await.unwrap(), 0, "what a later version wrote is not purged by this one");
     assert_eq!(text().await, before);
+    idem_tests::forget_damaged(&store, &Key::new("test", "later").unwrap(), "format 99").await;
+    for name in ["state", "owner", "attempt", "attempts_used", "lease", "ttl", "result"] {
+        idem_tests::forget_damaged(&store, &Key::new("test", name).unwrap(), "damaged").await;
+    }
 }
 
 // Costs.
@@ -1765,10 +1770,10 @@ async fn lists_page_by_page(partitions: u16) {
     assert_eq!((keys, second.next), (vec!["test/02099".to_owned()], None));
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
     assert_eq!((stats.total().total(), stats.total().of(Standing::Completed)), (2100, 2099));
-    // A row that is no record is passed over, and counted.
+    // A row that can't be read is shown and counted as damaged.
     raw.batch_execute(&format!("UPDATE {table} SET owner = 'short' WHERE key = '1/test/00007'")).await.unwrap();
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
-    assert_eq!((stats.total().total(), stats.unreadable), (2099, 1));
+    assert_eq!((stats.total().total(), stats.total().of(Standing::Damaged), stats.unreadable), (2100, 1, 0));
 }
 
 #[tokio::test]

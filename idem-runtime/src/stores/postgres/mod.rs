@@ -621,7 +621,10 @@ impl Store for Shared {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move { Ok(self.look(key).await?.map(Found::inspection)) })
+        StoreFuture::new(async move {
+            let here = self.here()?;
+            here.server.sql.inspect_at(&*here.server, key.as_str()).await
+        })
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
@@ -651,7 +654,12 @@ impl Store for Shared {
             let (after, end, looked_at, states) = sql::list(filter);
             let params: [&(dyn ToSql + Sync); 4] = [&after, &end, &looked_at, &states];
             let rows = here.server.rows(&here.server.sql.list, &params, Effect::Reads).await?;
-            sql::page(&rows, filter, looked_at).map_err(corrupt)
+            let mut page = sql::page(&rows, filter, looked_at).map_err(corrupt)?;
+            for key in page.damaged() {
+                let now = here.server.sql.inspect_at(&*here.server, key.as_str()).await?;
+                page.show(filter, &key, now);
+            }
+            Ok(page)
         })
     }
 

@@ -163,6 +163,10 @@ pub(super) struct Statements {
     pub(super) decide: Statement,
     /// The columns of [`FORGET`]: removes it.
     pub(super) forget: Statement,
+    /// `key`: its row, and a digest of all its columns.
+    pub(super) examine: Statement,
+    /// `key, digest`: removes the row if it is still the one that has this digest.
+    pub(super) forget_damaged: Statement,
     /// `how many, from when`: deletes expired rows that were listed for then or later, and lists renewed ones for later.
     /// Answers how many of each, and for when the last of them was listed.
     pub(super) purge: Statement,
@@ -208,6 +212,8 @@ const KEY_OF_MANY_AT: usize = 20;
 const LEFT_OUT_AT: usize = 21;
 /// The index of the key, where it follows [`ANSWER`] and [`REST`].
 const KEY_AT: usize = 22;
+/// The index of the digest of a row, where it follows [`ANSWER`] and [`REST`].
+const DIGEST_AT: usize = 22;
 /// In a list, the index of the size of a result; in its last row, of how many rows were looked at.
 const SIZE_AT: usize = 23;
 
@@ -281,7 +287,7 @@ const DECIDE: [Type; 15] = [
 /// whether the body had begun.
 const FORGET: [Type; 7] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL, Type::BOOL];
 
-/// The parameters of a list: after which key, before which key, how many rows to look at, states.
+/// The parameters of a list: after which key, before which key, how many rows to look at, states (null: any).
 const LIST: [Type; 4] = [Type::TEXT, Type::TEXT, Type::INT8, Type::TEXT_ARRAY];
 /// How many rows a page of a list is made from at most.
 const LOOKED_AT: usize = 2000;
@@ -428,6 +434,11 @@ impl Statements {
             met(8, 15),
         );
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
+        // The binary form depends on no setting of the session, as the text of a time or of bytes does.
+        let digest = "sha256(record_send(r))";
+        let examine = format!("SELECT {ANSWER}, {REST}, {digest} FROM {table} AS r WHERE r.key = $1");
+        let forget_damaged =
+            format!("DELETE FROM {table} AS r WHERE r.key = $1 AND {digest} = $2 AND {free_one} RETURNING {wake}");
         // Rows that another session is writing are left for the next time, so that a purge never waits.
         let purge = format!(
             "WITH due AS MATERIALIZED (SELECT r.key, r.listed_at, r.expires_at <= {now} AS is_over FROM {table} AS r \
@@ -446,7 +457,7 @@ impl Statements {
              r.traceparent, r.decided_by, r.decided_reason, r.first_seen_at, r.began_at, r.key, \
              octet_length(r.result)::bigint AS size FROM {table} AS r WHERE r.key > $1 AND r.key < $2 ORDER BY r.key \
              LIMIT $3) SELECT {unread}, r.key, r.size FROM looked AS r WHERE r.format <> {VERSION} \
-             OR (r.expires_at > {now} AND r.state = ANY($4)) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
+             OR (r.expires_at > {now} AND ($4 IS NULL OR r.state = ANY($4))) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
         );
         let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
         // By joins, under one snapshot: `to_regclass` sees a table committed since, whose comment would be missing.
@@ -484,6 +495,8 @@ impl Statements {
             is_pending: statement(is_pending, by_attempt),
             decide: statement(decide, &DECIDE),
             forget: statement(forget, &FORGET),
+            examine: statement(examine, &[Type::TEXT]),
+            forget_damaged: statement(forget_damaged, &[Type::TEXT, Type::BYTEA]),
             purge: statement(purge, &[Type::INT8, Type::TIMESTAMPTZ]),
             list: statement(list, &LIST),
             ping: statement(ping.to_owned(), &[]),
@@ -523,6 +536,53 @@ impl Statements {
         }
     }
 
+    /// The record of `key` as an operator sees it, unless it has expired.
+    pub(super) async fn inspect_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Inspection>, StoreError>
+    where
+        StoreError: From<A::Error>,
+    {
+        match self.look_at(at, key).await {
+            Err(error) if error.kind() == StoreErrorKind::Corrupt => {
+                Ok(self.examine_at(at, key).await?.map(|(inspection, _)| inspection))
+            }
+            found => Ok(found?.filter(|found| !found.is_expired()).map(Found::inspection)),
+        }
+    }
+
+    /// The same of a row that could not be read a moment ago, with the digest of all its columns.
+    async fn examine_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
+    where
+        StoreError: From<A::Error>,
+    {
+        let rows = at.rows(&self.examine, &[&key], Effect::Reads).await?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        let digest: Vec<u8> = row.cell(DIGEST_AT).map_err(corrupt)?;
+        let inspection = match met(row, Columns::All) {
+            Met::Found(Ok(found)) if found.is_expired() => return Ok(None),
+            Met::Found(Ok(found)) => found.inspection(),
+            Met::Found(Err(why)) => Inspection::damaged(why.to_string(), [&digest]),
+            Met::Made | Met::Unseen | Met::LeftOut => Inspection::damaged(FormatError::Damaged.to_string(), [&digest]),
+        };
+        Ok(Some((inspection, digest)))
+    }
+
+    /// Does what an operator has decided with a row that can't be read. `None` if that has changed meanwhile, or is locked.
+    async fn decide_damaged<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
+    where
+        StoreError: From<A::Error>,
+    {
+        let key = decision.key.as_str();
+        let Some((found, digest)) = self.examine_at(at, key).await? else { return Ok(Some(Decided::NoRecord)) };
+        if found.damage.is_none() {
+            return Ok(None);
+        }
+        if let Ruling::Answer(refused) = found.decide(decision) {
+            return Ok(Some(refused));
+        }
+        let rows = at.rows(&self.forget_damaged, &[&key, &Hidden(digest.as_slice())], Effect::Writes).await?;
+        Ok((!rows.is_empty()).then_some(Decided::Applied))
+    }
+
     /// Replaces the record `met`, if it is still unchanged. Returns whether it was.
     pub(super) async fn replace_met<A: Ask>(
         &self,
@@ -560,7 +620,10 @@ impl Statements {
         StoreError: From<A::Error>,
     {
         let key = decision.key.as_str();
-        let found = self.look_at(at, key).await?.filter(|found| !found.is_expired());
+        let found = match self.look_at(at, key).await {
+            Err(error) if error.kind() == StoreErrorKind::Corrupt => return self.decide_damaged(at, decision).await,
+            found => found?.filter(|found| !found.is_expired()),
+        };
         let Some(found) = found else { return Ok(Some(Decided::NoRecord)) };
         let with = match found.record.decide(decision, found.lapses_in()) {
             Ruling::Answer(refused) => return Ok(Some(refused)),
@@ -853,14 +916,16 @@ pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page
         }
         let size = row.cell::<Option<i64>>(SIZE_AT)?.and_then(|size| u64::try_from(size).ok());
         let found = found(row, format, Reading::WithoutResult(size), Columns::All);
-        page.add(filter, key, found.map(|found| Some(found.inspection())));
+        let found = found.map_or_else(|why| Inspection::unexamined(&why), Found::inspection);
+        page.add::<FormatError>(filter, key, Ok(Some(found)));
     }
     page.next = last.map(Cursor::new);
     Ok(page)
 }
 
 /// The parameters of [`Statements::list`] for `filter`: after which key, before which key, how many rows, which states.
-pub(super) fn list(filter: &Filter) -> (String, String, i64, Vec<&'static str>) {
+/// A damaged row may have any state.
+pub(super) fn list(filter: &Filter) -> (String, String, i64, Option<Vec<&'static str>>) {
     let prefix = filter.prefix();
     // What sorts right behind everything with this prefix, which ends with a `/`.
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
@@ -869,6 +934,7 @@ pub(super) fn list(filter: &Filter) -> (String, String, i64, Vec<&'static str>) 
     let looked_at = if is_selective { LOOKED_AT } else { filter.most() };
     let mut states: Vec<_> = Standing::ALL.into_iter().filter(|it| filter.takes(*it)).map(Standing::state).collect();
     states.dedup();
+    let states = (!filter.takes(Standing::Damaged)).then_some(states);
     (after, end, i64::try_from(looked_at).unwrap_or(i64::MAX), states)
 }
 

@@ -388,7 +388,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Inspection>, StoreError> {
-        Ok(self.look(key).await?.map(Found::inspection))
+        self.table.statements.inspect_at(self, key.as_str()).await
     }
 
     async fn decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
