@@ -1,13 +1,13 @@
 //! A record as an item of the table: one attribute for each part, and the times.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use aws_sdk_dynamodb::primitives::Blob;
 use aws_sdk_dynamodb::types::AttributeValue;
 use bytes::Bytes;
 
 use crate::record::format::FormatError;
-use crate::record::{Parts, Reading, Record, State, signed_millis};
+use crate::record::{Inspection, Parts, Reading, Record, State, signed_millis};
 
 /// The attributes of an item by name.
 pub(super) type Attributes = HashMap<String, AttributeValue>;
@@ -47,6 +47,31 @@ pub(super) const LAPSES_AT: &str = "lapses_at";
 pub(super) const EXPIRES_AT: &str = "expires_at";
 /// From when DynamoDB may delete the item, in seconds since 1970: the TTL attribute of the table.
 pub(super) const PURGE_AT: &str = "purge_at";
+
+/// All attributes of a record but its result and [`PURGE_AT`]: what a list shows.
+pub(super) const LISTED: [&str; 21] = [
+    KEY,
+    FORMAT,
+    STATE,
+    OWNER,
+    ATTEMPT,
+    ATTEMPTS_USED,
+    FINGERPRINT,
+    ON_CRASH_FAIL,
+    BEGUN,
+    LEASE_MS,
+    TTL_MS,
+    CODEC,
+    RESULT_BYTES,
+    HOLDER,
+    TRACEPARENT,
+    DECIDED_BY,
+    DECIDED_REASON,
+    FIRST_SEEN_AT,
+    BEGAN_AT,
+    LAPSES_AT,
+    EXPIRES_AT,
+];
 
 /// The times of a record, in milliseconds since 1970.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -214,6 +239,40 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         decided_by: words(DECIDED_BY)?,
         decided_reason: words(DECIDED_REASON)?,
     })
+}
+
+/// An item that can't be read as a record, as an operator sees it.
+pub(super) fn damaged(item: &Attributes, why: FormatError) -> Inspection {
+    let sorted: BTreeMap<_, _> = item.iter().collect();
+    let stored = sorted.into_iter().flat_map(|(name, value)| [name.clone().into_bytes(), raw(value)]);
+    Inspection::damaged(why.to_string(), stored)
+}
+
+/// The type and the bytes of a value; its parts in one order, whatever the order of the answer.
+fn raw(value: &AttributeValue) -> Vec<u8> {
+    let sized = |part: Vec<u8>| [part.len().to_be_bytes().to_vec(), part].concat();
+    let many = |kind: &[u8], parts: Vec<Vec<u8>>| [kind.to_vec(), parts.into_iter().flat_map(sized).collect()].concat();
+    let set = |kind: &[u8], mut parts: Vec<Vec<u8>>| {
+        parts.sort_unstable();
+        many(kind, parts)
+    };
+    let texts = |texts: &[String]| texts.iter().map(|text| text.clone().into_bytes()).collect();
+    match value {
+        AttributeValue::S(text) => [b"S", text.as_bytes()].concat(),
+        AttributeValue::N(digits) => [b"N", digits.as_bytes()].concat(),
+        AttributeValue::B(bytes) => [b"B", bytes.as_ref()].concat(),
+        AttributeValue::Bool(flag) => vec![b'F', u8::from(*flag)],
+        AttributeValue::Null(_) => vec![b'0'],
+        AttributeValue::Ss(parts) => set(b"s", texts(parts)),
+        AttributeValue::Ns(parts) => set(b"n", texts(parts)),
+        AttributeValue::Bs(parts) => set(b"b", parts.iter().map(|part| part.as_ref().to_vec()).collect()),
+        AttributeValue::L(parts) => many(b"L", parts.iter().map(raw).collect()),
+        AttributeValue::M(parts) => {
+            let sorted: BTreeMap<_, _> = parts.iter().collect();
+            many(b"M", sorted.into_iter().flat_map(|(name, part)| [name.clone().into_bytes(), raw(part)]).collect())
+        }
+        _ => b"?".to_vec(),
+    }
 }
 
 pub(super) fn integer(value: &AttributeValue) -> Option<i64> {

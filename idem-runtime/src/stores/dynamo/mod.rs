@@ -21,13 +21,14 @@ use std::time::Duration;
 
 use aws_sdk_dynamodb::Client;
 use aws_sdk_dynamodb::config::IdentityCache;
+use aws_sdk_dynamodb::operation::delete_item::builders::DeleteItemFluentBuilder;
 use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
 
 use self::answer::{Tries, Written};
 use self::item::{
-    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, DECIDED_BY, DECIDED_REASON, EXPIRES_AT, FINGERPRINT,
-    FIRST_SEEN_AT, FORMAT, Found, HOLDER, KEY, LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT,
-    RESULT_BYTES, STATE, TRACEPARENT, TTL_MS, Times, binary, integer, number, text,
+    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, EXPIRES_AT, FIRST_SEEN_AT, FORMAT, Found, KEY,
+    LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT, RESULT_BYTES, STATE, TTL_MS, Times, binary, integer,
+    number, text,
 };
 pub use self::options::DynamoOptions;
 use crate::clock::{Instant, Sleep, wall_millis};
@@ -442,17 +443,35 @@ impl Shared {
     /// Removes the record `met`, if it is unchanged.
     async fn remove(&self, until: Instant, name: &str, met: &Found) -> Result<Written, StoreError> {
         let (condition, terms) = Self::unchanged(met);
-        let tries = Tries::default();
-        let request = self
-            .client
-            .client()
-            .delete_item()
-            .table_name(&self.table)
-            .key(KEY, text(name))
-            .condition_expression(condition)
+        self.delete(until, with_terms!(self.deletion(name).condition_expression(condition), terms)).await
+    }
+
+    /// Removes the item `met`, which can't be read, if each of its attributes is unchanged and none of a record's was added.
+    async fn remove_damaged(&self, until: Instant, name: &str, met: &Attributes) -> Result<Written, StoreError> {
+        let (mut request, mut conditions) = (self.deletion(name), Vec::new());
+        for (n, (attribute, value)) in met.iter().enumerate() {
+            request = request.expression_attribute_names(format!("#a{n}"), attribute);
+            request = request.expression_attribute_values(format!(":a{n}"), value.clone());
+            conditions.push(format!("#a{n} = :a{n}"));
+        }
+        let ours = item::LISTED.into_iter().chain([RESULT, PURGE_AT]);
+        for (n, attribute) in ours.filter(|attribute| !met.contains_key(*attribute)).enumerate() {
+            request = request.expression_attribute_names(format!("#b{n}"), attribute);
+            conditions.push(format!("attribute_not_exists(#b{n})"));
+        }
+        self.delete(until, request.condition_expression(conditions.join(" AND "))).await
+    }
+
+    fn deletion(&self, name: &str) -> DeleteItemFluentBuilder {
+        let request = self.client.client().delete_item().table_name(&self.table).key(KEY, text(name));
+        request
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld)
-            .return_consumed_capacity(ReturnConsumedCapacity::Total);
-        let call = with_terms!(request, terms).customize().interceptor(tries.clone()).send();
+            .return_consumed_capacity(ReturnConsumedCapacity::Total)
+    }
+
+    async fn delete(&self, until: Instant, request: DeleteItemFluentBuilder) -> Result<Written, StoreError> {
+        let tries = Tries::default();
+        let call = request.customize().interceptor(tries.clone()).send();
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
@@ -637,10 +656,11 @@ impl Shared {
             .limit(if is_selective { READ_AT_ONCE } else { i32::try_from(filter.most()).unwrap_or(READ_AT_ONCE) })
             .filter_expression("begins_with(#key, :prefix)")
             .expression_attribute_values(":prefix", text(&prefix))
-            .projection_expression(LISTED.map(|name| format!("#{name}")).join(", "))
+            .projection_expression(item::LISTED.map(|name| format!("#{name}")).join(", "))
             .return_consumed_capacity(ReturnConsumedCapacity::Total);
-        let request =
-            LISTED.iter().fold(request, |request, name| request.expression_attribute_names(format!("#{name}"), *name));
+        let request = item::LISTED
+            .iter()
+            .fold(request, |request, name| request.expression_attribute_names(format!("#{name}"), *name));
         let request =
             filter.after.iter().fold(request, |request, after| request.exclusive_start_key(KEY, text(after.as_str())));
         let call = request.customize().interceptor(tries.clone()).send();
@@ -651,15 +671,25 @@ impl Shared {
             if page.records.len() == filter.most() {
                 // Any key can be where the next page begins.
                 page.next = page.records.last().map(|(key, _)| Cursor::new(self.name_of(key)));
-                return Ok(page);
+                return self.examined(filter, page).await;
             }
             let name = item.get(KEY).and_then(|name| name.as_s().ok()).cloned().unwrap_or_default();
             let found = item::read_without_result(item)
-                .map(|found| (!self.is_expired(&found, now)).then(|| self.inspection(found, now)));
+                .map(|found| (!self.is_expired(&found, now)).then(|| self.inspection(found, now)))
+                .or_else(|why| Ok::<_, StoreError>(Some(Inspection::unexamined(&why))));
             page.add(filter, name.strip_prefix(&self.namespace).unwrap_or_default(), found);
         }
         let last = answer.last_evaluated_key.and_then(|mut last| last.remove(KEY));
         page.next = last.and_then(|last| last.as_s().ok().map(|last| Cursor::new(last.as_str())));
+        self.examined(filter, page).await
+    }
+
+    /// The same page, with all that is stored of the records that can't be read.
+    async fn examined(&self, filter: &Filter, mut page: Page) -> Result<Page, StoreError> {
+        for key in page.damaged() {
+            let found = self.examine(self.deadline(), &self.name_of(&key)).await?;
+            page.show(filter, &key, found.map(|(found, _)| found));
+        }
         Ok(page)
     }
 
@@ -767,7 +797,7 @@ impl Shared {
         for look in 0..LOOKS {
             self.pause_before(look).await;
             let Some(item) = met else { return Ok(Decided::NoRecord) };
-            let found = item::read(item).map_err(corrupt)?;
+            let Ok(found) = item::read(item) else { return self.decide_damaged(decision).await };
             let now = self.now();
             if self.is_expired(&found, now) {
                 return Ok(Decided::NoRecord);
@@ -791,6 +821,40 @@ impl Shared {
             };
         }
         Err(changes_too_often())
+    }
+
+    /// Does what an operator has decided with an item that can't be read.
+    async fn decide_damaged(&self, decision: &Decision) -> Result<Decided, StoreError> {
+        let (name, until) = (self.name_of(&decision.key), self.deadline());
+        for look in 0..LOOKS {
+            self.pause_before(look).await;
+            let Some((found, item)) = self.examine(until, &name).await? else { return Ok(Decided::NoRecord) };
+            match found.decide(decision) {
+                Ruling::Answer(refused) => return Ok(refused),
+                Ruling::Remove if found.damage.is_some() => {
+                    if let Written::Done = self.remove_damaged(until, &name, &item).await? {
+                        self.waiting.wake(&name);
+                        return Ok(Decided::Applied);
+                    }
+                }
+                // It can be read again: the decision is to be repeated.
+                Ruling::Remove | Ruling::Replace(_) => break,
+            }
+        }
+        Err(changes_too_often())
+    }
+
+    /// The record of `key` as an operator sees it, unless it has expired, and its item.
+    async fn examine(&self, until: Instant, name: &str) -> Result<Option<(Inspection, Attributes)>, StoreError> {
+        let Some(item) = self.get(until, name, &[]).await? else { return Ok(None) };
+        let now = self.now();
+        // A copy, as reading takes the result out.
+        let found = match item::read(item.clone()) {
+            Ok(found) if self.is_expired(&found, now) => return Ok(None),
+            Ok(found) => self.inspection(found, now),
+            Err(why) => item::damaged(&item, why),
+        };
+        Ok(Some((found, item)))
     }
 
     /// The record of `key`, unless it has expired.
@@ -833,31 +897,6 @@ struct Renewal<'a> {
 const BESIDE: usize = 4 * 1024;
 /// How many items a page of a list is made from, if not all of them are shown.
 const READ_AT_ONCE: i32 = 1000;
-
-/// What a list shows of an item: all but its result.
-const LISTED: [&str; 21] = [
-    KEY,
-    FORMAT,
-    STATE,
-    OWNER,
-    ATTEMPT,
-    ATTEMPTS_USED,
-    FINGERPRINT,
-    ON_CRASH_FAIL,
-    BEGUN,
-    LEASE_MS,
-    TTL_MS,
-    CODEC,
-    RESULT_BYTES,
-    HOLDER,
-    TRACEPARENT,
-    DECIDED_BY,
-    DECIDED_REASON,
-    FIRST_SEEN_AT,
-    BEGAN_AT,
-    LAPSES_AT,
-    EXPIRES_AT,
-];
 
 /// The condition of a release: the record is pending, of this owner, and retained.
 fn ago(now: i64, at: i64) -> Duration {
@@ -927,7 +966,15 @@ impl Store for Shared {
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(async move { self.look(&self.name_of(key)).await })
+        StoreFuture::new(async move {
+            let name = self.name_of(key);
+            match self.look(&name).await {
+                Err(error) if error.kind() == StoreErrorKind::Corrupt => {
+                    Ok(self.examine(self.deadline(), &name).await?.map(|(found, _)| found))
+                }
+                found => found,
+            }
+        })
     }
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
