@@ -17,11 +17,11 @@ use crate::store::StoreArguments;
 /// Which records.
 #[derive(clap::Args)]
 pub(crate) struct Which {
-    /// Only records that stand like this: `running`, `lapsed`, `released`, `interrupted`, `completed` or `failed`; may be given
-    /// more than once
+    /// Only records that stand like this: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`; may be
+    /// given more than once
     #[arg(long = "state", value_name = "NAME", value_parser = standing)]
     standings: Vec<Standing>,
-    /// Only records whose effect may have happened without their knowing: lapsed and interrupted ones
+    /// Only records whose effect may have happened without their knowing: lapsed, interrupted and damaged ones
     #[arg(long)]
     uncertain: bool,
     /// Only records of this scope
@@ -136,7 +136,7 @@ pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
 #[derive(Default)]
 pub(crate) struct End {
     next: Option<Cursor>,
-    /// Entries that are no records of this release.
+    /// Entries that are no records: another program keeps them there.
     unreadable: u64,
 }
 
@@ -209,7 +209,7 @@ fn rest(output: &Output, end: &End) -> Result<(), Stop> {
         let _ = writeln!(errors, "There may be more: --after '{next}'");
     }
     if *unreadable > 0 {
-        let _ = writeln!(errors, "{unreadable} entries are no records of this release.");
+        let _ = writeln!(errors, "{unreadable} entries are no records: another program keeps them there.");
     }
     Ok(())
 }

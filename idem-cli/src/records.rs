@@ -135,7 +135,7 @@ pub(crate) struct Forget {
     /// The key, as `<scope>/<text>`
     #[arg(required_unless_present = "prefix")]
     key: Option<String>,
-    /// What the keys begin with, as `<scope>/` or `<scope>/<text>`; those of running attempts are left
+    /// What the keys begin with, as `<scope>/` or `<scope>/<text>`; those of running attempts and damaged ones are left
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "seen"])]
     prefix: Option<String>,
     /// Lists what would be removed, and removes nothing
@@ -270,12 +270,13 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         "scope": key.scope(),
         "stored": key.as_str(),
         "store": store,
-        "state": record.state.name(),
+        "state": state(found),
         "standing": found.standing().name(),
+        "damage": found.damage,
         "attempt": record.attempt,
         "attempts_used": record.attempts_used,
         "revision": found.revision().to_string(),
-        "expires_in_ms": millis(*expires_in),
+        "expires_in_ms": Some(*expires_in).filter(|left| *left < Duration::MAX || found.damage.is_none()).map(millis),
         "first_seen_ms": found.first_seen.map(millis),
         "began_ms": found.began.map(millis),
         "holder": found.holder().map(|holder| holder.to_string()),
@@ -307,8 +308,42 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
     object
 }
 
+/// The name of the state that is recorded.
+fn state(found: &Inspection) -> &'static str {
+    match found.damage {
+        Some(_) => Standing::Damaged.name(),
+        None => found.record.state.name(),
+    }
+}
+
 /// The same for a person, with what can be done.
 fn text(key: &Key, store: &str, found: &Inspection) -> String {
+    match &found.damage {
+        Some(why) => text_of_damage(key, store, found, why),
+        None => text_of_record(key, store, found),
+    }
+}
+
+fn text_of_damage(key: &Key, store: &str, found: &Inspection, why: &str) -> String {
+    let lines = [
+        ("key", key.to_string()),
+        ("store", store.to_owned()),
+        ("state", format!("{}: {why}", state(found))),
+        ("revision", found.revision().to_string()),
+        (
+            "what now",
+            "every delivery fails until you decide: find out whether its handler is running and whether the effect happened; \
+             `idem forget` removes the record, and the next delivery runs as the first one"
+                .to_owned(),
+        ),
+    ];
+    lines.iter().fold(String::new(), |mut text, (name, value)| {
+        let _ = writeln!(text, "{name:<13}{}", printable(value));
+        text
+    })
+}
+
+fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     let Inspection { record, expires_in, lapses_in, .. } = found;
     let mut text = String::new();
     let mut line = |name: &str, value: &str| {
@@ -409,7 +444,10 @@ enum Act {
 impl Act {
     /// The question, and what is said once it is done.
     fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
-        let about = format!("`{key}`, attempt {attempt}");
+        let about = match found.damage {
+            Some(_) => format!("`{key}`, which is damaged"),
+            None => format!("`{key}`, attempt {attempt}"),
+        };
         let recorded = found.record.state.result().map(|result| {
             let end = found.record.state.name();
             format!("that it {end} (result: {})", described(result))
@@ -428,6 +466,10 @@ impl Act {
                 (format!("Resolve {about} as {end}"), format!("resolved {about} as {end}; duplicates are told so"))
             }
             Self::Reopen => (format!("Reopen {about}"), format!("reopened {about}; the next delivery runs again")),
+            Self::Forget if found.damage.is_some() => (
+                format!("Forget {about}, whether its handler is running or has completed"),
+                format!("forgot `{key}`, which was damaged; the next delivery runs as the first one"),
+            ),
             Self::Forget => (
                 format!("Forget {about}{given_up}"),
                 format!("forgot {about}; a duplicate that still comes runs as the first one"),
@@ -541,6 +583,12 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let mut refused = 0;
     for (key, seen) in found {
         let attempt = seen.attempt();
+        // Its handler may be running: a person has to look at each.
+        if seen.standing() == Standing::Damaged {
+            refused += 1;
+            said(&key, attempt, "refused", "left")?;
+            continue;
+        }
         match operator.forget(&key, seen).await {
             Ok(true) => said(&key, attempt, "forget", "forgotten")?,
             // It has expired, or somebody else was faster.
@@ -557,7 +605,8 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     match refused {
         0 => Ok(ExitCode::SUCCESS),
         refused => {
-            Err(Stop::Refused(format!("{refused} of {count} records are running or have moved on, and were left")))
+            let left = "are running, are damaged or have moved on, and were left";
+            Err(Stop::Refused(format!("{refused} of {count} records {left}")))
         }
     }
 }

@@ -78,7 +78,7 @@ struct Look {
 /// How urgent it is.
 fn rank(standing: Standing) -> u8 {
     match standing {
-        Standing::Interrupted => 0,
+        Standing::Damaged | Standing::Interrupted => 0,
         Standing::Lapsed => 1,
         _ => 2,
     }
@@ -127,9 +127,13 @@ impl Look {
         let [running, lapsed, interrupted] =
             [Standing::Running, Standing::Lapsed, Standing::Interrupted].map(|it| self.count(it));
         let more = if *more { " (and more)" } else { "" };
+        let damaged = match self.count(Standing::Damaged) {
+            0 => String::new(),
+            damaged => format!(", {damaged} damaged"),
+        };
         let mut lines = vec![
             format!("{store}, answered in {}", human(*took)),
-            format!("{running} running, {lapsed} lapsed, {interrupted} interrupted{more}"),
+            format!("{running} running, {lapsed} lapsed, {interrupted} interrupted{damaged}{more}"),
         ];
         if let Some((stats, _)) = &self.stats {
             let ended = self.ended.map_or(String::new(), |ended| format!("; {ended:.1} a second end"));
@@ -146,6 +150,7 @@ impl Look {
             "running": self.count(Standing::Running),
             "lapsed": self.count(Standing::Lapsed),
             "interrupted": self.count(Standing::Interrupted),
+            "damaged": self.count(Standing::Damaged),
             "more": self.more,
             "all": self.stats.as_ref().map(|(stats, _)| counted(None, &stats.total())),
             "ended_per_second": self.ended,

@@ -106,7 +106,7 @@ impl View {
         let rows = records.map(|(key, found)| {
             let Row { standing, began, lease, holder } = Row::of(found);
             let color = match found.standing() {
-                Standing::Interrupted => Color::Red,
+                Standing::Damaged | Standing::Interrupted => Color::Red,
                 Standing::Lapsed => Color::Yellow,
                 _ => Color::Reset,
             };

@@ -456,14 +456,65 @@ async fn a_table_of_its_own_is_named_in_the_url() {
 }
 
 #[tokio::test]
-async fn stores_of_a_later_version_and_values_of_others_are_left_alone() {
+async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
+    let records = Records::new().await;
+    completed(&records.store, "a", b"1").await;
+    completed(&records.store, "b", br#"{"card":"4111"}"#).await;
+    let file = raw(&records.folder.file());
+    file.execute_batch("UPDATE idem_records SET state = 'half done' WHERE key = '1/pay/b'").unwrap();
+    let shown = records.idem(&["show", "pay/b"]).ends(0).says("state        damaged: the record is damaged");
+    shown.says("what now     every delivery fails until you decide").says("`idem forget`");
+    let object = records.idem(&["show", "pay/b", "--result", "--json"]).ends(0).json();
+    assert_eq!(
+        (&object["state"], &object["standing"], &object["attempt"]),
+        (&json!("damaged"), &json!("damaged"), &json!(0))
+    );
+    assert!(object["damage"].as_str().is_some_and(|why| why.contains("damaged")), "{object}");
+    assert!(object["expires_in_ms"].is_null() && object.get("result").is_none(), "{object}");
+    assert!(!object.to_string().contains("4111") && !object.to_string().contains("half done"), "{object}");
+
+    assert_eq!(keys(&records.idem(&["list", "--json"]).ends(0)), ["pay/a", "pay/b"]);
+    for which in [&["--uncertain"][..], &["--state", "damaged"]] {
+        let listed = records.idem(&[&["list", "--json"], which].concat()).ends(0);
+        assert_eq!(keys(&listed), ["pay/b"], "{which:?}");
+        assert_eq!(listed.json()["revision"], object["revision"], "{which:?}");
+    }
+    records.idem(&["stats"]).ends(0).says("1 completed, 1 damaged");
+    records.idem(&["watch", "--times", "1"]).ends(0).says("0 interrupted, 1 damaged\ndamaged");
+
+    let file_of_result = records.file(b"7");
+    let result = ["--completed", file_of_result.to_str().unwrap()];
+    for verb in [
+        &["reopen"][..],
+        &["discard"],
+        &["release", "--break-lease"],
+        &[&["resolve"], &result[..]].concat(),
+        &[&["resolve", "--replace"], &result[..]].concat(),
+    ] {
+        records.decides(verb, "pay/b").ends(1).complains("nothing was changed; find out whether the effect happened");
+    }
+    records.idem(&["forget", "--prefix", "pay/b", "--yes"]).ends(1).says("left         pay/b").complains("are damaged");
+    records
+        .idem(&["forget", "pay/b"])
+        .ends(2)
+        .complains("Forget `pay/b`, which is damaged, whether its handler is running");
+    // Written since it was seen, and damaged as before.
+    let seen = records.revision("pay/b");
+    file.execute_batch("UPDATE idem_records SET state = 'half gone' WHERE key = '1/pay/b'").unwrap();
+    let stale = records.idem(&["forget", "pay/b", "--seen", &seen, "--yes"]).ends(1);
+    stale.complains("it was written again, and is damaged as before");
+    records
+        .decides(&["forget"], "pay/b")
+        .ends(0)
+        .says("forgot `pay/b`, which was damaged; the next delivery runs as the first");
+    records.idem(&["show", "pay/b"]).ends(4);
+}
+
+#[tokio::test]
+async fn stores_of_a_later_version_are_left_alone() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let file = raw(&records.folder.file());
-    file.execute_batch("UPDATE idem_records SET state = 'half done'").unwrap();
-    for verb in [&["show"][..], &["reopen", "--yes"], &["forget", "--yes"]] {
-        records.idem(&[verb, &["pay/42"]].concat()).ends(1).complains("nothing was changed");
-    }
     file.execute_batch("ALTER TABLE idem_records ADD COLUMN later TEXT").unwrap();
     records.idem(&["show", "pay/42"]).ends(3).complains("columns of a later release (later)");
     records.idem(&["schema", "diff"]).ends(1).says("the column `later` is not of this release");

@@ -109,11 +109,15 @@ async fn redis() {
     }
     finds(&doctor, "persistence", "ok", "each second");
     finds(&doctor, "replication", "warning", "no replica");
-    // What is no record is said to be none.
+    // A value that is no record is shown as damaged and can be forgotten; one of another type of Redis is left to its owner.
     let mut raw = raw(&url).await;
     let _: () = redis::cmd("SET").arg("idem:1/pay/odd").arg("not a record").query_async(&mut raw).await.unwrap();
-    idem_at(&url, &["show", "pay/odd"]).ends(1);
-    idem_at(&url, &["forget", "pay/odd", "--yes"]).ends(1);
+    idem_at(&url, &["show", "pay/odd"]).ends(0).says("damaged: the value is not a record");
+    let seen = revision(&url, "pay/odd");
+    idem_at(&url, &["forget", "pay/odd", "--seen", &seen, "--yes"]).ends(0).says("which was damaged");
+    idem_at(&url, &["show", "pay/odd"]).ends(4);
+    let _: () = redis::cmd("RPUSH").arg("idem:1/pay/odd").arg("x").query_async(&mut raw).await.unwrap();
+    idem_at(&url, &["show", "pay/odd"]).ends(1).complains("another type of Redis").complains("`TYPE`");
     // As the server has it, and in another namespace.
     idem_at(&url, &["show", "idem:1/pay/kept"]).ends(0).says("completed");
     idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(4);
