@@ -135,7 +135,7 @@ impl Stage {
         let weather = Weather { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
         let truth: Arc<dyn Store> = Arc::new(memory.peer());
         let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, Prank::None));
-        let line = Line::new(0, Arc::new(memory.peer()), net);
+        let line = Line::new(0, Arc::new(memory.peer()), net, None);
         let store = FaultyStore::new(&line);
         for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
             store.always(call, Fault::Slow(slow));

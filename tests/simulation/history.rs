@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::{Range, RangeBounds};
 
-use idem_runtime::Key;
 use idem_runtime::clock::Clock;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State};
@@ -12,6 +11,7 @@ use idem_runtime::store::{
     Action, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, Verdict,
 };
 use idem_runtime::testing::SimulatedClock;
+use idem_runtime::{Key, OnCrash};
 use idem_tests::decided;
 
 use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
@@ -66,6 +66,8 @@ pub(crate) struct Op {
     pub(crate) landed: Option<(u64, u64)>,
     /// Whether the store says that an operator's decision was applied, heard or not.
     pub(crate) applied: bool,
+    /// The number of the attempt that a reservation was granted, heard or not.
+    pub(crate) granted: Option<u32>,
     pub(crate) end: End,
 }
 
@@ -174,6 +176,7 @@ impl History {
             invoked_at,
             landed: None,
             applied: false,
+            granted: None,
             end: End::Unanswered,
         });
         self.ops.len() - 1
@@ -325,6 +328,57 @@ impl History {
             Asked::Finish(ask, ..) | Asked::Release(ask, _) => Some(ask.owner) == owner,
             _ => false,
         })
+    }
+
+    /// Who asked for attempt `attempt` of `key`, whether or not they heard that they have it: the process, and what it says of
+    /// a crash.
+    pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
+        self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
+            Asked::Reserve(ask) => Some((op.process, ask.on_crash)),
+            _ => None,
+        })
+    }
+
+    /// Whether the process of attempt `attempt` of `key` could not know at the event `when` that its mark was made.
+    pub(crate) fn mark_is_in_doubt(&self, key: usize, attempt: u32, when: u64) -> bool {
+        self.ops.iter().any(|op| {
+            let marks = op.key == key && op.invoked < when && matches!(op.asked, Asked::Begin(_, it) if it == attempt);
+            let applied = matches!(op.end, End::Answered { said: Said::Write(Verdict::Applied), .. });
+            marks && !(applied && op.responded.is_some_and(|heard| heard < when))
+        })
+    }
+
+    /// When the latest request of attempt `attempt` of `key` was sent that was confirmed and renews its lease.
+    pub(crate) fn confirmed_at(&self, key: usize, attempt: u32) -> Option<u64> {
+        let confirms = |op: &&Op| match (&op.asked, &op.end) {
+            (Asked::Begin(_, it) | Asked::Renew(_, it), End::Answered { said, .. }) => {
+                *it == attempt && *said == Said::Write(Verdict::Applied)
+            }
+            (Asked::Reserve(_), End::Answered { .. }) => op.granted == Some(attempt),
+            _ => false,
+        };
+        self.ops.iter().filter(|op| op.key == key).filter(confirms).map(|op| op.invoked_at).max()
+    }
+
+    /// When the first release of attempt `attempt` of `key` landed.
+    pub(crate) fn released_at(&self, key: usize, attempt: u32) -> Option<u64> {
+        let owner =
+            self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
+                Asked::Reserve(ask) => Some(ask.owner),
+                _ => None,
+            });
+        let ends = |op: &&Op| matches!(&op.asked, Asked::Release(ask, _) if Some(ask.owner) == owner);
+        self.ops.iter().filter(|op| op.key == key).filter(ends).filter_map(|op| op.landed).map(|(_, at)| at).min()
+    }
+
+    /// The latest attempt of `key` that was granted.
+    pub(crate) fn latest(&self, key: usize) -> u32 {
+        self.ops.iter().filter(|op| op.key == key).filter_map(|op| op.granted).max().unwrap_or_default()
+    }
+
+    /// The key of number `key`.
+    pub(crate) fn key_of(&self, key: usize) -> Key {
+        self.keys[key].clone()
     }
 
     /// The owner that was told that it has attempt `attempt` of `key`.

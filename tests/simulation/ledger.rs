@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::Finish;
-use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy};
+use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy, StoreError};
 
 use crate::history::nanos;
-use crate::store::{Met, Net};
+use crate::outage::{Loss, Right};
+use crate::store::{Cause, Met, Net};
 use crate::world::Failure;
 
 /// The rule that a finding breaks.
@@ -47,6 +48,18 @@ pub(crate) enum Check {
     /// What an operator decides holds: nothing is decided while an attempt is running but that its lease ends, and after a
     /// resolution no body runs until a person lets it.
     Decided,
+    /// A body that must be marked begins once the store has marked it.
+    Marked,
+    /// A key is interrupted for a body that began only.
+    Interrupted,
+    /// An attempt counts against `max_attempts` if its body began only.
+    Counted,
+    /// What a body returned under `on_crash = fail` ends its attempt, even after a long outage.
+    Freed,
+    /// What a store refuses for good holds up no body and no call beyond its lease.
+    Frozen,
+    /// A lease is lost to another attempt, or with the reason why it was not renewed.
+    Reason,
     /// Every call gets an answer.
     Stuck,
 }
@@ -90,6 +103,9 @@ pub(crate) struct Run {
     /// Whether it renewed its lease itself.
     pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
+    pub(crate) ended_at: u64,
+    /// Whether it blocked its thread.
+    pub(crate) blocks: bool,
     /// When the last value of the body was dropped.
     pub(crate) values_dropped: Option<u64>,
 }
@@ -146,6 +162,7 @@ pub(crate) struct Call {
     pub(crate) terms: Terms,
     pub(crate) made_at: u64,
     pub(crate) end: Option<(u64, CallEnd)>,
+    pub(crate) ended_at: u64,
 }
 
 #[derive(Debug, Default)]
@@ -154,6 +171,8 @@ pub(crate) struct Ledger {
     pub(crate) runs: Vec<Run>,
     /// The killed processes, and when they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
+    /// What processes lose for the rest of their lives.
+    pub(crate) losses: Vec<(usize, Loss)>,
     pub(crate) findings: Vec<Finding>,
 }
 
@@ -163,7 +182,7 @@ impl Ledger {
     }
 
     pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64) -> usize {
-        self.calls.push(Call { key, process, terms, made_at: now, end: None });
+        self.calls.push(Call { key, process, terms, made_at: now, end: None, ended_at: u64::MAX });
         self.calls.len() - 1
     }
 
@@ -177,6 +196,11 @@ impl Ledger {
                 self.find(Check::Belief, key, format!("attempt {number} starts although its lease has lapsed"));
             }
             let record = net.truth(attempt.key()).map(|found| found.record);
+            if let Some(record) = record.as_ref().filter(|record| record.attempt == number)
+                && matches!(record.state, State::Pending { on_crash: OnCrash::Fail, begun: false, .. })
+            {
+                self.find(Check::Marked, key, format!("attempt {number} starts, and the store does not say so"));
+            }
             let latest = record.map_or(0, |record| record.attempt);
             if latest < number && self.calls[call].terms.remembers() && !net.history().was_forgotten(key) {
                 self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
@@ -190,6 +214,8 @@ impl Ledger {
             effect: None,
             confirms: false,
             ended: None,
+            ended_at: u64::MAX,
+            blocks: false,
             values_dropped: None,
         });
         self.believe(net, call, attempt);
@@ -235,7 +261,7 @@ impl Ledger {
                 let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
                 self.find(Check::Cancelled, key, text);
             }
-            self.runs[run].ended = Some((event, end));
+            (self.runs[run].ended, self.runs[run].ended_at) = (Some((event, end)), net.now());
         }
     }
 
@@ -277,7 +303,7 @@ impl Ledger {
         {
             self.find(Check::Woken, key, format!("call {call} waits for no longer, as the store fails: {source}"));
         }
-        self.calls[call].end = Some((event, end));
+        (self.calls[call].end, self.calls[call].ended_at) = (Some((event, end)), net.now());
     }
 
     /// The runs of `key`.
@@ -301,6 +327,9 @@ impl Ledger {
             Self::values(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
+            self.unbegun(net, key, &runs, &mut find);
+            self.returned(net, key, &runs, &mut find);
+            self.refused(net, key, &runs, &met, &mut find);
         }
         for (key, text) in net.overslept() {
             findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });
@@ -353,7 +382,7 @@ impl Ledger {
     /// Whether a fault disturbed `process` in this time.
     fn disturbed(&self, net: &Net, met: &[Met], process: usize, from: u64, to: u64) -> bool {
         net.jumped(from, to)
-            || met.iter().any(|it| it.process == process && it.from <= to && it.to >= from)
+            || met.iter().any(|it| it.is_of(process) && it.from <= to && it.to >= from)
             || self.kills.iter().any(|(killed, at)| *killed == process && *at <= to)
     }
 
@@ -404,7 +433,7 @@ impl Ledger {
 
     fn answers(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let by_number = |number: u32| runs.iter().find(|run| run.attempt == number);
-        let met_here = met.iter().any(|it| it.keys.contains(&key)) || !self.kills.is_empty() || net.jumped(0, u64::MAX);
+        let met_here = met.iter().any(|it| it.is_about(key)) || !self.kills.is_empty() || net.jumped(0, u64::MAX);
         let resolved = net.history().resolved(key);
         let given = |number: u32| resolved.iter().filter(move |(_, attempt, _)| *attempt == number);
         let mut first: Option<(&Result<String, Failure>, &Call)> = None;
@@ -448,7 +477,7 @@ impl Ledger {
             {
                 find(Check::MissingEffect, format!("nobody's body returned what {call:?} did"));
             }
-            let disturbed = met_here || met.iter().any(|it| it.process == call.process);
+            let disturbed = met_here || met.iter().any(|it| it.is_of(call.process));
             let decided = !resolved.is_empty() || net.history().was_reopened(key, 0..);
             let unjustified = match result {
                 Err(Failure::Idempotency(refused)) => match &**refused {
@@ -487,6 +516,134 @@ impl Ledger {
             };
             if unjustified {
                 find(Check::MissingEffect, format!("{call:?} for no reason"));
+            }
+        }
+    }
+
+    fn was_killed(&self, process: usize) -> bool {
+        self.kills.iter().any(|(killed, _)| *killed == process)
+    }
+
+    /// Whether attempt `attempt` of `key` may be taken for one whose body began, by an answer at the event `when`: its process
+    /// died, or did not know of its mark by then, or an operator broke its lease.
+    fn is_in_doubt(&self, net: &Net, key: usize, attempt: u32, when: u64) -> bool {
+        let history = net.history();
+        let is_dead = history.holder(key, attempt).is_some_and(|(process, _)| self.was_killed(process));
+        is_dead || history.mark_is_in_doubt(key, attempt, when) || history.was_broken(key, attempt, when)
+    }
+
+    /// No key is interrupted and no attempt is counted for a body that did not begin.
+    fn unbegun(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+        let began = |number: u32, before: u64| runs.iter().any(|run| run.attempt == number && run.started < before);
+        for call in self.calls.iter().filter(|call| call.key == key) {
+            let Some((when, CallEnd::Returned(Err(Failure::Idempotency(error)), _))) = &call.end else { continue };
+            match **error {
+                Error::Interrupted { attempt, .. } => {
+                    let lapsed_under = net.history().holder(key, attempt).map(|(_, on_crash)| on_crash);
+                    // An attempt under `retry` is not marked, and a caller under `fail` takes over nothing.
+                    let is_unmarked = lapsed_under == Some(OnCrash::Retry) && call.terms.on_crash == OnCrash::Fail;
+                    if began(attempt, u64::MAX) || is_unmarked {
+                    } else if self.is_in_doubt(net, key, attempt, *when) {
+                        net.count("duplicates of a mark in doubt");
+                    } else {
+                        find(Check::Interrupted, format!("{call:?}: no body of attempt {attempt} began"));
+                    }
+                }
+                Error::AttemptsExhausted { attempts, .. } => {
+                    let counts = |number: &u32| began(*number, *when) || self.is_in_doubt(net, key, *number, *when);
+                    let latest = net.history().latest(key);
+                    let limit = call.terms.max_attempts.unwrap_or(u32::MAX);
+                    if attempts < limit || (1..=latest).filter(counts).count() < limit as usize {
+                        find(Check::Counted, format!("{call:?}: fewer bodies began"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        let Some(found) = net.truth(&net.history().key_of(key)) else { return };
+        let number = found.record.attempt;
+        let is_interrupted = match found.record.state {
+            State::Interrupted => true,
+            State::Pending { on_crash, begun, .. } => begun && on_crash == OnCrash::Fail,
+            _ => false,
+        };
+        let holder = net.history().holder(key, number);
+        let is_dead = holder.is_some_and(|(process, _)| self.was_killed(process));
+        if is_interrupted && !began(number, u64::MAX) && !is_dead && !net.history().was_broken(key, number, u64::MAX) {
+            find(Check::Interrupted, format!("no body of attempt {number} began, and the store holds {found:?}"));
+        }
+    }
+
+    /// What a body returned ends its attempt as long as its process lives, however long an outage lasts.
+    fn returned(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+        for run in runs.iter().filter(|run| matches!(run.ended, Some((_, BodyEnd::Error { .. })))) {
+            let after_a_lease = run.ended_at + nanos(self.calls[run.call].terms.lease);
+            if net.history().released_at(key, run.attempt).is_some_and(|at| at > after_a_lease) {
+                net.count("keys that were freed more than a lease after the body returned");
+            }
+        }
+        let Some(found) = net.truth(&net.history().key_of(key)) else { return };
+        let number = found.record.attempt;
+        for run in runs.iter().filter(|run| run.attempt == number) {
+            let call = &self.calls[run.call];
+            let is_passing = matches!(run.ended, Some((_, BodyEnd::Error { lasting: false, .. })));
+            let is_returned = matches!(run.ended, Some((_, BodyEnd::Error { .. } | BodyEnd::Value(_))));
+            let has_lost = |right| self.losses.iter().any(|(it, loss)| *it == call.process && loss.right == right);
+            let can_end = is_passing || (is_returned && !has_lost(Right::Finish));
+            if call.terms.on_crash != OnCrash::Fail || !can_end || self.was_killed(call.process) {
+                continue;
+            }
+            if matches!(found.record.state, State::Interrupted | State::Pending { .. })
+                && !net.history().was_reopened(key, 0..)
+            {
+                find(Check::Freed, format!("{run:?} of {call:?} has returned, and the store holds {found:?}"));
+            }
+        }
+    }
+
+    /// What a store refuses for good ends bodies and calls in time, and names the reason.
+    fn refused(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+        for run in runs.iter().filter(|run| run.attempt > 0) {
+            let call = &self.calls[run.call];
+            let reason = match &call.end {
+                Some((_, CallEnd::Returned(Err(Failure::Idempotency(error)), _))) => match &**error {
+                    Error::LeaseLost { source, .. } => Some(source.as_ref().map(StoreError::kind)),
+                    _ => None,
+                },
+                _ => None,
+            };
+            let ended = run.ended.as_ref().map_or(u64::MAX, |(event, _)| *event);
+            let is_dropped = matches!(run.ended, Some((_, BodyEnd::Dropped)));
+            if is_dropped && reason == Some(None) && !net.history().was_refused(key, run.attempt, &(run.started..ended))
+            {
+                find(Check::Reason, format!("{run:?} of {call:?} was dropped without a reason"));
+            }
+            let Some((_, loss)) = self.losses.iter().find(|(process, _)| *process == call.process) else { continue };
+            let held_until =
+                net.history().confirmed_at(key, run.attempt).unwrap_or(run.started_at) + nanos(call.terms.lease);
+            let slack = nanos(net.longest_lease());
+            let (from, due) = match loss.right {
+                Right::Renew => (run.started_at, held_until.max(loss.from) + slack),
+                Right::Finish => (run.ended_at, run.ended_at.saturating_add(nanos(call.terms.lease) + slack)),
+                Right::Begin => continue,
+            };
+            let is_alone = |it: &&Met| it.cause == Cause::Line && it.is_of(call.process);
+            let disturbed = net.jumped(from, due)
+                || met.iter().filter(is_alone).any(|it| it.from <= due && it.to >= from)
+                || self.kills.iter().any(|(killed, at)| *killed == call.process && *at <= due)
+                || run.blocks;
+            if disturbed || loss.from > due {
+                continue;
+            }
+            let ended_at = if loss.right == Right::Renew { run.ended_at } else { call.ended_at };
+            if ended_at > due {
+                find(Check::Frozen, format!("{run:?} of {call:?} goes on beyond {due} without {loss:?}"));
+            }
+            if loss.right == Right::Renew && is_dropped && reason.flatten().is_some_and(|kind| kind != loss.kind) {
+                find(Check::Reason, format!("{run:?} of {call:?} was dropped for another reason than {loss:?}"));
+            }
+            if loss.right == Right::Renew && is_dropped && reason.is_some() {
+                net.count("bodies that a refusal for good ended");
             }
         }
     }

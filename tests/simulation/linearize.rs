@@ -26,8 +26,10 @@ use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
 /// How many configurations are searched before the search gives up. For a correct history with known times there are as
-/// many as operations; without the times, some three million worlds needed 47 578 at most.
+/// many as operations; without the times, some three million worlds needed 47 578 at most. Histories of outages have many
+/// operations without an answer: a wrong one may be left undecided, which is a finding as well.
 const LIMIT: usize = 1_000_000;
+const LIMIT_WITH_TIMES: usize = 5_000;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Judgement {
@@ -56,7 +58,7 @@ fn search(history: &History, key: usize, hints: bool) -> Judgement {
     let ticks = history.ticks.iter().copied().collect();
     let mut search = Search { ops, ticks, hints, seen: HashSet::new(), best: 0, stuck_at: String::new() };
     let mut done = vec![false; search.ops.len()];
-    match search.explain(&mut done, 0, &Reference::default()) {
+    match search.explain(&mut done, 0, 0, &Reference::default()) {
         Some(true) => Judgement::Linearizable,
         Some(false) => Judgement::NotLinearizable { explained: search.best, stuck_at: search.stuck_at },
         None => Judgement::Undecided,
@@ -76,8 +78,8 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Whether the operations that are not `done` can follow on the state of `reference`; `None` if that takes too much
-    /// work.
-    fn explain(&mut self, done: &mut [bool], depth: usize, reference: &Reference) -> Option<bool> {
+    /// work. `reached`: the event at which the store executed the operation before.
+    fn explain(&mut self, done: &mut [bool], depth: usize, reached: u64, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
         // An operation can't happen before another one that had ended when it began.
         let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
@@ -85,7 +87,7 @@ impl Search<'_> {
         if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
             return Some(false);
         }
-        if self.seen.len() > LIMIT {
+        if self.seen.len() > if self.hints { LIMIT_WITH_TIMES } else { LIMIT } {
             return None;
         }
         let answer = |op: &Op| match &op.end {
@@ -98,7 +100,7 @@ impl Search<'_> {
         if next_at < reference.now {
             return Some(false);
         }
-        for (n, at) in self.candidates(done, first_end, reference.now, next_at) {
+        for (n, at) in self.candidates(done, first_end, reached, reference.now, next_at) {
             let op = self.ops[n];
             let mut after = reference.clone();
             let expected = apply(&mut after, &op.asked, op.key, at);
@@ -121,7 +123,8 @@ impl Search<'_> {
                 }
             }
             done[n] = true;
-            let explained = self.explain(done, depth + 1, &after);
+            let reached = op.landed.map_or(reached, |(event, _)| event.max(reached));
+            let explained = self.explain(done, depth + 1, reached, &after);
             done[n] = false;
             if explained != Some(false) {
                 return explained;
@@ -131,8 +134,9 @@ impl Search<'_> {
     }
 
     /// The operations that may happen next and their times, the likeliest first: those that the store executed first, then
-    /// those answered at `next_at`, and last those without an answer, which mostly never happened or can wait.
-    fn candidates(&self, done: &[bool], first_end: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
+    /// those answered at `next_at`, and last those without an answer, which mostly never happened or can wait. An operation
+    /// without an answer that the store executed before `reached` changed nothing then: it belongs to the last.
+    fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();
         for n in may_be_next {
@@ -148,7 +152,7 @@ impl Search<'_> {
             let from = self.ticks.partition_point(|tick| *tick < op.invoked_at.max(now));
             let to = self.ticks.partition_point(|tick| *tick <= next_at);
             for at in self.ticks.get(from..to).unwrap_or_default() {
-                let is_hint = landed.is_some_and(|(_, landed_at)| landed_at == *at);
+                let is_hint = landed.is_some_and(|(event, landed_at)| landed_at == *at && event > reached);
                 found.push(((if is_hint { unlikely } else { u64::MAX }, true), n, *at));
             }
         }

@@ -2,7 +2,7 @@
 //! in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land after their
 //! caller has given up. Requests and answers are entered in the [`History`].
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +22,7 @@ use idem_tests::clock::OddClock;
 
 use crate::dice::Dice;
 use crate::history::{Asked, End, History, Said, nanos};
+use crate::outage::{Loss, Outage, frees};
 
 /// How bad the lines of a world are.
 #[derive(Clone, Copy, Debug)]
@@ -56,15 +57,45 @@ pub(crate) enum Prank {
     SlowClock,
     /// Two processes draw the same owner tokens.
     OwnersRepeat,
+    /// A mark is confirmed and not made: an engine that starts bodies without one.
+    MarksNothing,
+    /// A release is confirmed and not done once its process was cut off: an engine that gives up what an outage has held.
+    ReleasesNothingAfterOutages,
+    /// The refusal of a right is told as an outage.
+    RefusalsAreOutages,
 }
 
-/// A fault that occurred: its process, its keys, its beginning and end.
+/// What kind of fault occurred.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cause {
+    /// One call that met a fault, or an outage.
+    Line,
+    /// A right that a process has lost.
+    Right,
+}
+
+/// A fault that occurred: its beginning and end, and whom it concerned.
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
-    pub(crate) process: usize,
-    pub(crate) keys: Vec<usize>,
+    pub(crate) cause: Cause,
+    /// `None`: all processes.
+    pub(crate) process: Option<usize>,
+    /// `None`: all keys.
+    pub(crate) keys: Option<Vec<usize>>,
     pub(crate) from: u64,
     pub(crate) to: u64,
+}
+
+impl Met {
+    /// Whether the fault concerned `key`.
+    pub(crate) fn is_about(&self, key: usize) -> bool {
+        self.keys.as_ref().is_none_or(|keys| keys.contains(&key))
+    }
+
+    /// Whether the fault concerned `process`.
+    pub(crate) fn is_of(&self, process: usize) -> bool {
+        self.process.is_none_or(|it| it == process)
+    }
 }
 
 /// Everything between the processes of a world and their store.
@@ -78,6 +109,8 @@ pub(crate) struct Net {
     prank: Prank,
     history: Mutex<History>,
     met: Mutex<Vec<Met>>,
+    outage: Mutex<Option<Arc<Outage>>>,
+    counts: Mutex<BTreeMap<&'static str, u64>>,
     /// Earlier answers, for [`Prank::StaleReads`].
     stale: Mutex<HashMap<Key, Reservation>>,
     /// When each attempt ended, or lost its record.
@@ -107,6 +140,8 @@ impl Net {
             stormy: AtomicBool::new(true),
             prank,
             met: Mutex::default(),
+            outage: Mutex::default(),
+            counts: Mutex::default(),
             stale: Mutex::default(),
             ended: Mutex::default(),
             jumps: Mutex::default(),
@@ -127,6 +162,44 @@ impl Net {
     /// Whether time jumped between `from` and `to`.
     pub(crate) fn jumped(&self, from: u64, to: u64) -> bool {
         self.jumps.lock().unwrap().iter().any(|(start, end)| *start <= to && *end >= from)
+    }
+
+    pub(crate) fn count(&self, what: &'static str) {
+        *self.counts.lock().unwrap().entry(what).or_default() += 1;
+    }
+
+    pub(crate) fn counts(&self) -> BTreeMap<&'static str, u64> {
+        self.counts.lock().unwrap().clone()
+    }
+
+    /// The outage that cuts off `process` now.
+    fn outage_of(&self, process: usize) -> Option<Arc<Outage>> {
+        self.outage.lock().unwrap().clone().filter(|outage| outage.cuts_off(process))
+    }
+
+    /// Whether `process` was cut off by an outage before.
+    fn was_cut_off(&self, process: usize) -> bool {
+        self.met.lock().unwrap().iter().any(|it| it.cause == Cause::Line && it.keys.is_none() && it.is_of(process))
+    }
+
+    /// Begins an outage, which lasts until [`end_outage`](Self::end_outage).
+    pub(crate) fn begin_outage(&self, outage: Arc<Outage>) {
+        let process = outage.process();
+        self.history().note(format!("outage of {process:?} for {:?}", outage.length()));
+        self.count(if process.is_some() { "outages of a process" } else { "outages of the store" });
+        let from = self.now();
+        self.met.lock().unwrap().push(Met { cause: Cause::Line, process, keys: None, from, to: u64::MAX });
+        *self.outage.lock().unwrap() = Some(outage);
+    }
+
+    /// Ends the outage: what it has held lands.
+    pub(crate) async fn end_outage(&self, dice: &Dice) {
+        let Some(outage) = self.outage.lock().unwrap().take() else { return };
+        self.history().note("the outage is over".to_owned());
+        outage.end(self, dice).await;
+        let to = self.now();
+        let mut met = self.met.lock().unwrap();
+        met.iter_mut().filter(|it| it.cause == Cause::Line && it.to == u64::MAX).for_each(|it| it.to = to);
     }
 
     pub(crate) fn overslept(&self) -> Vec<(Key, String)> {
@@ -204,7 +277,7 @@ pub(crate) async fn yield_now() {
 }
 
 #[derive(Clone, Debug)]
-enum Request {
+pub(crate) enum Request {
     Reserve(ReserveRequest),
     Begin(Lease),
     Renew(Vec<Lease>),
@@ -214,8 +287,11 @@ enum Request {
     Inspect(Key),
 }
 
+/// The answer to a request, when it was done, and what the history says of it.
+pub(crate) type Landed = (Result<Reply, StoreError>, (u64, Option<Said>));
+
 #[derive(Clone, Debug)]
-enum Reply {
+pub(crate) enum Reply {
     Reservation(Reservation),
     Writes(Vec<Verdict>),
     Decided(Decided),
@@ -295,6 +371,8 @@ struct Process {
     heartbeats: Heartbeats,
     net: Arc<Net>,
     dead: AtomicBool,
+    /// The right that the process loses.
+    loss: Option<Loss>,
 }
 
 impl fmt::Debug for Line {
@@ -305,14 +383,23 @@ impl fmt::Debug for Line {
 
 impl Line {
     /// The line of process `number` to `inner`, its own handle.
-    pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>) -> Self {
+    pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>, loss: Option<Loss>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
             Prank::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
             Prank::OwnersRepeat => Arc::new(OddClock::new(net.clock.clone()).without_chance()),
             _ => Arc::new(net.clock.clone()),
         };
+        if let Some(Loss { right, kind, from }) = loss {
+            net.history().note(format!("process {number} loses {right:?} at {from}: {kind:?}"));
+            let met = Met { cause: Cause::Right, process: Some(number), keys: None, from, to: u64::MAX };
+            net.met.lock().unwrap().push(met);
+        }
         let heartbeats = Heartbeats::new(clock);
-        Self(Arc::new(Process { number, inner, heartbeats, net, dead: AtomicBool::new(false) }))
+        Self(Arc::new(Process { number, inner, heartbeats, net, dead: AtomicBool::new(false), loss }))
+    }
+
+    pub(crate) fn loss(&self) -> Option<Loss> {
+        self.0.loss
     }
 
     pub(crate) fn number(&self) -> usize {
@@ -334,59 +421,88 @@ impl Line {
         if self.is_dead() {
             return std::future::pending().await;
         }
-        let (ops, fate, before, after) = {
-            let mut history = net.history();
-            let ops = request.enter(&mut history, self.0.number);
-            let fate = self.fate(&request);
-            let longest =
-                if matches!(fate, Fate::Slow | Fate::Hangs) { net.weather.lease * 3 / 2 } else { Duration::ZERO };
-            let (before, after) = (net.weather.calm + longest, net.weather.calm + longest);
-            if fate != Fate::Fine {
-                let from = history.now();
-                let keys = ops.iter().map(|op| history.ops[*op].key).collect();
-                let to = from + nanos(before + after);
-                history.note(format!("process {}: {fate:?} for {} operations", self.0.number, ops.len()));
-                net.met.lock().unwrap().push(Met { process: self.0.number, keys, from, to });
-            }
-            (ops, fate, before, after)
-        };
+        let (ops, fate, longest) = self.send(&request);
         let mut flight = Flight { line: self, request: Some(request), ops: &ops };
-        net.delay(before).await;
-        let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
-        let done = match fate {
+        net.delay(longest).await;
+        let done = match (fate, net.outage_of(self.number())) {
             _ if self.is_dead() => None,
-            Fate::Fine | Fate::Slow | Fate::AnswerLost => Some(flight.land().await),
-            Fate::Hangs if net.dice.chance(500) => Some(flight.land().await),
-            Fate::Refused(_) if net.prank == Prank::FailsAfterAll => Some(flight.land().await),
-            Fate::Refused(_) | Fate::Lost => {
+            (Fate::Refused(_), _) if net.prank == Prank::FailsAfterAll => Some(flight.land().await),
+            (Fate::Refused(_) | Fate::Lost, _) => {
                 flight.request = None;
                 None
             }
-            Fate::Late | Fate::Hangs => None,
+            (_, Some(outage)) => {
+                let request = flight.request.take().expect("not landed");
+                outage.hold(net, self.clone(), request, ops.clone()).await
+            }
+            (Fate::Fine | Fate::Slow | Fate::AnswerLost, None) => Some(flight.land().await),
+            (Fate::Hangs, None) if net.dice.chance(500) => Some(flight.land().await),
+            (Fate::Late | Fate::Hangs, None) => None,
         };
-        net.delay(after).await;
+        net.delay(longest).await;
         // A lost request lands late or not at all.
         drop(flight);
+        let arrives = match net.outage_of(self.number()) {
+            Some(outage) => outage.lets_through(net).await,
+            None => true,
+        };
         if self.is_dead() {
             return std::future::pending().await;
         }
+        self.hear(&ops, fate, done.filter(|_| arrives))
+    }
+
+    /// Enters the operations of `request`, and draws what happens to it and the longest delay in each direction.
+    fn send(&self, request: &Request) -> (Vec<usize>, Fate, Duration) {
+        let net = &self.0.net;
         let mut history = net.history();
+        let ops = request.enter(&mut history, self.0.number);
+        let fate = self.fate(request);
+        let longest = if matches!(fate, Fate::Slow | Fate::Hangs) { net.weather.lease * 3 / 2 } else { Duration::ZERO };
+        let longest = net.weather.calm + longest;
+        if fate != Fate::Fine {
+            let from = history.now();
+            let keys = Some(ops.iter().map(|op| history.ops[*op].key).collect());
+            let to = from + nanos(longest * 2);
+            history.note(format!("process {}: {fate:?} for {} operations", self.0.number, ops.len()));
+            let met = Met { cause: Cause::Line, process: Some(self.0.number), keys, from, to };
+            net.met.lock().unwrap().push(met);
+        }
+        (ops, fate, longest)
+    }
+
+    /// Enters what the caller hears.
+    fn hear(&self, ops: &[usize], fate: Fate, done: Option<Landed>) -> Result<Reply, StoreError> {
+        let mut history = self.0.net.history();
+        let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
         let error = match (fate, done) {
-            (Fate::Fine | Fate::Slow, Some((answer, at))) => match answer {
-                Ok(reply) => {
-                    respond(&mut history, &ops, &reply, at);
-                    return Ok(reply);
-                }
-                Err(error) => error,
-            },
+            (Fate::Fine | Fate::Slow, Some((Ok(reply), at))) => {
+                respond(&mut history, ops, &reply, at);
+                return Ok(reply);
+            }
+            (Fate::Fine | Fate::Slow, Some((Err(error), _))) => error,
             (Fate::Refused(kind), _) => StoreError::new(kind, "refused"),
             _ => unknown("no answer"),
         };
         let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone };
-        for op in &ops {
+        for op in ops {
             history.respond(*op, end.clone());
         }
         Err(error)
+    }
+
+    /// Lets `request` take effect at the store now.
+    pub(crate) async fn land(&self, request: &Request, ops: &[usize]) -> Landed {
+        let Process { inner, net, loss, number, .. } = &*self.0;
+        let Some(refusal) = loss.and_then(|loss| loss.refuses(request, net.now())) else {
+            return land(net, &**inner, *number, request, ops).await;
+        };
+        net.count("refusals for good");
+        let at = net.now();
+        match net.prank {
+            Prank::RefusalsAreOutages => (Err(StoreError::new(StoreErrorKind::Unavailable, "an outage")), (at, None)),
+            _ => (Err(refusal), (at, None)),
+        }
     }
 
     fn fate(&self, request: &Request) -> Fate {
@@ -440,21 +556,20 @@ struct Flight<'a> {
 
 impl Flight<'_> {
     /// Takes effect at the store now. Returns the answer, and the time of the effect.
-    async fn land(&mut self) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
+    async fn land(&mut self) -> Landed {
         let request = self.request.take().expect("lands once");
-        land(&self.line.0.net, &*self.line.0.inner, &request, self.ops).await
+        self.line.land(&request, self.ops).await
     }
 }
 
-async fn land(
-    net: &Net,
-    store: &dyn Store,
-    request: &Request,
-    ops: &[usize],
-) -> (Result<Reply, StoreError>, (u64, Option<Said>)) {
+async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> Landed {
     let at = net.history().land(ops);
     let pretended = match (net.prank, request) {
         (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
+            Some(Reply::Writes(vec![Verdict::Applied]))
+        }
+        (Prank::MarksNothing, Request::Begin(_)) => Some(Reply::Writes(vec![Verdict::Applied])),
+        (Prank::ReleasesNothingAfterOutages, request) if frees(request) && net.was_cut_off(process) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
         }
         (Prank::ResolvesNothing, Request::Decide(Decision { action: Action::Resolve(_), .. })) => {
@@ -499,8 +614,9 @@ async fn land(
     }
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
-            if !matches!(reservation, Reservation::Granted { .. }) {
-                net.stale.lock().unwrap().insert(request.key.clone(), reservation.clone());
+            match reservation {
+                Reservation::Granted { lease, .. } => net.history().ops[ops[0]].granted = Some(lease.attempt),
+                _ => drop(net.stale.lock().unwrap().insert(request.key.clone(), reservation.clone())),
             }
             Some(net.history().reservation(reservation))
         }
@@ -514,19 +630,24 @@ impl Drop for Flight<'_> {
     fn drop(&mut self) {
         let Some(request) = self.request.take() else { return };
         let net = Arc::clone(&self.line.0.net);
+        if let Some(outage) = net.outage_of(self.line.number()) {
+            outage.keep(self.line.clone(), request, self.ops.to_vec());
+            return;
+        }
         if !net.weather.late || !net.is_stormy() || !net.dice.chance(500) {
             return;
         }
         let (from, longest) = (net.now(), net.weather.lease * 2);
-        let keys = self.ops.iter().map(|op| net.history().ops[*op].key).collect();
-        let met = Met { process: self.line.number(), keys, from, to: from + nanos(longest) };
+        let keys = Some(self.ops.iter().map(|op| net.history().ops[*op].key).collect());
+        let process = Some(self.line.number());
+        let met = Met { cause: Cause::Line, process, keys, from, to: from + nanos(longest) };
         net.met.lock().unwrap().push(met);
-        let (store, ops) = (Arc::clone(&self.line.0.inner), self.ops.to_vec());
+        let (line, ops) = (self.line.clone(), self.ops.to_vec());
         let clock = net.clock.clone();
         clock.spawn(Box::pin(async move {
             net.delay(longest).await;
             // The caller is told nothing.
-            let _ = land(&net, &*store, &request, &ops).await;
+            let _ = line.land(&request, &ops).await;
         }));
     }
 }
@@ -593,6 +714,11 @@ impl Store for Line {
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
                 };
             }
+            if let Some(outage) = net.outage_of(self.number())
+                && !outage.lets_through(net).await
+            {
+                return Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait"));
+            }
             let began = net.now();
             // A body whose lease has lapsed is not polled, nor is a wait inside it.
             let nested = current().is_ok();
@@ -607,7 +733,12 @@ impl Store for Line {
                 let text = format!("attempt {attempt} ended at {ended}, process {} waited until {now}", self.number());
                 net.overslept.lock().unwrap().push((key.clone(), text));
             }
-            waited
+            match net.outage_of(self.number()) {
+                Some(outage) if !outage.lets_through(net).await => {
+                    Err(StoreError::new(StoreErrorKind::Unavailable, "the wait broke off"))
+                }
+                _ => waited,
+            }
         })
     }
 

@@ -31,6 +31,7 @@ use crate::dice::Dice;
 use crate::history::nanos;
 use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
 use crate::linearize::{self, Judgement};
+use crate::outage::{Loss, Outage};
 use crate::plain::{Mistake, Plain};
 use crate::store::{Line, Net, Prank, Weather, yield_now};
 
@@ -94,6 +95,13 @@ impl Report {
 
 /// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as before.
 const DECIDERS: u64 = 0x6f70_6572;
+
+/// The same for the dice of outages, and of rights that are lost.
+const OUTAGES: u64 = 0x6865_6c64;
+const LOSSES: u64 = 0x6c6f_7373;
+
+/// The longest pause of the writes that outlast their lease, and the exchanges after it.
+const LATE_WRITES: Duration = Duration::from_secs(15);
 
 /// The payload of a message without a fingerprint.
 const UNMARKED: u8 = 2;
@@ -159,6 +167,9 @@ struct Shared {
     dice: Dice,
     /// The dice of operators who do more than to reopen keys and to break leases.
     decider: Option<Dice>,
+    /// The dice of outages, and of rights that are lost.
+    outages: Option<Dice>,
+    losses: Option<Dice>,
     ledger: RefCell<Ledger>,
     operations: Vec<Operation>,
     messages: RefCell<Vec<Message>>,
@@ -336,6 +347,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             }
             _ if stormy && mishaps.blocked > 0 && dice.chance(mishaps.blocked) => {
                 world.count("polls that block");
+                world.ledger.borrow_mut().runs[run].blocks = true;
                 net.clock.block(dice.up_to(longest));
             }
             _ => net.clock.sleep(dice.up_to(longest)).await,
@@ -506,7 +518,16 @@ impl World {
 
     fn start_process(&self) {
         let number = self.processes.borrow().len();
-        let line = Line::new(number, (self.open)(), Arc::clone(&self.net));
+        let loses = |dice: &&Dice| self.net.is_stormy() && dice.chance(600);
+        let loss = self.losses.as_ref().filter(loses).map(|dice| {
+            let from = self.net.now() + nanos(dice.up_to(self.net.longest_lease() * 3));
+            Loss::draw(dice, from)
+        });
+        let line = Line::new(number, (self.open)(), Arc::clone(&self.net), loss);
+        if let Some(loss) = loss {
+            self.count("rights that a process lost");
+            self.ledger.borrow_mut().losses.push((number, loss));
+        }
         let workers =
             (0..self.dice.between(1, 3)).map(|_| self.simulation.spawn(self.clone().work(line.clone()))).collect();
         self.net.history().note(format!("process {number} starts"));
@@ -517,31 +538,82 @@ impl World {
     async fn kill_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
             self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 6)).await;
-            let alive: Vec<usize> = {
-                let processes = self.processes.borrow();
-                (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
-            };
+            let alive = self.alive();
             if !self.net.is_stormy() || !self.dice.chance(self.mishaps.kills) {
                 continue;
             }
             let n = self.dice.pick(&alive);
-            self.count("kills");
-            self.net.history().note(format!("process {n} is killed"));
-            self.ledger.borrow_mut().kills.push((n, self.net.now()));
-            let workers = {
-                let mut processes = self.processes.borrow_mut();
-                processes[n].line.die();
-                std::mem::take(&mut processes[n].workers)
-            };
-            workers.iter().for_each(Task::kill);
+            self.kill(n);
             self.net.clock.sleep(self.dice.up_to(storm / 8)).await;
+            self.start_process();
+        }
+    }
+
+    fn kill(&self, n: usize) {
+        self.count("kills");
+        self.net.history().note(format!("process {n} is killed"));
+        self.ledger.borrow_mut().kills.push((n, self.net.now()));
+        let workers = {
+            let mut processes = self.processes.borrow_mut();
+            processes[n].line.die();
+            std::mem::take(&mut processes[n].workers)
+        };
+        workers.iter().for_each(Task::kill);
+    }
+
+    /// The processes that live.
+    fn alive(&self) -> Vec<usize> {
+        let processes = self.processes.borrow();
+        (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
+    }
+
+    /// Cuts off a process, or all of them, for several leases. Some die meanwhile.
+    async fn cut_off_now_and_then(self, dice: Dice, storm: Duration) {
+        let lease = self.net.longest_lease();
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + dice.up_to(storm / 3)).await;
+            let alive = self.alive();
+            if !self.net.is_stormy() || alive.is_empty() {
+                continue;
+            }
+            let process = dice.chance(700).then(|| dice.pick(&alive));
+            let outage = Arc::new(Outage::draw(&dice, process, lease));
+            let length = outage.length();
+            self.net.begin_outage(outage);
+            let until_death = dice.up_to(length);
+            self.net.clock.sleep(until_death).await;
+            if let Some(n) = process.filter(|_| dice.chance(300))
+                && self.alive().contains(&n)
+            {
+                self.kill(n);
+                self.start_process();
+            }
+            self.net.clock.sleep(length - until_death).await;
+            self.net.end_outage(&dice).await;
+        }
+    }
+
+    /// Replaces the processes that have lost a right, as a deployment does, after a while without other faults.
+    async fn replace_who_lost_rights(&self) {
+        let lost: Vec<usize> = {
+            let processes = self.processes.borrow();
+            (0..processes.len()).filter(|n| processes[*n].line.loss().is_some()).collect()
+        };
+        if lost.is_empty() {
+            return;
+        }
+        self.net.clock.sleep(self.net.longest_lease() * 5).await;
+        let alive = self.alive();
+        for n in lost.into_iter().filter(|n| alive.contains(n)) {
+            self.count("processes that were replaced as they had lost a right");
+            self.kill(n);
             self.start_process();
         }
     }
 
     /// An operator who looks at a key, and lets it run again, or ends its lease.
     async fn decide_now_and_then(self, storm: Duration) {
-        let line = Line::new(99, (self.open)(), Arc::clone(&self.net));
+        let line = Line::new(99, (self.open)(), Arc::clone(&self.net), None);
         let (often, pause) = match self.decider {
             Some(_) => (500, storm / 8),
             None => (self.mishaps.operators, storm / 2),
@@ -635,9 +707,15 @@ impl World {
         self.simulation.spawn(self.clone().kill_now_and_then(storm));
         self.simulation.spawn(self.clone().decide_now_and_then(storm));
         self.simulation.spawn(self.clone().jump_now_and_then(storm));
+        let outages =
+            self.outages.clone().map(|dice| self.simulation.spawn(self.clone().cut_off_now_and_then(dice, storm)));
         self.net.clock.sleep(storm).await;
         self.net.clear_up();
         self.net.history().note("the weather clears up".to_owned());
+        if let Some(outages) = outages {
+            let _ = outages.await;
+        }
+        self.replace_who_lost_rights().await;
         loop {
             // Killed processes are replaced meanwhile.
             let worker = self.processes.borrow_mut().iter_mut().find_map(|process| process.workers.pop());
@@ -655,7 +733,7 @@ impl World {
             line.heartbeats().flush().await;
         }
         // By now, every lease still held is lost, and every request under way has landed.
-        self.net.clock.sleep(self.net.longest_lease() * 4).await;
+        self.net.clock.sleep(self.net.longest_lease() * 4 + LATE_WRITES).await;
         for line in lines.iter().filter(|line| !line.is_dead()) {
             if line.heartbeats().live() > 0 {
                 let text = format!("process {} still keeps a lease alive", line.number());
@@ -664,7 +742,7 @@ impl World {
             line.heartbeats().flush().await;
         }
         // One last look at every key.
-        let witness = Line::new(100, (self.open)(), Arc::clone(&self.net));
+        let witness = Line::new(100, (self.open)(), Arc::clone(&self.net), None);
         for operation in &self.operations {
             let _ = witness.inspect(&operation.key).await;
         }
@@ -678,7 +756,7 @@ impl World {
             let Some(lapses_in) = found.lapses_in else { continue };
             let mut ledger = self.ledger.borrow_mut();
             let excused =
-                met.iter().any(|it| it.keys.contains(&n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
+                met.iter().any(|it| it.is_about(n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
             if !lapses_in.is_zero() || !excused {
                 ledger.find(Check::Leak, n, format!("nobody is left, and the store holds {found:?}"));
             }
@@ -712,11 +790,15 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         lease,
     };
     let often = dice.pick(&[0, 1, 2, 4]);
+    let outages = Some(Dice::new(seed ^ OUTAGES)).filter(|dice| dice.chance(250));
+    let losses = Some(Dice::new(seed ^ LOSSES)).filter(|dice| dice.chance(200));
     let mishaps = Mishaps {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
-        errors: often * dice.pick(&[0, 30]),
-        slow: dice.pick(&[0, 200, 500]),
+        // What a body has returned has to be written after an outage, too.
+        errors: (often * dice.pick(&[0, 30])).max(if outages.is_some() { 60 } else { 0 }),
+        // Only bodies that outlive their lease need a renewal.
+        slow: dice.pick(&[0, 200, 500]).max(if losses.is_some() { 500 } else { 0 }),
         // From dice of their own, so that worlds without blocked bodies stay as they were before these existed.
         blocked: Dice::new(!seed).pick(&[0, 0, 0, 300]),
         kills: often * dice.pick(&[0, 150, 300]),
@@ -748,6 +830,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         dice,
         // Of their own, so that the worlds without such operators stay as they were.
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
+        outages,
+        losses,
         ledger: RefCell::default(),
         operations,
         messages: RefCell::new(messages),
@@ -806,6 +890,7 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
         world.ledger.borrow_mut().find(check, key, format!("{verdict:?}"));
     }
     let mut counts = world.counts.take();
+    counts.extend(world.net.counts());
     counts.insert("operations of the store", world.net.history().ops.len() as u64);
     counts.insert("faults", world.net.met().len() as u64);
     counts.insert("processes", world.processes.borrow().len() as u64);

@@ -1,0 +1,160 @@
+//! Faults that last: outages, whose requests land afterwards, and rights that a process loses for the rest of its life.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use idem_runtime::clock::Clock;
+use idem_runtime::store::Release;
+use idem_runtime::{StoreError, StoreErrorKind};
+use tokio::sync::{Notify, oneshot};
+
+use crate::dice::Dice;
+use crate::store::{Landed, Line, Net, Request};
+
+/// The time in which no request of a process reaches the store, and no answer reaches the process.
+pub(crate) struct Outage {
+    /// The process that is cut off; `None`: all of them.
+    process: Option<usize>,
+    length: Duration,
+    /// How long a caller waits for its answer.
+    patience: Duration,
+    /// Whether held requests land in another order than the one in which they were sent.
+    shuffles: bool,
+    /// The longest pause between two held requests that land.
+    pause: Duration,
+    held: Mutex<Vec<Held>>,
+    is_over: AtomicBool,
+    over: Notify,
+}
+
+/// A request that waits for the end of an outage.
+struct Held {
+    line: Line,
+    request: Request,
+    ops: Vec<usize>,
+    answer: Option<oneshot::Sender<Landed>>,
+}
+
+impl Outage {
+    /// Draws an outage of several leases.
+    pub(crate) fn draw(dice: &Dice, process: Option<usize>, lease: Duration) -> Self {
+        Self {
+            process,
+            length: lease * u32::try_from(dice.between(2, 5)).expect("few") + dice.up_to(lease),
+            patience: dice.pick(&[lease / 10, lease / 2, lease * 2]),
+            shuffles: dice.chance(500),
+            pause: dice.pick(&[Duration::ZERO, Duration::ZERO, lease / 8]),
+            held: Mutex::default(),
+            is_over: AtomicBool::new(false),
+            over: Notify::new(),
+        }
+    }
+
+    pub(crate) fn length(&self) -> Duration {
+        self.length
+    }
+
+    pub(crate) fn process(&self) -> Option<usize> {
+        self.process
+    }
+
+    pub(crate) fn cuts_off(&self, process: usize) -> bool {
+        self.process.is_none_or(|it| it == process)
+    }
+
+    /// Holds a request whose caller is gone.
+    pub(crate) fn keep(&self, line: Line, request: Request, ops: Vec<usize>) {
+        self.held.lock().unwrap().push(Held { line, request, ops, answer: None });
+    }
+
+    /// Holds a request, and returns its answer if it lands before its caller has lost patience.
+    pub(crate) async fn hold(&self, net: &Net, line: Line, request: Request, ops: Vec<usize>) -> Option<Landed> {
+        let (answer, hears) = oneshot::channel();
+        self.held.lock().unwrap().push(Held { line, request, ops, answer: Some(answer) });
+        tokio::select! {
+            biased;
+            landed = hears => landed.ok(),
+            () = net.clock.sleep(self.patience) => None,
+        }
+    }
+
+    /// Waits until the outage is over. Returns false if the caller has lost patience before.
+    pub(crate) async fn lets_through(&self, net: &Net) -> bool {
+        let over = self.over.notified();
+        if self.is_over.load(Ordering::SeqCst) {
+            return true;
+        }
+        tokio::select! {
+            biased;
+            () = over => true,
+            () = net.clock.sleep(self.patience) => false,
+        }
+    }
+
+    /// Ends the outage: what it holds lands, whether or not its caller is still there.
+    pub(crate) async fn end(&self, net: &Net, dice: &Dice) {
+        self.is_over.store(true, Ordering::SeqCst);
+        self.over.notify_waiters();
+        let mut held = std::mem::take(&mut *self.held.lock().unwrap());
+        if self.shuffles {
+            for n in (1..held.len()).rev() {
+                held.swap(n, usize::try_from(dice.between(0, n as u64)).expect("few"));
+            }
+        }
+        for Held { line, request, ops, answer } in held {
+            net.count("requests that landed after an outage");
+            if line.is_dead() {
+                net.count("requests that landed after their process was killed in an outage");
+            }
+            let landed = line.land(&request, &ops).await;
+            let is_heard = answer.is_some_and(|answer| answer.send(landed).is_ok());
+            net.count(match is_heard {
+                true => "answers that an outage delayed",
+                false => "answers that an outage lost",
+            });
+            net.clock.sleep(dice.up_to(self.pause)).await;
+        }
+    }
+}
+
+/// An operation that a process may lose the right to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Right {
+    Begin,
+    Renew,
+    Finish,
+}
+
+/// The loss of a right, for the rest of the life of a process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Loss {
+    pub(crate) right: Right,
+    pub(crate) kind: StoreErrorKind,
+    /// When the right is lost, in nanoseconds.
+    pub(crate) from: u64,
+}
+
+impl Loss {
+    /// Draws what a process loses, at `from`.
+    pub(crate) fn draw(dice: &Dice, from: u64) -> Self {
+        let right = dice.pick(&[Right::Begin, Right::Renew, Right::Renew, Right::Finish]);
+        Self { right, kind: dice.pick(&[StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt]), from }
+    }
+
+    /// The refusal of `request` at `now`, if it needs the right that is lost.
+    pub(crate) fn refuses(&self, request: &Request, now: u64) -> Option<StoreError> {
+        let needed = match request {
+            Request::Begin(_) => Right::Begin,
+            Request::Renew(_) => Right::Renew,
+            Request::Finish(..) => Right::Finish,
+            _ => return None,
+        };
+        (needed == self.right && now >= self.from).then(|| StoreError::new(self.kind, "the right is missing"))
+    }
+}
+
+/// Whether a release says that its body did not begin, or has returned.
+pub(crate) fn frees(request: &Request) -> bool {
+    matches!(request, Request::Release(_, Release::NotStarted | Release::Returned))
+}
