@@ -518,8 +518,8 @@ impl World {
 
     fn start_process(&self) {
         let number = self.processes.borrow().len();
-        let loses = |dice: &&Dice| self.net.is_stormy() && dice.chance(600);
-        let loss = self.losses.as_ref().filter(loses).map(|dice| {
+        let is_drawn = |dice: &&Dice| self.net.is_stormy() && dice.chance(600);
+        let loss = self.losses.as_ref().filter(is_drawn).map(|dice| {
             let from = self.net.now() + nanos(dice.up_to(self.net.longest_lease() * 3));
             Loss::draw(dice, from)
         });
@@ -588,7 +588,7 @@ impl World {
                 self.kill(n);
                 self.start_process();
             }
-            self.net.clock.sleep(length - until_death).await;
+            self.net.clock.sleep(length.saturating_sub(until_death)).await;
             self.net.end_outage(&dice).await;
         }
     }
