@@ -161,9 +161,9 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Does with a record what an operator has decided, in one atomic step, and wakes its waiters.
     ///
-    /// What that is, and when it is refused, is decided by [`Inspection::decide`]; the store makes that decision atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
-    /// applied only to the record that its operator saw: of two decisions about the same record one is applied. A decision
-    /// may be repeated: it then changes nothing.
+    /// [`Inspection::decide`] says what that is, and when it is refused; the store makes that decision atomic. The record keeps its
+    /// retention, and unless it is removed, its attempt number. A decision is applied only to the record that its operator
+    /// saw: of two decisions about the same record one is applied. A decision may be repeated: it then changes nothing.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
