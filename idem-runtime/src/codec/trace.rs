@@ -245,14 +245,14 @@ impl Serializer for Tracer {
     }
 }
 
-macro_rules! elements {
-    ($($of:ident::$method:ident)*) => { $(
+macro_rules! parts {
+    ($($of:ident::$method:ident($($name:ident)?) at $place:expr;)*) => { $(
         impl ser::$of for Parts {
             type Ok = Trace;
             type Error = NoTrace;
 
-            fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NoTrace> {
-                self.push("", value)
+            fn $method<T: Serialize + ?Sized>(&mut self, $($name: &'static str,)? value: &T) -> Result<(), NoTrace> {
+                self.push($place, value)
             }
 
             fn end(self) -> Result<Trace, NoTrace> {
@@ -262,29 +262,14 @@ macro_rules! elements {
     )* };
 }
 
-elements! {
-    SerializeSeq::serialize_element SerializeTuple::serialize_element SerializeTupleStruct::serialize_field
-    SerializeTupleVariant::serialize_field
+parts! {
+    SerializeSeq::serialize_element() at "";
+    SerializeTuple::serialize_element() at "";
+    SerializeTupleStruct::serialize_field() at "";
+    SerializeTupleVariant::serialize_field() at "";
+    SerializeStruct::serialize_field(name) at name;
+    SerializeStructVariant::serialize_field(name) at name;
 }
-
-macro_rules! fields {
-    ($($of:ident)*) => { $(
-        impl ser::$of for Parts {
-            type Ok = Trace;
-            type Error = NoTrace;
-
-            fn serialize_field<T: Serialize + ?Sized>(&mut self, name: &'static str, value: &T) -> Result<(), NoTrace> {
-                self.push(name, value)
-            }
-
-            fn end(self) -> Result<Trace, NoTrace> {
-                Ok(self.finish())
-            }
-        }
-    )* };
-}
-
-fields! { SerializeStruct SerializeStructVariant }
 
 impl ser::SerializeMap for Parts {
     type Ok = Trace;
