@@ -28,7 +28,7 @@ use super::begin::{Beginning, Start, begin};
 use super::end::{Ending, RecordContent, end};
 use super::held::{HeldAttempt, note_refusal, poll_as, tell};
 use super::outcome::{Commit, ErrorFacts, Kept, ObservedCall, Progress, Refusal, Seat, report, report_again};
-use super::recorder::Recorder;
+use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
 use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
@@ -126,7 +126,9 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
 
     fn record(&mut self, max_result_bytes: usize) -> Ending {
         let ending = self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes);
-        self.is_recorded = ending.encoded().is_some_and(|bytes| bytes.len() <= LONGEST_COMPARED);
+        if COMPARES && let Ending::Finish(finish) = &ending {
+            self.is_recorded = encoded(finish.result()).is_ok_and(|(_, bytes)| bytes.len() <= LONGEST_COMPARED);
+        }
         ending
     }
 

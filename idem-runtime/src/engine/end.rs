@@ -30,17 +30,6 @@ pub enum Ending {
 }
 
 impl Ending {
-    /// The bytes of its result, if it has one.
-    pub(super) fn encoded(&self) -> Option<&[u8]> {
-        match self {
-            Self::Finish(finish) => match finish.result() {
-                StoredResult::Encoded { bytes, .. } => Some(bytes),
-                _ => None,
-            },
-            Self::Release(_) => None,
-        }
-    }
-
     /// What is written if the store can't hold the result; `None` if there is no result to leave out.
     fn without_result(&self) -> Option<Self> {
         match self {
