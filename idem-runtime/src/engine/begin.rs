@@ -546,9 +546,7 @@ impl<'a> Request<'a> {
             }
         };
         self.at_once = false;
-        // Nothing is replayed from a damaged record: a reservation says why.
-        let found = told.filter(|found| found.damage.is_none())?;
-        let found = Some(found).filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
+        let found = told.filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
         match found.record.admit(&self.reserve, Duration::ZERO) {
             Admission::Answer(Reservation::Released { .. }) | Admission::Replace { .. } => None,
             Admission::Answer(Reservation::FingerprintMismatch { attempt }) => {

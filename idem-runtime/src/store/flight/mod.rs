@@ -300,7 +300,8 @@ pub(crate) async fn wait_once(
     pause: Duration,
 ) -> Option<Inspection> {
     match store.wait(key, attempt, at_most).watched(store, StoreOp::Wait).await {
-        Ok(told) => told,
+        // Nothing is replayed from a damaged record: a reservation says why.
+        Ok(told) => told.filter(|found| found.damage.is_none()),
         Err(error) => {
             tracing::debug!(
                 %key, store = store.name(), %error,
@@ -329,8 +330,7 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                         clock.sleep(EARLY).await;
                     }
                 }
-                // Nothing is replayed from a damaged record: a reservation says why.
-                Standing::Lapsed | Standing::Released | Standing::Damaged => return Seen::Free,
+                Standing::Lapsed | Standing::Released => return Seen::Free,
                 // For those who have come meanwhile. The attempt is over, so this is one more look.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
                 _ => return Seen::Told(Arc::new(found), entitled),
