@@ -325,30 +325,27 @@ fn text(key: &Key, store: &str, found: &Inspection) -> String {
 }
 
 fn text_of_damage(key: &Key, store: &str, found: &Inspection, why: &str) -> String {
-    let lines = [
-        ("key", key.to_string()),
-        ("store", store.to_owned()),
-        ("state", format!("{}: {why}", state(found))),
-        ("revision", found.revision().to_string()),
-        (
-            "what now",
-            "every delivery fails until you decide: find out whether its handler is running and whether the effect happened; \
-             `idem forget` removes the record, and the next delivery runs as the first one"
-                .to_owned(),
-        ),
-    ];
-    lines.iter().fold(String::new(), |mut text, (name, value)| {
-        let _ = writeln!(text, "{name:<13}{}", printable(value));
-        text
-    })
+    let what_now = "every delivery fails until you decide: find out whether its handler is running and whether the effect \
+                    happened; `idem forget` removes the record, and the next delivery runs as the first one";
+    [
+        line("key", &key.to_string()),
+        line("store", store),
+        line("state", &format!("{}: {why}", state(found))),
+        line("revision", &found.revision().to_string()),
+        line("what now", what_now),
+    ]
+    .concat()
+}
+
+/// One line of a record, for a person.
+fn line(name: &str, value: &str) -> String {
+    format!("{name:<13}{}\n", printable(value))
 }
 
 fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     let Inspection { record, expires_in, lapses_in, .. } = found;
     let mut text = String::new();
-    let mut line = |name: &str, value: &str| {
-        let _ = writeln!(text, "{name:<13}{}", printable(value));
-    };
+    let mut line = |name: &str, value: &str| text.push_str(&line(name, value));
     let ago = |time: Duration| format!("{} ago", human(time));
     let lapsed = found.standing() == Standing::Lapsed;
     line("key", &key.to_string());
