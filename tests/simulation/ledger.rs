@@ -543,7 +543,9 @@ impl Ledger {
                     // An attempt under `retry` is not marked, and a caller under `fail` takes over nothing.
                     let is_unmarked = lapsed_under == Some(OnCrash::Retry) && call.terms.on_crash == OnCrash::Fail;
                     if began(attempt, u64::MAX) || is_unmarked {
-                    } else if self.is_in_doubt(net, key, attempt, *when) {
+                        continue;
+                    }
+                    if self.is_in_doubt(net, key, attempt, *when) {
                         net.count("duplicates of a mark in doubt");
                     } else {
                         find(Check::Interrupted, format!("{call:?}: no body of attempt {attempt} began"));
