@@ -1,7 +1,7 @@
 //! Processes in which no thread can be started (`RLIMIT_NPROC`, `pids.max`), or no descriptor opened (`RLIMIT_NOFILE`).
 //!
-//! What workers do in such processes is shown for every store by `threads_exhausted` and `descriptors_exhausted` in
-//! `tests/faults.rs`; here are the errors of opening a store, and the store in memory.
+//! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` show workers in such processes, for every store. Here are the
+//! errors of opening a store, and the store in memory.
 //!
 //! Each test runs in a process of its own with low limits, as another user if this one is root, whom no limit of threads binds.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]

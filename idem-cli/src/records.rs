@@ -135,7 +135,7 @@ pub(crate) struct Forget {
     /// The key, as `<scope>/<text>`
     #[arg(required_unless_present = "prefix")]
     key: Option<String>,
-    /// What the keys begin with, as `<scope>/` or `<scope>/<text>`; those of running attempts and damaged ones are left
+    /// Prefix of the keys, as `<scope>/` or `<scope>/<text>`; keys of running attempts and of damaged records are left
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "seen"])]
     prefix: Option<String>,
     /// Lists what would be removed, and removes nothing

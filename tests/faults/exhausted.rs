@@ -6,7 +6,7 @@ use crate::leases::{HELD, Scene};
 use crate::rigs::Rig;
 use crate::tools::{allow_descriptors, allow_threads, take_descriptors, threads, without_threads};
 
-/// How many keys the process serves again and again, beside those that it holds.
+/// The number of keys that the process serves again and again, in addition to those that it holds.
 const BESIDE: usize = 2;
 
 impl<R: Rig> Scene<R> {

@@ -160,7 +160,7 @@ pub fn allow_threads(worker: u32) {
     limit(worker, "--nproc=500:");
 }
 
-/// How many threads `worker` has.
+/// The number of threads of `worker`.
 pub fn threads(worker: u32) -> usize {
     std::fs::read_dir(format!("/proc/{worker}/task")).expect("it runs").count()
 }

@@ -330,8 +330,7 @@ impl History {
         })
     }
 
-    /// Who asked for attempt `attempt` of `key`, whether or not they heard that they have it: the process, and what it says of
-    /// a crash.
+    /// The process that asked for attempt `attempt` of `key`, whether or not it heard the answer, and its policy for a crash.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
             Asked::Reserve(ask) => Some((op.process, ask.on_crash)),

@@ -54,9 +54,9 @@ pub(crate) enum Check {
     Interrupted,
     /// An attempt counts against `max_attempts` if its body began only.
     Counted,
-    /// What a body returned under `on_crash = fail` ends its attempt, even after a long outage.
+    /// The return of a body under `on_crash = fail` ends its attempt, even after a long outage.
     Freed,
-    /// What a store refuses for good holds up no body and no call beyond its lease.
+    /// A refusal for good holds up no body and no call beyond its lease.
     Frozen,
     /// A lease is lost to another attempt, or with the reason why it was not renewed.
     Reason,
@@ -171,7 +171,7 @@ pub(crate) struct Ledger {
     pub(crate) runs: Vec<Run>,
     /// The killed processes, and when they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
-    /// What processes lose for the rest of their lives.
+    /// The rights that processes lose for the rest of their lives.
     pub(crate) losses: Vec<(usize, Loss)>,
     pub(crate) findings: Vec<Finding>,
 }
@@ -576,7 +576,7 @@ impl Ledger {
         }
     }
 
-    /// What a body returned ends its attempt as long as its process lives, however long an outage lasts.
+    /// The return of a body ends its attempt as long as its process lives, however long an outage lasts.
     fn returned(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| matches!(run.ended, Some((_, BodyEnd::Error { .. })))) {
             let after_a_lease = run.ended_at + nanos(self.calls[run.call].terms.lease);
@@ -603,7 +603,7 @@ impl Ledger {
         }
     }
 
-    /// What a store refuses for good ends bodies and calls in time, and names the reason.
+    /// A refusal for good ends bodies and calls in time, and `LeaseLost` names the reason.
     fn refused(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| run.attempt > 0) {
             let call = &self.calls[run.call];

@@ -17,7 +17,7 @@ pub(crate) struct Outage {
     /// The process that is cut off; `None`: all of them.
     process: Option<usize>,
     length: Duration,
-    /// How long a caller waits for its answer.
+    /// The time that a caller waits for its answer.
     patience: Duration,
     /// Whether held requests land in another order than the one in which they were sent.
     shuffles: bool,

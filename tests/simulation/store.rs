@@ -65,10 +65,10 @@ pub(crate) enum Prank {
     RefusalsAreOutages,
 }
 
-/// What kind of fault occurred.
+/// The kind of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cause {
-    /// One call that met a fault, or an outage.
+    /// A fault of one call, or an outage.
     Line,
     /// A right that a process has lost.
     Right,

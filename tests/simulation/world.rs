@@ -96,7 +96,7 @@ impl Report {
 /// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as before.
 const DECIDERS: u64 = 0x6f70_6572;
 
-/// The same for the dice of outages, and of rights that are lost.
+/// Sets the dice of outages and of lost rights apart.
 const OUTAGES: u64 = 0x6865_6c64;
 const LOSSES: u64 = 0x6c6f_7373;
 
@@ -795,7 +795,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let mishaps = Mishaps {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
-        // What a body has returned has to be written after an outage, too.
+        // The end of a body has to be written after an outage, too.
         errors: (often * dice.pick(&[0, 30])).max(if outages.is_some() { 60 } else { 0 }),
         // Only bodies that outlive their lease need a renewal.
         slow: dice.pick(&[0, 200, 500]).max(if losses.is_some() { 500 } else { 0 }),

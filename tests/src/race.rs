@@ -64,7 +64,7 @@ pub enum Event {
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
-    /// The same, because the store did not renew the lease: the kind of its refusal.
+    /// The call has ended with `Error::LeaseLost` because the store did not renew the lease: the kind of the refusal.
     Unrenewed(String),
     /// The call has ended with `Error::Unrecorded`.
     Unrecorded,
@@ -644,9 +644,9 @@ fn attempts(calls: &[Call]) -> Vec<u32> {
 /// The record of a key in the end.
 #[derive(Debug)]
 enum Standing {
-    /// It holds this result.
+    /// The record holds this result.
     Completed(String),
-    /// It is interrupted, or counts as that once its lease has lapsed.
+    /// The key is interrupted, or is once its lease has lapsed.
     Interrupted,
 }
 

@@ -35,7 +35,7 @@ impl Trace {
         }
     }
 
-    /// What differs in `read`, which was read from what was written for `self`; `None` if nothing does. Names fields and variants of the
+    /// The first difference of `read`, the value that a codec read after it wrote `self`; `None` without a difference. Names fields and variants of the
     /// type, and quotes no value.
     pub(super) fn difference(&self, read: &Self) -> Option<String> {
         let mut path = String::new();

@@ -30,7 +30,7 @@ pub trait Recorder<T, E> {
     /// Checks that a duplicate gets the same `result`, which was recorded.
     ///
     /// # Errors
-    /// How its result differs.
+    /// [`RoundTripError`] says how the duplicate's result differs.
     fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError>;
 }
 

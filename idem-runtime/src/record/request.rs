@@ -260,7 +260,7 @@ impl Standing {
     pub const ALL: [Self; 7] =
         [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed, Self::Damaged];
 
-    /// What commands and lists call it: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`. The
+    /// The name in commands and lists: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`. The
     /// first two are one state, `pending`, for everybody who does not know the time.
     pub const fn name(self) -> &'static str {
         match self {
@@ -335,16 +335,17 @@ impl Inspection {
         Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
     }
 
-    /// The same before all that is stored was read: it has no revision yet.
+    /// A damaged record of a list, which reads no results. A store looks at the record once more, as the revision is a digest of
+    /// all that is stored.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {
         Self::damaged(why.to_string(), [""; 0])
     }
 
-    /// The same if the record can be read.
+    /// This inspection, if the record can be read.
     ///
     /// # Errors
-    /// The reason why it can't.
+    /// The reason why the record can't be read.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn readable(self) -> Result<Self, Box<str>> {
         match self.damage {

@@ -9,9 +9,8 @@ use super::request::{Inspection, Standing};
 /// A record as it was when a person looked at it. A [`Decision`](crate::store::Decision) names one, and is refused once the
 /// record has changed.
 ///
-/// It is the number of the latest attempt, where the operation stood, and a mark that each attempt and each decision changes. Of a
-/// record that can't be read, the number is 0 and every write changes the mark.
-/// Its text is made to be copied from one command to the next:
+/// A revision holds the number of the latest attempt, where the operation stood, and a mark that each attempt and each decision
+/// changes. The number of a record that can't be read is 0, and every write changes the mark. The text of a revision is made to be copied from one command to the next:
 ///
 /// ```
 /// use idem_runtime::store::Revision;

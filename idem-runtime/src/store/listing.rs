@@ -165,7 +165,7 @@ pub struct Page {
     /// The records, without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may have
     /// fewer than the limit, or none, although more follow.
     pub records: Vec<(Key, Inspection)>,
-    /// How many entries were passed over because they are no records: what another program keeps under such a key.
+    /// The number of entries that were passed over because another program keeps them: they are no records.
     pub unreadable: u64,
     /// Where the next page begins; `None` after the last one.
     pub next: Option<Cursor>,
@@ -219,7 +219,7 @@ impl Page {
 pub struct Stats {
     /// The counts of each scope.
     pub scopes: BTreeMap<Box<str>, Counts>,
-    /// How many entries are no records: what another program keeps under such a key.
+    /// The number of entries that another program keeps: they are no records.
     pub unreadable: u64,
     /// Where the counting ended; `None` if all records were counted.
     pub next: Option<Cursor>,

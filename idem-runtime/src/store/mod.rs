@@ -152,7 +152,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store can't be asked.
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// What is recorded for `key`, for operators and tests. A record that can't be read is an
+    /// Looks at the record of `key`, for operators and tests. A record that can't be read is an
     /// [`Inspection::damaged`] of all that is stored.
     ///
     /// # Errors

@@ -85,7 +85,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         stored.unwrap_or(shown).parse()
     }
 
-    /// What is recorded for `key`; `None` if nothing is. A record that can't be read is shown as
+    /// Looks at the record of `key`; `None` without a record. A record that can't be read is shown as
     /// [damaged](Inspection::damage), with the reason.
     ///
     /// # Errors

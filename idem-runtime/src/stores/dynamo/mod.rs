@@ -684,7 +684,7 @@ impl Shared {
         self.examined(filter, page).await
     }
 
-    /// The same page, with all that is stored of the records that can't be read.
+    /// Completes `page`: reads all that is stored of each record that can't be read.
     async fn examined(&self, filter: &Filter, mut page: Page) -> Result<Page, StoreError> {
         for key in page.damaged() {
             let found = self.examine(self.deadline(), &self.name_of(&key)).await?;
@@ -837,7 +837,7 @@ impl Shared {
                         return Ok(Decided::Applied);
                     }
                 }
-                // It can be read again: the decision is to be repeated.
+                // The item can be read again: the operator repeats the decision.
                 Ruling::Remove | Ruling::Replace(_) => break,
             }
         }
@@ -898,7 +898,7 @@ const BESIDE: usize = 4 * 1024;
 /// How many items a page of a list is made from, if not all of them are shown.
 const READ_AT_ONCE: i32 = 1000;
 
-/// The condition of a release: the record is pending, of this owner, and retained.
+/// The time from `at` to `now`, both in milliseconds since 1970; zero if `at` is later.
 fn ago(now: i64, at: i64) -> Duration {
     Duration::from_millis(u64::try_from(now.saturating_sub(at)).unwrap_or_default())
 }

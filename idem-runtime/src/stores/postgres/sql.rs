@@ -549,7 +549,7 @@ impl Statements {
         }
     }
 
-    /// The same of a row that could not be read a moment ago, with the digest of all its columns.
+    /// The record of a row that could not be read a moment ago, as an operator sees it, and the digest of all its columns.
     async fn examine_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
     where
         StoreError: From<A::Error>,

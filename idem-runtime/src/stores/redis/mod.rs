@@ -350,7 +350,7 @@ impl Shared {
         }
     }
 
-    /// What is stored under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
+    /// The value under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
     async fn look_at(
         &self,
         line: &Line,
@@ -545,7 +545,7 @@ fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<()
     result
 }
 
-/// What is stored under a name.
+/// The value under a name.
 struct Stored {
     value: Bytes,
     /// The milliseconds until it expires; negative if it does not.

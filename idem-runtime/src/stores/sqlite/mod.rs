@@ -202,7 +202,7 @@ impl Shared {
     }
 }
 
-/// What was found, as an error if it can't be read.
+/// Turns a damaged record into an error.
 fn readable(found: Option<Inspection>) -> Result<Option<Inspection>, StoreError> {
     let readable = found.map(Inspection::readable).transpose();
     readable.map_err(|why| StoreError::new(StoreErrorKind::Corrupt, why))
