@@ -447,6 +447,15 @@ pub(crate) fn all() -> Vec<Config> {
         .skewed(1)
         .scenes(&[BelievesAfterRenewal]),
         config(
+            "marks_between_clocks",
+            "bodies that have to be marked where clocks differ: a mark may come after its lease",
+            &[FAIL, Plan { ahead: 2, ..FAIL }],
+            2,
+            Budget { crashes: 1, ticks: 5, ..nothing },
+        )
+        .skewed(1)
+        .scenes(&[Interrupted]),
+        config(
             "one_value",
             "a store that replaces the whole record at the end of an attempt",
             &[CALL, CALL, SUCCEEDS],

@@ -109,6 +109,8 @@ mutants! {
     BeginsUnmarked => Rule::S5, "at_most_once";
     /// A body begins although its mark was refused.
     MarkRefusedStartsBody => Rule::S5, "late_landings";
+    /// A call whose mark was refused leaves its reservation in the record, and asks as another.
+    RefusedMarkKeepsKey => Rule::S12, "marks_between_clocks";
     /// An interrupted record may be reserved.
     InterruptedRunsAgain => Rule::S5, "at_most_once";
     /// A reservation that is repeated with the same owner token is taken for somebody else's.

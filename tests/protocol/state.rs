@@ -309,6 +309,8 @@ pub(crate) enum Phase {
     Confirming { at: u8, line: Line },
     /// The record is to say, since `at`, that the body begins.
     Marking { tries: u8, at: u8, line: Line },
+    /// Its mark was refused: it releases its reservation, and asks as another.
+    GivingBack { line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
     /// The body is being polled, and may block there; or it waits to be polled.

@@ -188,6 +188,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Reserving { line, .. }
             | Phase::Confirming { line, .. }
             | Phase::Marking { line, .. }
+            | Phase::GivingBack { line }
             | Phase::Ending { line, .. } => match line {
                 Line::Sent => {
                     actions.push(Action::StoreDoes(who));
@@ -490,6 +491,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                     Phase::Reserving { line, .. }
                     | Phase::Confirming { line, .. }
                     | Phase::Marking { line, .. }
+                    | Phase::GivingBack { line }
                     | Phase::Ending { line, .. }
                         if matches!(line, Line::Answered(_)) =>
                     {
@@ -563,6 +565,7 @@ fn line(call: &mut Call) -> &mut Line {
         Phase::Reserving { line, .. }
         | Phase::Confirming { line, .. }
         | Phase::Marking { line, .. }
+        | Phase::GivingBack { line }
         | Phase::Ending { line, .. } => line,
         other => unreachable!("{other:?} waits for no answer"),
     }
@@ -577,6 +580,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
         Phase::Marking { at, .. } => {
             Ask::Begin { sent: if config.skew.is_some() { at } else { 0 }, attempt: call.attempt }
         }
+        Phase::GivingBack { .. } => Ask::Release(How::NotStarted),
         Phase::Ending { ending, .. } => match ending {
             Ending::Finish { kept, ok } => Ask::Finish {
                 kept,
@@ -623,6 +627,7 @@ fn orphan(config: &Config, world: &mut World, who: Who) {
         Phase::Reserving { line, .. }
         | Phase::Confirming { line, .. }
         | Phase::Marking { line, .. }
+        | Phase::GivingBack { line }
         | Phase::Ending { line, .. } => line == Line::Sent,
         _ => false,
     };
@@ -785,9 +790,14 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
             starts_body(config, world, who);
         }
         // The lease has lapsed, by the store's clock, or another attempt has taken over.
+        (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::RefusedMarkKeepsKey) => {
+            reserve_as_another(config, world, who, Trouble::Unavailable);
+        }
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
-            // Nothing has to be freed: the record is another attempt's, or has lapsed and may be taken over.
-            world.call_mut(who).deed.abandoned = world.call(who).generation + 1 == TOKENS;
+            world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
+        }
+        // Released, or another attempt's.
+        (Phase::GivingBack { .. }, Answer::Write(_)) => {
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
@@ -995,7 +1005,10 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
             let at = world.now;
             world.call_mut(who).phase = Phase::Confirming { at, line: Line::Sent };
         }
-        Phase::Confirming { .. } | Phase::Marking { .. } => {
+        Phase::GivingBack { .. } if tries_again(config, world, who, config.tries, trouble) => {
+            world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
+        }
+        Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. } => {
             properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
@@ -1156,7 +1169,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     }
     match call.phase {
         // Whether or not it landed.
-        Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. }
+        Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. }
             if !config.is(Mutant::UnansweredNotReleased) =>
         {
             clean_up(config, world, who, Class::Dropped);

@@ -595,7 +595,11 @@ impl<'a> Pair<'a> {
         let phase = self.phase();
         let asks = matches!(
             phase,
-            Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. } | Phase::Ending { .. }
+            Phase::Reserving { .. }
+                | Phase::Confirming { .. }
+                | Phase::Marking { .. }
+                | Phase::GivingBack { .. }
+                | Phase::Ending { .. }
         );
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
         let told = match phase {

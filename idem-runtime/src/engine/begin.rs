@@ -651,7 +651,7 @@ enum Prepared {
     Since(Instant),
     /// Another attempt has it.
     Lost,
-    /// The store refuses to mark it.
+    /// The store refuses to mark it. The reservation is released.
     NotMarked,
 }
 
@@ -668,7 +668,10 @@ async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, St
     if unmarked {
         match mark(request, &lease).await? {
             Some(marked) => since = marked,
-            None => return Ok(Prepared::NotMarked),
+            None => {
+                give_back(request, &lease).await?;
+                return Ok(Prepared::NotMarked);
+            }
         }
     }
     Ok(Prepared::Since(since))
@@ -730,6 +733,21 @@ where
             },
         }
     }
+}
+
+/// Releases a reservation whose mark is refused, as its lease has lapsed: with clocks that differ, the record would keep the next
+/// attempt out for as long as they may. A refusal means that another attempt has the key.
+async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
+    let (store, clock) = (request.store(), request.clock());
+    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
+    while let Err(error) = end::free(&**store, lease).await {
+        match request.pause(&error, 0, &[]) {
+            Some(pause) => clock.sleep(pause).await,
+            None => return Err(error),
+        }
+    }
+    unused.may_have_landed = false;
+    Ok(())
 }
 
 fn lapsed_before_its_body() -> StoreError {

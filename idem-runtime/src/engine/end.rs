@@ -402,7 +402,7 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
     }));
 }
 
-fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+pub(super) fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
     store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
 }
 
