@@ -1,4 +1,4 @@
-//! Faults that last: outages, whose requests land afterwards, and rights that a process loses for the rest of its life.
+//! Faults that last: outages, whose requests land afterwards or never, and rights that a process loses for the rest of its life.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,8 @@ pub(crate) struct Outage {
     length: Duration,
     /// The time that a caller waits for its answer.
     patience: Duration,
+    /// Whether held requests never land, as over a line that refuses connections.
+    swallows: bool,
     /// Whether held requests land in another order than the one in which they were sent.
     shuffles: bool,
     /// The longest pause between two held requests that land.
@@ -43,6 +45,7 @@ impl Outage {
             process,
             length: lease * u32::try_from(dice.between(2, 5)).expect("few") + dice.up_to(lease),
             patience: dice.pick(&[lease / 10, lease / 2, lease * 2]),
+            swallows: dice.chance(300),
             shuffles: dice.chance(500),
             pause: dice.pick(&[Duration::ZERO, Duration::ZERO, lease / 8]),
             held: Mutex::default(),
@@ -92,7 +95,7 @@ impl Outage {
         }
     }
 
-    /// Ends the outage: what it holds lands, whether or not its caller is still there.
+    /// Ends the outage: the requests that it holds land or are lost, whether or not their callers are still there.
     pub(crate) async fn end(&self, net: &Net, dice: &Dice) {
         self.is_over.store(true, Ordering::SeqCst);
         self.over.notify_waiters();
@@ -101,6 +104,10 @@ impl Outage {
             for n in (1..held.len()).rev() {
                 held.swap(n, usize::try_from(dice.between(0, n as u64)).expect("few"));
             }
+        }
+        if self.swallows {
+            held.iter().for_each(|_| net.count("requests that an outage swallowed"));
+            held.clear();
         }
         for Held { line, request, ops, answer } in held {
             net.count("requests that landed after an outage");
