@@ -106,8 +106,9 @@ impl Outage {
             }
         }
         if self.swallows {
-            held.iter().for_each(|_| net.count("requests that an outage swallowed"));
-            held.clear();
+            for _ in held.drain(..) {
+                net.count("requests that an outage swallowed");
+            }
         }
         for Held { line, request, ops, answer } in held {
             net.count("requests that landed after an outage");
