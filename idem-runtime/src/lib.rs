@@ -130,6 +130,8 @@ pub mod memory {
 /// Records in Redis or Valkey.
 #[cfg(feature = "redis")]
 pub mod redis {
+    #[doc(hidden)]
+    pub use crate::stores::redis::rights;
     pub use crate::stores::redis::{RedisOptions, RedisStore};
 }
 

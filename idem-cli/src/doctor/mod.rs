@@ -98,7 +98,7 @@ pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
     let place = arguments.store.place()?;
     let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
     let mut findings = Findings::default();
-    place.examine(timeout, &mut findings).await?;
+    place.examine(namespace.as_deref(), timeout, &mut findings).await?;
     match place.open(namespace, timeout).await {
         Ok(store) => probe::probe(&*store, &mut findings).await,
         Err(Stop::Unreachable(found)) => findings.error(

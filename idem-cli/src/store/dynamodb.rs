@@ -143,7 +143,7 @@ impl Place for Table {
         })
     }
 
-    fn examine<'a>(&'a self, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
         Box::pin(doctor::dynamodb::examine(self, timeout, findings))
     }
 }

@@ -110,7 +110,12 @@ pub(crate) trait Place {
     fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>>;
 
     /// Adds what is wrong with the server.
-    fn examine<'a>(&'a self, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()>;
+    fn examine<'a>(
+        &'a self,
+        namespace: Option<&'a str>,
+        timeout: Duration,
+        findings: &'a mut Findings,
+    ) -> Answer<'a, ()>;
 }
 
 /// Reads a URL. What is wrong with it is said without the URL, which may hold a password.

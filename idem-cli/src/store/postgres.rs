@@ -126,7 +126,7 @@ impl Place for Database {
         })
     }
 
-    fn examine<'a>(&'a self, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
         Box::pin(doctor::postgres::examine(self, timeout, findings))
     }
 }

@@ -162,8 +162,13 @@ impl Place for Servers {
         })
     }
 
-    fn examine<'a>(&'a self, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
-        Box::pin(doctor::redis::examine(self, timeout, findings))
+    fn examine<'a>(
+        &'a self,
+        namespace: Option<&'a str>,
+        timeout: Duration,
+        findings: &'a mut Findings,
+    ) -> Answer<'a, ()> {
+        Box::pin(doctor::redis::examine(self, namespace.unwrap_or(NAMESPACE), timeout, findings))
     }
 }
 

@@ -112,7 +112,7 @@ impl Place for File {
         Box::pin(std::future::ready(Err(Stop::Usage(nothing.to_owned()))))
     }
 
-    fn examine<'a>(&'a self, _: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, _: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
         Box::pin(std::future::ready(doctor::sqlite::examine(self, findings)))
     }
 }

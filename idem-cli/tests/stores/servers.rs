@@ -220,6 +220,17 @@ async fn the_doctor_of_redis_finds_what_loses_records() {
     assert!(!doctor.out.contains("secret"));
     let _: () = redis::cmd("ACL").arg(&["SETUSER", "bob", "-acl"]).query_async(&mut raw).await.unwrap();
     finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "permissions", "unknown", "may not ask");
+    // A login with no more rights than the guide says that calls need, in a namespace of its own.
+    let rights = "+info +script|load +eval +evalsha +set +get +mget +pttl +pexpire +pexpiretime +getrange +setrange +publish +subscribe +ping";
+    let acl = ["SETUSER", "carol", "on", ">secret", "~shop:*", "&shop:*", "+acl|whoami", "+acl|dryrun"];
+    let _: () =
+        redis::cmd("ACL").arg(&acl).arg(rights.split(' ').collect::<Vec<_>>()).query_async(&mut raw).await.unwrap();
+    let login = url.replace("redis://", "redis://carol:secret@");
+    let doctor = idem_at(&login, &["doctor", "--json", "--namespace", "shop:"]).ends(0);
+    finds(&doctor, "permissions", "ok", "`carol` may send each command that calls need");
+    finds(&doctor, "permissions for replicas", "warning", "`carol` may not send WAIT, PEXPIREAT, PERSIST, DEL");
+    finds(&doctor, "permissions for lists", "warning", "`carol` may not send SCAN, STRLEN");
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "permissions", "error", "`carol` may not send SET");
     let wrong = url.replace("redis://", "redis://bob:wrong-secret@");
     let refused = idem_at(&wrong, &["show", "pay/42"]).ends(3);
     assert!(!refused.err.contains("wrong-secret"), "{refused:?}");

@@ -17,6 +17,7 @@ mod failure;
 mod limits;
 mod line;
 mod options;
+pub mod rights;
 mod route;
 mod scripts;
 mod sentinel;

@@ -16,6 +16,7 @@ use super::connection::{Connection, Place};
 use super::failure::{Failure, failed, misconfigured, not_connected};
 use super::limits::Limits;
 use super::line::{Found, Line, Plan};
+use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
 use super::{Core, RedisStore, Shared};
 use crate::clock::{Clock, SystemClock};
@@ -406,8 +407,17 @@ pub(super) async fn prepare(
     for setting in LIMITS {
         questions.cmd("CONFIG").arg("GET").arg(setting);
     }
-    let tried = if replicas { [COMMANDS, FOR_REPLICAS].concat() } else { COMMANDS.to_vec() };
-    ask_for_rights(&mut questions, &tried, prefix);
+    let is_needed = |right: &&Right| match right.purpose {
+        Purpose::Calls => true,
+        Purpose::Replicas => replicas,
+        Purpose::Opening | Purpose::Wakes | Purpose::Lists => false,
+    };
+    let tried: Vec<_> = RIGHTS.iter().filter(is_needed).collect();
+    let probe = format!("{prefix}probe/{:032x}", clock().entropy());
+    for right in &tried {
+        let question = questions.cmd(right.name());
+        right.words(&probe).skip(1).for_each(|word| _ = question.arg(word));
+    }
     let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
     let mut answer = || match answers.next() {
         Some(Value::ServerError(error)) => Err(failed(Failure::from(&error))),
@@ -434,9 +444,9 @@ pub(super) async fn prepare(
     // The limit applies to the whole request; apart from the value it is small.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
     let mut refused = (Vec::new(), None);
-    for command in tried {
+    for right in tried {
         if let Some(error) = answer().err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
-            refused.0.push(command[0].to_ascii_lowercase());
+            refused.0.push(right.name().to_ascii_lowercase());
             refused.1.get_or_insert(error);
         }
     }
@@ -447,38 +457,6 @@ pub(super) async fn prepare(
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.tell(most));
     Ok((Prepared { scripts: Scripts::new(scripts), compares }, limits))
-}
-
-/// Commands that the store needs in calls, renewals and scripts, in a form that changes nothing: the server checks the rights
-/// of the login before the arguments. `KEY` stands for a key that does not exist.
-const COMMANDS: &[&[&str]] = &[
-    &["SET", KEY, "", "PX", "0"],
-    &["GET", KEY],
-    &["MGET", KEY],
-    &["PTTL", KEY],
-    &["PEXPIRE", KEY, "-"],
-    &["GETRANGE", KEY, "0", "0"],
-    &["SETRANGE", KEY, "-", ""],
-    &["EVAL", "return 1", "1", KEY],
-    &["EVALSHA", "-", "1", KEY],
-];
-/// The commands that only `min_replicas` needs, in the same form.
-const FOR_REPLICAS: &[&[&str]] =
-    &[&["WAIT", "0", "-"], &["PEXPIRETIME", KEY], &["PEXPIREAT", KEY, "-"], &["PERSIST", KEY], &["DEL", KEY]];
-const KEY: &str = "KEY";
-
-/// Adds the commands to `questions`, on a key with `prefix` that does not exist.
-fn ask_for_rights(questions: &mut Pipeline, commands: &[&[&str]], prefix: &str) {
-    let probe = format!("{prefix}probe/{:032x}", clock().entropy());
-    for command in commands {
-        let question = questions.cmd(command[0]);
-        for word in &command[1..] {
-            match *word {
-                KEY => question.arg(&probe),
-                word => question.arg(word),
-            };
-        }
-    }
 }
 
 /// The settings that limit the size of a value, and of a request.

@@ -1,0 +1,98 @@
+//! The commands that a login must be allowed.
+
+/// A command that the store sends by itself or in a script.
+#[derive(Clone, Copy, Debug)]
+pub struct Right {
+    /// The command, in a form that changes nothing: a server checks the rights of the login before the arguments.
+    command: &'static [&'static str],
+    /// The purpose of the command.
+    pub purpose: Purpose,
+}
+
+/// The purpose of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A store opens with it.
+    Opening,
+    /// A call or a renewal needs it.
+    Calls,
+    /// A store with `min_replicas` needs it. Other stores use `PEXPIRETIME` too, to tell since when a record is held.
+    Replicas,
+    /// A completion wakes its waiting duplicates with it.
+    Wakes,
+    /// An operator needs it who lists records.
+    Lists,
+}
+
+/// Stands for a key.
+const KEY: &str = "KEY";
+
+/// The commands of a store on one server. Sentinels and clusters need more.
+pub const RIGHTS: &[Right] = &[
+    Right { command: &["INFO"], purpose: Purpose::Opening },
+    Right { command: &["SCRIPT", "LOAD", "return 1"], purpose: Purpose::Opening },
+    Right { command: &["PING"], purpose: Purpose::Opening },
+    Right { command: &["SET", KEY, "", "PX", "0"], purpose: Purpose::Calls },
+    Right { command: &["GET", KEY], purpose: Purpose::Calls },
+    Right { command: &["MGET", KEY], purpose: Purpose::Calls },
+    Right { command: &["PTTL", KEY], purpose: Purpose::Calls },
+    Right { command: &["PEXPIRE", KEY, "-"], purpose: Purpose::Calls },
+    Right { command: &["GETRANGE", KEY, "0", "0"], purpose: Purpose::Calls },
+    Right { command: &["SETRANGE", KEY, "-", ""], purpose: Purpose::Calls },
+    Right { command: &["EVAL", "return 1", "1", KEY], purpose: Purpose::Calls },
+    Right { command: &["EVALSHA", "-", "1", KEY], purpose: Purpose::Calls },
+    Right { command: &["WAIT", "0", "-"], purpose: Purpose::Replicas },
+    Right { command: &["PEXPIRETIME", KEY], purpose: Purpose::Replicas },
+    Right { command: &["PEXPIREAT", KEY, "-"], purpose: Purpose::Replicas },
+    Right { command: &["PERSIST", KEY], purpose: Purpose::Replicas },
+    Right { command: &["DEL", KEY], purpose: Purpose::Replicas },
+    Right { command: &["PUBLISH", KEY, ""], purpose: Purpose::Wakes },
+    Right { command: &["SUBSCRIBE", KEY], purpose: Purpose::Wakes },
+    Right { command: &["SCAN", "0"], purpose: Purpose::Lists },
+    Right { command: &["STRLEN", KEY], purpose: Purpose::Lists },
+];
+
+impl Right {
+    /// The name of the command.
+    pub fn name(&self) -> &'static str {
+        self.command[0]
+    }
+
+    /// The words of the command about `key`, which must not exist.
+    pub fn words<'a>(&self, key: &'a str) -> impl Iterator<Item = &'a str> {
+        self.command.iter().map(move |word| if *word == KEY { key } else { word })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn each_command_of_the_scripts_is_known() {
+        let mut commands = Vec::new();
+        for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/stores/redis/scripts")).unwrap() {
+            let script = std::fs::read_to_string(entry.unwrap().path()).unwrap();
+            let calls = script.split("call('").skip(1).chain(script.split("call(\"").skip(1));
+            let calls = calls.chain(script.split("pcall, '").skip(1));
+            commands.extend(calls.filter_map(|call| Some(call.split_once(['\'', '"'])?.0.to_owned())));
+        }
+        assert!(commands.len() > 15, "{commands:?}");
+        commands.retain(|name| RIGHTS.iter().all(|right| right.name() != name));
+        assert!(commands.is_empty(), "no right is listed for {commands:?}");
+    }
+
+    #[test]
+    fn the_guide_names_each_command() {
+        let guide = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide.md")).unwrap();
+        let about = guide.split("with few rights needs").nth(1).and_then(|rest| rest.split("`connect` names").next());
+        let words = about.expect("the paragraph about rights").split(|it: char| it.is_whitespace() || it == '`');
+        let named: BTreeSet<_> = words.filter_map(|word| word.strip_prefix('+')).collect();
+        let mut expected: BTreeSet<_> = ["role", "cluster|info", "cluster|slots", "asking", "script|load"].into();
+        let commands: Vec<_> = RIGHTS.iter().map(|right| right.name().to_ascii_lowercase()).collect();
+        expected.extend(commands.iter().map(String::as_str).filter(|command| *command != "script"));
+        assert_eq!(named, expected);
+    }
+}
