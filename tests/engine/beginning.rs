@@ -112,6 +112,7 @@ async fn a_mark_after_the_lapse_leads_to_another_attempt() {
     let (result, outcome) = driving(&world.clock, call).await;
     assert_eq!(result.unwrap(), 1);
     assert_eq!((outcome.attempt(), world.record().await.unwrap().attempts_used), (Some(2), 1));
+    assert_eq!(world.store.count(Call::Release), 1, "where clocks differ, the lapsed reservation would be in the way");
 }
 
 #[tokio::test]

@@ -740,11 +740,13 @@ where
 async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
     let (store, clock) = (request.store(), request.clock());
     let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
+    let mut failed = 0;
     while let Err(error) = end::free(&**store, lease).await {
-        match request.pause(&error, 0, &[]) {
+        match request.pause(&error, failed, &[]) {
             Some(pause) => clock.sleep(pause).await,
             None => return Err(error),
         }
+        failed += 1;
     }
     unused.may_have_landed = false;
     Ok(())
