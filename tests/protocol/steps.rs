@@ -789,10 +789,10 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::MarkRefusedStartsBody) => {
             starts_body(config, world, who);
         }
-        // The lease has lapsed, by the store's clock, or another attempt has taken over.
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::RefusedMarkKeepsKey) => {
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
+        // The lease has lapsed, by the store's clock, or another attempt has taken over.
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
         }
