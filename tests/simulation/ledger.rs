@@ -104,7 +104,7 @@ pub(crate) struct Run {
     pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
     pub(crate) ended_at: u64,
-    /// Whether it blocked its thread.
+    /// Whether it blocked its thread, or a body that it called did.
     pub(crate) blocks: bool,
     /// When the last value of the body was dropped.
     pub(crate) values_dropped: Option<u64>,
@@ -161,6 +161,8 @@ pub(crate) struct Call {
     pub(crate) process: usize,
     pub(crate) terms: Terms,
     pub(crate) made_at: u64,
+    /// The run whose body made it.
+    pub(crate) caller: Option<usize>,
     pub(crate) end: Option<(u64, CallEnd)>,
     pub(crate) ended_at: u64,
 }
@@ -181,9 +183,19 @@ impl Ledger {
         self.findings.push(Finding { check, key, text });
     }
 
-    pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64) -> usize {
-        self.calls.push(Call { key, process, terms, made_at: now, end: None, ended_at: u64::MAX });
+    /// Enters a call, which the body of the run `caller` makes, if any does.
+    pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64, caller: Option<usize>) -> usize {
+        self.calls.push(Call { key, process, terms, made_at: now, caller, end: None, ended_at: u64::MAX });
         self.calls.len() - 1
+    }
+
+    /// Notes that the body of `run` blocks its thread, and with it the bodies whose polls it is within.
+    pub(crate) fn blocks(&mut self, run: usize) {
+        let mut next = Some(run);
+        while let Some(run) = next {
+            self.runs[run].blocks = true;
+            next = self.calls[self.runs[run].call].caller;
+        }
     }
 
     /// Enters the start of a body.

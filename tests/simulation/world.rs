@@ -197,12 +197,13 @@ struct Delivery {
 }
 
 impl Delivery {
-    fn new(world: &World, line: &Line, operation: usize, payload: u8) -> Self {
+    /// `caller` is the run whose body makes the call.
+    fn new(world: &World, line: &Line, operation: usize, payload: u8, caller: Option<usize>) -> Self {
         let Operation { mut terms, mixed, .. } = world.operations[operation];
         if mixed {
             terms.on_crash = world.dice.pick(&[OnCrash::Retry, OnCrash::Fail]);
         }
-        let call = world.ledger.borrow_mut().call(operation, line.number(), terms, world.net.now());
+        let call = world.ledger.borrow_mut().call(operation, line.number(), terms, world.net.now(), caller);
         Self { world: world.clone(), line: line.clone(), operation, payload, policy: terms.policy(), call }
     }
 
@@ -340,14 +341,14 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             }
             3 if delivery.operation().inner.is_some() => {
                 let inner = delivery.operation().inner.expect("just seen");
-                let inner = Delivery::new(world, line, inner, *payload);
+                let inner = Delivery::new(world, line, inner, *payload, Some(run));
                 if let Err(Failure::Idempotency(_)) = Box::pin(call_once(&inner)).await {
                     return fail(false);
                 }
             }
             _ if stormy && mishaps.blocked > 0 && dice.chance(mishaps.blocked) => {
                 world.count("polls that block");
-                world.ledger.borrow_mut().runs[run].blocks = true;
+                world.ledger.borrow_mut().blocks(run);
                 net.clock.block(dice.up_to(longest));
             }
             _ => net.clock.sleep(dice.up_to(longest)).await,
@@ -469,7 +470,7 @@ impl World {
     }
 
     async fn handle(&self, line: &Line, message: usize, operation: usize, payload: u8) {
-        let delivery = Delivery::new(self, line, operation, payload);
+        let delivery = Delivery::new(self, line, operation, payload, None);
         let lease = self.operations[operation].terms.lease;
         let gives_up = self.net.is_stormy() && self.dice.chance(self.mishaps.cancelled);
         let ended = {
