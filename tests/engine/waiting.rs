@@ -360,6 +360,33 @@ async fn an_outage_ends_no_wait() {
     }
 }
 
+/// A store that comes back is not met by all of its waiting duplicates together.
+#[tokio::test]
+async fn duplicates_that_wait_through_an_outage_do_not_ask_together() {
+    const WAITERS: usize = 40;
+    let world = World::new();
+    let running = world.hang(POLICY).await;
+    let calls = (0..WAITERS).map(|_| Box::pin(world.operation(WAIT).run(world.body())));
+    let mut waiting = Box::pin(futures::future::join_all(calls));
+    assert!(poll_once(waiting.as_mut()).await.is_pending());
+    world.store.always(Call::Wait, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    drop(running);
+    // Their pauses have reached the longest one.
+    let step = Duration::from_millis(10);
+    let mut together = Vec::new();
+    for _ in 0..600 {
+        let before = world.store.count(Call::Reserve);
+        settle().await;
+        assert!(poll_once(waiting.as_mut()).await.is_pending());
+        together.push(world.store.count(Call::Reserve) - before);
+        world.clock.advance(step);
+    }
+    let late = &together[400..];
+    assert!(late.iter().sum::<usize>() >= WAITERS, "{late:?}");
+    assert!(late.iter().all(|asked| *asked <= WAITERS / 3), "{late:?}");
+}
+
 /// It ends with the policy's wait, and what may never get better ends it immediately.
 #[tokio::test]
 async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {

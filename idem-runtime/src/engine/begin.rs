@@ -25,8 +25,9 @@ use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, ren
 
 /// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
-/// The longest pause between two tries of a duplicate that waits for another attempt: the delay of its result after an outage.
-const LONGEST_PAUSE_IN_WAIT: Duration = Duration::from_secs(1);
+/// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result after
+/// an outage.
+const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
 /// How many owner tokens a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
 /// had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
@@ -491,16 +492,16 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has
-    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive the outage.
+    /// Pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has
+    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive the
+    /// outage. Its pauses are drawn, so that thousands of waiting duplicates do not ask together.
     fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
         if !error.is_transient() {
             return None;
         }
         pauses.get(tried as usize).copied().or_else(|| {
             let left = self.left_to_wait();
-            let pause = RESERVE_PAUSES[1].saturating_mul(2_u32.saturating_pow(tried.saturating_sub(1)));
-            (!left.is_zero()).then(|| pause.min(LONGEST_PAUSE_IN_WAIT).min(left))
+            (!left.is_zero()).then(|| PAUSES_IN_WAIT.after(tried, self.reserve.owner.seed()).min(left))
         })
     }
 
