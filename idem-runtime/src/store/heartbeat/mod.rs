@@ -39,8 +39,10 @@ const LOOKING: u64 = NEVER - 1;
 const SHARDS: usize = 16;
 /// The renewal task wakes at least this often, so that it ends soon after the last handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// How many leases, of those that have lapsed and were refused together with others, are asked for by themselves in one look.
+/// Least number of leases that one look asks for alone, of those that have lapsed and were refused together with others.
 const ALONE_AT_ONCE: usize = 32;
+/// The part of all leases that one look may ask for alone: a refusal for good ends the last body within these looks.
+const LOOKS_FOR_ALL: usize = 4;
 /// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
 const OVERDUE: Duration = Duration::from_secs(1);
 
@@ -779,6 +781,7 @@ impl Leases {
         }
         let mut next = now.saturating_add(LONGEST_SLEEP);
         due.deliveries = self.due_deliveries(now, &mut next);
+        let alone_at_once = ALONE_AT_ONCE.max(self.live().div_ceil(LOOKS_FOR_ALL));
         // Without heartbeats only the deliveries beat.
         for at in (0..SHARDS).filter(|_| self.beats) {
             let mut over = Vec::new();
@@ -802,7 +805,7 @@ impl Leases {
                     // A call for several leases does not say which of them it could not renew for good, and a body is ended for
                     // what was said of its own lease only.
                     let is_alone = registered.is_refused() && registered.held_until() <= now;
-                    match is_alone && due.alone.len() < ALONE_AT_ONCE {
+                    match is_alone && due.alone.len() < alone_at_once {
                         true => due.alone.push(registered.lease.clone()),
                         false => due.leases.push(registered.lease.clone()),
                     }
