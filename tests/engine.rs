@@ -60,6 +60,8 @@ impl From<Error> for Failure {
 
 struct World {
     clock: ManualClock,
+    /// The handle behind `store`.
+    memory: MemoryStore,
     store: FaultyStore,
     runs: AtomicU32,
 }
@@ -67,8 +69,9 @@ struct World {
 impl World {
     fn new() -> Self {
         let clock = ManualClock::new();
-        let store = FaultyStore::new(&MemoryStore::options().clock(clock.clone()).build());
-        Self { clock, store, runs: AtomicU32::new(0) }
+        let memory = MemoryStore::options().clock(clock.clone()).build();
+        let store = FaultyStore::new(&memory);
+        Self { clock, memory, store, runs: AtomicU32::new(0) }
     }
 
     fn key(name: &str) -> Key {

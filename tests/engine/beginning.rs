@@ -122,7 +122,16 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     world.store.always(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
     assert!(world.operation(AT_MOST_ONCE).run(body).await.is_err());
     outlast(&world, 6).await;
-    assert!(matches!(world.call(AT_MOST_ONCE).await.0, Err(Error::Interrupted { .. })), "nobody knows it yet");
+    let (result, outcome) = world.call(AT_MOST_ONCE).await;
+    assert!(matches!(result, Err(Error::InProgress { attempt: 1, .. })), "this process knows of its end: {result:?}");
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "a dead letter would be wrong in a moment");
+    let elsewhere = world.memory.peer();
+    let elsewhere = Operation::new(&elsewhere, Ok(World::key("k")), AT_MOST_ONCE);
+    assert!(matches!(elsewhere.run(world.body()).await, Err(Error::Interrupted { .. })), "another does not");
+    let patient = AT_MOST_ONCE.in_progress(InProgress::Wait(LEASE * 9));
+    let mut waiting = Box::pin(world.call(patient));
+    assert!(poll_once(waiting.as_mut()).await.is_pending(), "it waits for the end");
+    drop(waiting);
     world.store.always(Call::Release, Fault::None);
     outlast(&world, 2).await;
     assert_eq!(world.state().await, State::Released);

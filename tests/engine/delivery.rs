@@ -286,9 +286,13 @@ async fn whatever_is_in_doubt_is_told_once() {
         Ok::<u32, Error>(4)
     }));
     assert!(poll_once(late.as_mut()).await.is_pending());
-    let mut successor = Box::pin(hanging(policy.on_crash(OnCrash::Fail)));
-    // A caller under `fail` does not take over from a body that may have had its effect.
-    assert!(matches!(successor.as_mut().await, Err(Error::Interrupted { .. })));
+    // A caller under `fail` does not take over from a body that may have had its effect. Its own process knows that this
+    // body is being ended.
+    let at_most_once = policy.on_crash(OnCrash::Fail);
+    assert!(matches!(hanging(at_most_once).await, Err(Error::InProgress { attempt: 4, .. })));
+    let elsewhere = world.memory.peer();
+    let successor = Operation::new(&elsewhere, Ok(World::key("doubted")), at_most_once);
+    assert!(matches!(successor.run(world.body()).await, Err(Error::Interrupted { .. })));
     assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
     assert!(late.await.is_ok(), "nobody has taken over");
 

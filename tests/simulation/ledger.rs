@@ -554,6 +554,20 @@ impl Ledger {
                     let lapsed_under = net.history().holder(key, attempt).map(|(_, on_crash)| on_crash);
                     // An attempt under `retry` is not marked, and a caller under `fail` takes over nothing.
                     let is_unmarked = lapsed_under == Some(OnCrash::Retry) && call.terms.on_crash == OnCrash::Fail;
+                    // An attempt under `fail` whose body runs or has returned is ended by its process, however late.
+                    let is_at_work = runs.iter().any(|run| {
+                        let its = &self.calls[run.call];
+                        let is_cut_off = matches!(
+                            &run.ended,
+                            Some((event, BodyEnd::Dropped | BodyEnd::Panicked)) if event < when
+                        );
+                        let is_here = its.process == call.process && its.terms.on_crash == OnCrash::Fail;
+                        run.attempt == attempt && run.started < *when && is_here && !is_cut_off
+                    });
+                    let has_lost_right = self.losses.iter().any(|(process, _)| *process == call.process);
+                    if is_at_work && !has_lost_right && !net.history().was_broken(key, attempt, *when) {
+                        find(Check::Interrupted, format!("{call:?}: its process is at work on attempt {attempt}"));
+                    }
                     if began(attempt, u64::MAX) || is_unmarked {
                         continue;
                     }

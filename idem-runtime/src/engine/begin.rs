@@ -28,6 +28,8 @@ const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from
 /// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result after
 /// an outage.
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
+/// Pause of a duplicate that waits for the late end of an attempt in this process. The end is tried about as often.
+const END_PAUSE: Duration = Duration::from_secs(1);
 /// How many owner tokens a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
 /// had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
@@ -196,11 +198,10 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
         Ok(request) => request,
         Err(start) => return Beginning { start: *start, waited: None, at_once: false, turn: None },
     };
-    let mut waited = false;
     loop {
         let running = match request.ask().await {
             Step::Decided(start) => {
-                let waited = request.since(request.met_at.filter(|_| waited));
+                let waited = request.since(request.met_at.filter(|_| request.waited));
                 return Beginning { start, waited, at_once: request.at_once, turn: None };
             }
             Step::AskAgain => continue,
@@ -208,11 +209,11 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
         };
         request.may_wait_at_last();
         if request.may_wait().is_zero() {
-            let waited = request.since(request.met_at.filter(|_| waited));
+            let waited = request.since(request.met_at.filter(|_| request.waited));
             let start = Start::Refused(request.in_progress(running));
             return Beginning { start, waited, at_once: false, turn: None };
         }
-        waited = true;
+        request.waited = true;
         waits();
         // Boxed: most calls don't wait, but would carry its size inline.
         if let Some(start) = Box::pin(request.wait(running)).await {
@@ -231,6 +232,14 @@ enum Step {
     Running(Running),
 }
 
+/// An answer that needs one more request, or a wait.
+enum Unsettled {
+    /// Another payload, of this attempt.
+    Mismatch(u32),
+    /// The attempt is interrupted by its record, and is at work in this process.
+    EndsLate(u32),
+}
+
 /// An attempt that holds the key.
 #[derive(Clone, Copy)]
 struct Running {
@@ -247,6 +256,8 @@ struct Request<'a> {
     unanswered_since: Option<Instant>,
     /// When the call met the first attempt that it waits for.
     met_at: Option<Instant>,
+    /// Whether the call has waited for another attempt.
+    waited: bool,
     /// Whether the last request was answered as soon as it was made.
     at_once: bool,
     /// How many owner tokens the call has drawn.
@@ -316,7 +327,17 @@ impl<'a> Request<'a> {
             None => reserve,
         };
         let (unanswered_since, met_at) = (None, None);
-        Ok(Self { subject, mode, reserve, unanswered_since, met_at, at_once: false, tokens: 1, last_wait: None })
+        Ok(Self {
+            subject,
+            mode,
+            reserve,
+            unanswered_since,
+            met_at,
+            waited: false,
+            at_once: false,
+            tokens: 1,
+            last_wait: None,
+        })
     }
 
     fn store(&self) -> &'a Arc<dyn Store> {
@@ -335,7 +356,7 @@ impl<'a> Request<'a> {
     /// Asks the store for the key.
     async fn ask(&mut self) -> Step {
         // Blocks end what an await after them would carry along: every call has the size of its largest await.
-        let attempt = {
+        let unsettled = {
             let now = self.clock().now();
             // A repeated reservation may have taken effect by its first request: count the lease from there.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
@@ -372,12 +393,36 @@ impl<'a> Request<'a> {
             }
             match answer {
                 Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
-                Ok(Reservation::FingerprintMismatch { attempt }) => attempt,
+                Ok(Reservation::FingerprintMismatch { attempt }) => Unsettled::Mismatch(attempt),
+                Ok(Reservation::Interrupted { attempt }) if self.store().heartbeats().is_at_work(&self.reserve.key) => {
+                    Unsettled::EndsLate(attempt)
+                }
                 Ok(reservation) => return self.decide(reservation, asked_at),
                 Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
         };
-        Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
+        // Boxed: both are rare, and every call would carry their size inline.
+        match unsettled {
+            Unsettled::Mismatch(attempt) => {
+                Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
+            }
+            Unsettled::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
+        }
+    }
+
+    /// Waits for attempt `attempt`, whose lease has lapsed and which this process runs or is still ending, for as long as the
+    /// policy says. The record calls it interrupted, and will not once that end is written.
+    async fn await_end(&mut self, attempt: u32) -> Step {
+        self.store().heartbeats().store_answered();
+        self.may_wait_at_last();
+        let left = self.may_wait();
+        if left.is_zero() {
+            return Step::Decided(Start::Refused(self.in_progress(Running { attempt, lapses_in: END_PAUSE })));
+        }
+        self.waited = true;
+        waits();
+        self.clock().sleep(left.min(END_PAUSE)).await;
+        Step::AskAgain
     }
 
     /// Whether the record has to say that the body begins before it does.

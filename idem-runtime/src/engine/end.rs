@@ -10,15 +10,13 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::metrics::{Dropped, StoreOp};
-use crate::policy::OnCrash;
+use crate::policy::{Backoff, OnCrash};
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, UnderWay};
+use crate::store::{EndsLate, Store, StoreError, StoreErrorKind, StoreFuture, UnderWay};
 
 /// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause of a write that outlasts its lease.
-const LONGEST_PAUSE_IN_OUTAGE: Duration = Duration::from_secs(10);
 
 /// How an attempt ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -178,6 +176,11 @@ fn outlasts_lease(lease: &Lease) -> bool {
     lease.on_crash == OnCrash::Fail
 }
 
+/// Marks the key of `lease` as one whose end is still to be written, if that write outlasts the lease.
+pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<EndsLate> {
+    outlasts_lease(lease).then(|| store.heartbeats().ends_late(&lease.key))
+}
+
 /// The pauses between tries, for one lease at most and while that may be held; or for the retention of the record.
 struct Tries<'a> {
     store: &'a dyn Store,
@@ -185,8 +188,8 @@ struct Tries<'a> {
     confirmed_at: Instant,
     began: Instant,
     pause: Duration,
-    /// Whether to go on after the lease, for as long as the process lives and the record is retained.
-    outlasts: bool,
+    /// Set for a write that goes on after the lease, for as long as the process lives and the record is retained.
+    outlasts: Option<EndsLate>,
     /// Keeps `flush` waiting during the lease, and no longer.
     under_way: Option<UnderWay>,
 }
@@ -194,11 +197,11 @@ struct Tries<'a> {
 impl<'a> Tries<'a> {
     fn new(store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
         let began = store.heartbeats().clock().now();
-        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: false, under_way: None }
+        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 
     /// The tries of a write that no call waits for.
-    fn late(self, under_way: UnderWay, outlasts: bool) -> Self {
+    fn late(self, under_way: UnderWay, outlasts: Option<EndsLate>) -> Self {
         Self { outlasts, under_way: Some(under_way), ..self }
     }
 
@@ -217,16 +220,17 @@ impl<'a> Tries<'a> {
         let heartbeats = self.store.heartbeats();
         let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
         let left = held.min(self.lease.duration.saturating_sub(self.elapsed()));
-        let (pause, longest) = match left.is_zero() {
-            false => (self.pause.min(left), LONGEST_PAUSE),
-            true if self.outlasts && heartbeats.writes_late() && self.elapsed() < self.lease.ttl => {
+        let pause = match left.is_zero() {
+            false => self.pause.min(left),
+            true if self.outlasts.is_some() && heartbeats.writes_late() && self.elapsed() < self.lease.ttl => {
                 self.under_way = None;
-                (self.pause, LONGEST_PAUSE_IN_OUTAGE)
+                // Drawn, so that the ends of all attempts of an outage do not reach the store together.
+                Backoff::new(self.pause, self.pause).after(1, self.lease.owner.seed())
             }
             true => return false,
         };
         heartbeats.clock().sleep(pause).await;
-        self.pause = (self.pause * 2).min(longest);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         true
     }
 }
@@ -303,7 +307,16 @@ impl Late {
 
 /// Writes `ending` after its caller is gone: at once if the store can, otherwise by
 /// [`Clock::spawn`](crate::clock::Clock::spawn).
-pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Instant, mut ending: Ending, late: Late) {
+///
+/// `ends_late`: from [`ends_late`], made before the lease was deregistered, so that no duplicate finds neither of them.
+pub(crate) fn write_late(
+    store: Arc<dyn Store>,
+    lease: Lease,
+    confirmed_at: Instant,
+    mut ending: Ending,
+    late: Late,
+    ends_late: Option<EndsLate>,
+) {
     // In an open transaction nothing is written late: its commit or rollback decides.
     if !store.heartbeats().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
         return;
@@ -312,7 +325,7 @@ pub(crate) fn write_late(store: Arc<dyn Store>, lease: Lease, confirmed_at: Inst
     let clock = Arc::clone(&store);
     clock.heartbeats().clock().spawn(Box::pin(async move {
         let store = store.upkeep();
-        let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, outlasts_lease(&lease));
+        let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, ends_late);
         let written = write(&*store, &lease, &ending).await;
         let written = write_again(tries, &mut ending, written).await;
         tell_late(store.name(), &lease, &ending, late.what_happened(), &written);
@@ -374,20 +387,22 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
     }
     if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
         if let Reservation::Granted { lease, .. } = reservation {
-            let ending = Ending::Release(Release::NotStarted);
-            write_late(Arc::clone(store), lease, store.heartbeats().clock().now(), ending, Late::NotStarted);
+            let (ending, now) = (Ending::Release(Release::NotStarted), store.heartbeats().clock().now());
+            let ends_late = ends_late(store, &lease);
+            write_late(Arc::clone(store), lease, now, ending, Late::NotStarted, ends_late);
         }
         return;
     }
     let request = request.clone();
     let under_way = store.heartbeats().under_way();
+    let ends_late = may_be_marked.then(|| store.heartbeats().ends_late(&request.key));
     let upkeep = Arc::clone(store);
     store.heartbeats().clock().spawn(Box::pin(async move {
         let store = upkeep.upkeep();
         let (key, name) = (&request.key, store.name());
         let asked_at = store.heartbeats().clock().now();
         let unanswered = request.unanswered();
-        let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, may_be_marked);
+        let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, ends_late);
         match clean_up(tries, &request).await {
             Ok(()) => tracing::debug!(
                 parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"

@@ -313,14 +313,15 @@ impl Drop for HeldAttempt {
             tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
             tell_dropped(late, store.name(), &lease);
         }
+        // A body that has not begun is not interrupted, whatever the policy says of a crash.
+        let ending = if begun { self.on_drop.take() } else { Some(Ending::Release(Release::NotStarted)) };
+        let ends_late = ending.as_ref().and_then(|_| end::ends_late(&store, &lease));
         let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
-        // A body that has not begun is not interrupted, whatever the policy says of a crash.
-        let ending = if begun { self.on_drop.take() } else { Some(Ending::Release(Release::NotStarted)) };
         if let Some(ending) = ending {
-            end::write_late(store, lease, confirmed_at, ending, late);
+            end::write_late(store, lease, confirmed_at, ending, late, ends_late);
         }
     }
 }

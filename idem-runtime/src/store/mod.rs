@@ -25,7 +25,7 @@ pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
 pub use self::health::{Health, HealthProblem};
 pub use self::heartbeat::Heartbeats;
-pub(crate) use self::heartbeat::{Beat, Beating, Callback, LastWait, LeaseStanding, Limits, Timer, UnderWay};
+pub(crate) use self::heartbeat::{Beat, Beating, Callback, EndsLate, LastWait, LeaseStanding, Limits, Timer, UnderWay};
 pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
 use self::operator::Operator;
 #[cfg(feature = "postgres")]

@@ -96,12 +96,9 @@ struct Leases {
     /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
-    /// The failures of bodies that run without a record, by key.
-    failures: Repeats,
-    /// How often duplicates have met an attempt, by key and attempt.
-    meetings: Repeats,
-    /// The duplicates that wait only because their broker delivers them for the last times.
-    last_waits: AtomicUsize,
+    counts: Counts,
+    /// Distinguishes the keys of one place from those of others in [`OF_TRANSACTIONS`].
+    place: u64,
     /// Made by the first that counts: the name of the store is known then.
     metrics: OnceLock<Arc<Metrics>>,
     /// What the store has not answered.
@@ -119,6 +116,8 @@ struct Tables {
     shards: [SharedWithChild<Shard>; SHARDS],
     /// The deliveries that beat, by the order in which they began.
     deliveries: [SharedWithChild<Deliveries>; SHARDS],
+    /// Keys whose late writes go on after their lease, with the number of such writes.
+    ending: SharedWithChild<HashMap<Key, usize>>,
 }
 
 type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
@@ -465,6 +464,24 @@ impl Heartbeats {
         UnderWay::new(self.leases())
     }
 
+    /// Marks `key` as one whose attempt this handle is still ending, until the returned value is dropped.
+    pub(crate) fn ends_late(&self, key: &Key) -> EndsLate {
+        let leases = self.here();
+        *leases.ending().entry(key.clone()).or_default() += 1;
+        EndsLate { leases: Arc::clone(leases), key: key.clone() }
+    }
+
+    /// Whether an attempt of `key` runs in this handle, or is still being ended by it. A lapsed lease says nothing about such
+    /// an attempt: the outage that kept its renewals away kept its end away, too.
+    pub(crate) fn is_at_work(&self, key: &Key) -> bool {
+        let leases = self.here();
+        if leases.ending().contains_key(key) {
+            return true;
+        }
+        let runs = |it: &Registered| it.lease.key == *key && it.standing != LeaseStanding::Lost;
+        (0..SHARDS).any(|at| leases.shard(at).values().any(runs))
+    }
+
     /// Keeps `lease` alive until it is deregistered, within `limits`.
     pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, limits: Limits) {
         let leases = self.leases();
@@ -683,6 +700,21 @@ impl Leases {
     fn shard(&self, at: usize) -> MutexGuard<'_, Shard> {
         let anew = |InheritedLock| self.anew.here().shards[at].lock().expect("a lock of this process");
         self.tables.shards[at].lock().unwrap_or_else(anew)
+    }
+
+    /// Names `key` in the counts.
+    fn tag(&self, key: &Key) -> u64 {
+        key.seed() ^ self.place
+    }
+
+    fn counts(&self) -> &Counts {
+        if self.beats { &self.counts } else { &OF_TRANSACTIONS }
+    }
+
+    /// The keys whose attempts are being ended late.
+    fn ending(&self) -> MutexGuard<'_, HashMap<Key, usize>> {
+        let anew = |InheritedLock| self.anew.here().ending.lock().expect("a lock of this process");
+        self.tables.ending.lock().unwrap_or_else(anew)
     }
 
     /// The same for deliveries.
@@ -1026,6 +1058,24 @@ impl UnderWay {
     fn new(leases: &Arc<Leases>) -> Self {
         leases.under_way.fetch_add(1, Ordering::SeqCst);
         Self(Arc::clone(leases))
+    }
+}
+
+/// An attempt that is ended after its lease; see [`Heartbeats::ends_late`].
+pub(crate) struct EndsLate {
+    leases: Arc<Leases>,
+    key: Key,
+}
+
+impl Drop for EndsLate {
+    fn drop(&mut self) {
+        let mut ending = self.leases.ending();
+        if let Some(writes) = ending.get_mut(&self.key) {
+            *writes -= 1;
+            if *writes == 0 {
+                ending.remove(&self.key);
+            }
+        }
     }
 }
 
