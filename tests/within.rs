@@ -1895,6 +1895,14 @@ impl Driver {
         }
     }
 
+    /// The name that is paid. Counts of failures are shared by all transactions of one table's name.
+    fn payee(&self) -> String {
+        match self {
+            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.schema.clone(),
+            Self::Rusqlite(till) => till.folder.path().display().to_string(),
+        }
+    }
+
     async fn payments(&self) -> i64 {
         match self {
             Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.payments().await,
@@ -1917,30 +1925,32 @@ impl Driver {
         match self {
             Self::TokioPostgres(bank) => {
                 let mut client = bank.client().await;
-                let work = async |tx: &Transaction<'_>| after(bank.end(tx, "a", policy, end).await);
+                let work = async |tx: &Transaction<'_>| after(bank.end(tx, &self.payee(), policy, end).await);
                 PostgresStore::transact(&mut client, work).delivery(delivery).catch_panics().await
             }
             Self::Sqlx(bank, pool) => {
-                let work = async |tx: &SqlxTransaction<'_>| after(bank.end_by_sqlx(tx, "a", policy, end).await);
+                let work =
+                    async |tx: &SqlxTransaction<'_>| after(bank.end_by_sqlx(tx, &self.payee(), policy, end).await);
                 PostgresStore::transact_sqlx(pool, work).delivery(delivery).catch_panics().await
             }
             Self::Rusqlite(till) => {
                 let mut connection = till.connection();
-                let work =
-                    async |tx: &rusqlite::Transaction<'_>| after(sell_and_end(tx, "a", policy, end, false).await);
+                let work = async |tx: &rusqlite::Transaction<'_>| {
+                    after(sell_and_end(tx, &self.payee(), policy, end, false).await)
+                };
                 SqliteStore::transact(&mut connection, work).delivery(delivery).catch_panics().await
             }
         }
     }
 
     /// One delivery that begins and commits by hand, as the page about transactions did it.
-    async fn by_hand(&self, policy: Policy) -> (Result<u32, AnyError>, Outcome) {
+    async fn by_hand(&self, policy: Policy, end: End) -> (Result<u32, AnyError>, Outcome) {
         match self {
             Self::TokioPostgres(bank) => {
                 observe(async {
                     let mut client = bank.client().await;
                     let tx = client.transaction().await?;
-                    let paid = bank.end(&tx, "a", policy, End::Succeed).await.map_err(|it| it.0)?;
+                    let paid = bank.end(&tx, &self.payee(), policy, end).await.map_err(|it| it.0)?;
                     tx.commit().await?;
                     Ok(paid)
                 })
@@ -1949,9 +1959,13 @@ impl Driver {
             Self::Sqlx(bank, pool) => {
                 observe(async {
                     let tx = SqlxTransaction::new(pool.begin().await?);
-                    let paid = bank.end_by_sqlx(&tx, "a", policy, End::Succeed).await.map_err(|it| it.0)?;
-                    tx.into_inner().commit().await?;
-                    Ok(paid)
+                    let paid = bank.end_by_sqlx(&tx, &self.payee(), policy, end).await;
+                    match paid.is_ok() {
+                        true => tx.into_inner().commit().await?,
+                        // A transaction that is only dropped is rolled back when its connection is used again.
+                        false => tx.into_inner().rollback().await?,
+                    }
+                    Ok(paid.map_err(|it| it.0)?)
                 })
                 .await
             }
@@ -1959,7 +1973,7 @@ impl Driver {
                 observe(async {
                     let mut connection = till.connection();
                     let tx = begin(&mut connection);
-                    let paid = sell_and_end(&tx, "a", policy, End::Succeed, false).await.map_err(|it| it.0)?;
+                    let paid = sell_and_end(&tx, &self.payee(), policy, end, false).await.map_err(|it| it.0)?;
                     tx.commit()?;
                     Ok(paid)
                 })
@@ -1974,7 +1988,7 @@ async fn a_healthy_message_is_acknowledged() {
     for driver in Driver::all().await {
         // By hand nothing says that the first delivery is committed; the next one finds that it is.
         for (n, expected) in [(1, None), (2, Some(Disposition::Ack)), (3, Some(Disposition::Ack))] {
-            let (paid, outcome) = driver.by_hand(POLICY).await;
+            let (paid, outcome) = driver.by_hand(POLICY, End::Succeed).await;
             assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());
             match expected {
                 Some(expected) => assert_eq!(outcome.disposition(), expected, "{}", driver.name()),
@@ -2021,10 +2035,70 @@ async fn an_attempt_counts_although_its_transaction_is_rolled_back() {
 #[tokio::test]
 async fn a_limit_of_attempts_that_nothing_would_count_is_refused() {
     for driver in Driver::all().await {
-        let (paid, outcome) = driver.by_hand(POLICY.max_attempts(3)).await;
+        let (paid, outcome) = driver.by_hand(POLICY.max_attempts(3), End::Succeed).await;
         assert!(paid.unwrap_err().to_string().contains("use `transact`"));
         assert!(!outcome.executed() && outcome.misconfigured() && is_retry(&outcome), "{outcome:?}");
         assert_eq!(driver.payments().await, 0);
+    }
+}
+
+/// Nothing is left of such a delivery, and the handle of its call ends with it.
+#[tokio::test]
+async fn the_pauses_of_a_delivery_that_is_rolled_back_by_hand_grow() {
+    let cases = [
+        ("the body fails", POLICY, End::Fail),
+        ("the statement fails", POLICY, End::FailInSql),
+        ("the body fails without a record", POLICY.mode(Mode::Off), End::Fail),
+        ("the call is refused", POLICY.max_attempts(3), End::Succeed),
+    ];
+    for (what, policy, end) in cases {
+        for driver in Driver::all().await {
+            let mut pauses = Vec::new();
+            for _ in 0..8 {
+                let (paid, outcome) = driver.by_hand(policy, end).await;
+                match outcome.disposition() {
+                    Disposition::Retry { after } if paid.is_err() => pauses.push(after),
+                    other => panic!("{}, {what}: {other:?}", driver.name()),
+                }
+            }
+            let name = driver.name();
+            assert!(pauses[0] <= Duration::from_secs(4), "{name}, {what}: {pauses:?}");
+            assert!(pauses[7] >= Duration::from_secs(60), "{name}, {what}: {pauses:?}");
+            assert_eq!(driver.payments().await, 0, "{name}, {what}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_other_work() {
+    const SLOTS: usize = 7;
+    const WAITERS: usize = 4;
+    let bank = Bank::open().await;
+    let mut holder = bank.client().await;
+    let holding = holder.transaction().await.unwrap();
+    let names: Vec<_> = (0..SLOTS).map(|at| format!("held {at}")).collect();
+    for name in &names {
+        bank.pay(&holding, name, POLICY).await.0.unwrap();
+    }
+    let duplicates = names.iter().map(|name| {
+        let delivery = async {
+            let mut client = bank.client().await;
+            let tx = client.transaction().await.unwrap();
+            let paid = bank.pay(&tx, name, POLICY).await.0;
+            tx.commit().await.unwrap();
+            paid
+        };
+        Box::pin(observe(delivery).delivery(5).delivery_limit(5))
+    });
+    let mut waiting: futures::stream::FuturesUnordered<_> = duplicates.collect();
+    for _ in WAITERS..SLOTS {
+        let (_, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that does not wait");
+        assert!(!outcome.waited() && outcome.disposition() == Disposition::DeadLetter, "{outcome:?}");
+    }
+    holding.commit().await.unwrap();
+    for _ in 0..WAITERS {
+        let (paid, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that waits");
+        assert!(paid.is_ok() && outcome.replayed() && outcome.waited(), "{outcome:?}");
     }
 }
 

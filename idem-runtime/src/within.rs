@@ -95,7 +95,8 @@ impl<C: Transaction> Within<C> {
             this: Weak::clone(this),
             name: C::NAME,
             namespace: self.0.namespace().into(),
-            heartbeats: Heartbeats::none(Arc::new(SystemClock::default())).held_by(self.0.holder()),
+            heartbeats: Heartbeats::in_transaction(Arc::new(SystemClock::default()), self.0.place())
+                .held_by(self.0.holder()),
             asks,
         });
         // A shadow does not change what the body does.

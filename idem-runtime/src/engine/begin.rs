@@ -458,7 +458,10 @@ impl<'a> Request<'a> {
     fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
         let Subject { store, policy, .. } = self.subject;
         let (key, name) = (&self.reserve.key, store.name());
-        store.heartbeats().store_answered();
+        match store.heartbeats().renews() {
+            true => store.heartbeats().store_answered(),
+            false => _ = store.heartbeats().refusals_in_transactions(key, false),
+        }
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
                 let Policy { on_undecodable, ttl, backoff, .. } = *policy;
@@ -495,6 +498,10 @@ impl<'a> Request<'a> {
         let retry_after = match source.kind() {
             // A repair takes minutes.
             StoreErrorKind::Corrupt => policy.backoff.after(8, seed),
+            // The handle of a call in a transaction ends with it, and knows nothing of earlier failures.
+            _ if !store.heartbeats().renews() => {
+                policy.backoff.after(store.heartbeats().refusals_in_transactions(&self.reserve.key, true), seed)
+            }
             _ => policy.backoff.during(store.heartbeats().store_failed(), seed),
         };
         let key = self.reserve.key.clone();

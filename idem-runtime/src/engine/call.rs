@@ -335,6 +335,10 @@ where
                             break;
                         }
                     };
+                    if this.seen.commit == Commit::Pending {
+                        // A rollback takes the attempt with it: its number does not grow with the failures.
+                        this.seen.again = this.seen.again.max(Some(held.attempt().pause_unprotected(is_ok)));
+                    }
                     this.seen.progress = Progress::Recording;
                     report(this.seat, || this.seen.clone());
                     if is_ok {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -110,6 +110,22 @@ struct Leases {
     /// The duplicates that wait. Those of a parent wait in the parent.
     flights: PerProcess<Flights>,
 }
+
+/// Counts of events that no record keeps.
+#[derive(Default)]
+struct Counts {
+    /// Failures of bodies that run without a record, by key.
+    failures: Repeats,
+    /// Calls in transactions that the store refused, by key.
+    refusals: Repeats,
+    /// Encounters of duplicates with an attempt, by key and attempt.
+    meetings: Repeats,
+    /// Duplicates that wait only because their broker delivers them for the last times.
+    last_waits: AtomicUsize,
+}
+
+/// The counts of all calls in transactions: the handle of such a call ends with it.
+static OF_TRANSACTIONS: LazyLock<Counts> = LazyLock::new(Counts::default);
 
 #[derive(Default)]
 struct Tables {
@@ -232,23 +248,31 @@ impl Heartbeats {
     /// The heartbeats of a new store handle. Each owner token comes from the clock's entropy, so that none repeats in a
     /// forked process or in the copy of a virtual machine.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
-        Self::of(clock, None, true)
+        Self::of(clock, None, true, 0)
     }
 
     /// The heartbeats of a store whose records no other process sees: a forked process has a copy of its own. Owner tokens
     /// are counted from a random start.
     pub fn in_process(clock: Arc<dyn Clock>) -> Self {
         let owners = Owners::new(clock.entropy());
-        Self::of(clock, Some(owners), true)
+        Self::of(clock, Some(owners), true, 0)
     }
 
     /// No heartbeats: for a store whose reservations need no lease, because something else ends them.
     pub fn none(clock: Arc<dyn Clock>) -> Self {
-        Self::of(clock, None, false)
+        Self::of(clock, None, false, 0)
     }
 
-    fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Self {
-        Self(PerProcess::new(Leases::new(clock, owners, beats)), Holds::new(""))
+    /// No heartbeats, for one call in a transaction. `place` names the table or the schema of the records.
+    #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+    pub(crate) fn in_transaction(clock: Arc<dyn Clock>, place: &str) -> Self {
+        let mut hasher = std::hash::DefaultHasher::new();
+        hasher.write(place.as_bytes());
+        Self::of(clock, None, false, hasher.finish())
+    }
+
+    fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool, place: u64) -> Self {
+        Self(PerProcess::new(Leases::new(clock, owners, beats, place)), Holds::new(""))
     }
 
     /// The leases of this process. A system call, except for a store in memory: the child of a `fork()` goes on with its copy
@@ -256,7 +280,7 @@ impl Heartbeats {
     fn here(&self) -> &Arc<Leases> {
         match self.0.first() {
             copied if copied.owners.is_some() => copied,
-            _ => self.0.here_or(|parents| Leases::new(Arc::clone(&parents.clock), None, parents.beats)),
+            _ => self.0.here_or(|parents| Leases::new(Arc::clone(&parents.clock), None, parents.beats, parents.place)),
         }
     }
 
@@ -379,25 +403,42 @@ impl Heartbeats {
     /// Notes how a body of `key` ended that ran without a record. Returns how often it has failed in a row, as far as that is
     /// remembered.
     pub(crate) fn unrecorded_failures(&self, key: &Key, is_ok: bool) -> u32 {
+        let (failures, tag) = (&self.leases().counts().failures, self.leases().tag(key));
         match is_ok {
             true => {
-                self.leases().failures.forget(key.seed());
+                failures.forget(tag);
                 0
             }
-            false => self.leases().failures.again(key.seed()),
+            false => failures.again(tag),
+        }
+    }
+
+    /// Notes whether the store refused a call of `key` in a transaction. Returns the number of refusals in a row, as far as that
+    /// is remembered.
+    pub(crate) fn refusals_in_transactions(&self, key: &Key, is_refused: bool) -> u32 {
+        let (refusals, tag) = (&self.leases().counts().refusals, self.leases().tag(key));
+        match is_refused {
+            true => refusals.again(tag),
+            false => {
+                refusals.forget(tag);
+                0
+            }
         }
     }
 
     /// A duplicate has met attempt number `attempt` of `key`. Returns how often that happened here, as far as it is remembered.
     pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
         // An odd multiplier spreads the numbers over all bits of the tag.
-        self.leases().meetings.again(key.seed() ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        self.leases()
+            .counts()
+            .meetings
+            .again(self.leases().tag(key) ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
     /// The right of a duplicate to wait on its last deliveries; `None` if enough of them wait.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
-        let waits = self.leases().last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
+        let waits = self.leases().counts().last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
         waits.then(|| LastWait(Arc::clone(self.leases())))
     }
 
@@ -668,7 +709,7 @@ impl Drop for Heartbeats {
 }
 
 impl Leases {
-    fn new(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool) -> Arc<Self> {
+    fn new(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool, place: u64) -> Arc<Self> {
         Arc::new(Self {
             clock,
             made_by: Process::this(),
@@ -685,9 +726,8 @@ impl Leases {
             flushed: PerProcess::new(Notify::new()),
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
-            failures: Repeats::default(),
-            meetings: Repeats::default(),
-            last_waits: AtomicUsize::new(0),
+            counts: Counts::default(),
+            place,
             metrics: OnceLock::new(),
             outage: Outage::default(),
             broker_outage: Outage::default(),
@@ -1050,7 +1090,7 @@ impl LastWait {
 
 impl Drop for LastWait {
     fn drop(&mut self) {
-        self.0.last_waits.fetch_sub(1, Ordering::Relaxed);
+        self.0.counts().last_waits.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
