@@ -348,15 +348,21 @@ impl Outcome {
     }
 
     /// Whether the operation is recorded as finished, by this run or by an earlier one. False for a body that ran
-    /// unprotected, whose error was released, whose lease was lost, or whose transaction was rolled back.
+    /// unprotected, whose error was released, whose lease was lost, or whose transaction was rolled back or is not
+    /// [committed](Outcome::committed) yet.
     pub fn recorded(&self) -> bool {
-        self.call.recorded()
+        self.call.recorded() && !self.depends_on_commit()
     }
 
     /// Whether duplicates can replay the result: false where it was too large or could not be encoded, although the
     /// completion is [recorded](Outcome::recorded).
     pub fn result_stored(&self) -> bool {
-        self.call.result_stored()
+        self.call.result_stored() && !self.depends_on_commit()
+    }
+
+    /// Whether the last call wrote to, or read from, a transaction whose commit is still to come.
+    fn depends_on_commit(&self) -> bool {
+        self.pending_commit && self.call.commit == Commit::Pending
     }
 
     /// Whether the effect of any call may have happened although the record does not say so: the lease was lost, the result
