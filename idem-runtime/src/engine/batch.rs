@@ -13,6 +13,7 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
 use super::beat::Beats;
 use super::begin;
+use super::held::note_refusal;
 use super::outcome::{CatchPanics, Observe, Outcome};
 use crate::clock::{Clock, Sleep, SystemClock};
 use crate::combine::race;
@@ -305,6 +306,7 @@ where
     }
 
     fn hold_back(&mut self, pulled: Pulled<I, F, B>, after: Option<Duration>) {
+        note_refusal();
         let outcome = Outcome::not_begun(after);
         let error = Error::HeldBack { retry_after: outcome.retry_after() };
         self.end(pulled.item, pulled.id, Err(E::from(error)), outcome);
@@ -329,6 +331,9 @@ where
         let mut not_begun: Vec<_> = groups.flatten().chain(self.next_of_groups.drain(..)).collect();
         while let Some(pulled) = self.next_item() {
             not_begun.push(pulled);
+        }
+        if !not_begun.is_empty() {
+            note_refusal();
         }
         for Pulled { item, id, .. } in not_begun {
             let outcome = Outcome::not_begun(None);

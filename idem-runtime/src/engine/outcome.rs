@@ -934,6 +934,7 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
             Error::MessageLost { key, attempt, retry_after }
         };
         if let Some(output) = this.beat.lost(&lost, cx) {
+            note_refusal();
             this.future.set(None);
             return Poll::Ready(output);
         }
@@ -1064,6 +1065,7 @@ where
 {
     /// Drops the delivery because the deadline of its batch has passed.
     pub(super) fn passed_deadline(self: Pin<&mut Self>) -> (Result<T, E>, Outcome) {
+        note_refusal();
         self.project().observe.cut_off(|key, attempt, retry_after| Error::DeadlinePassed { key, attempt, retry_after })
     }
 }
