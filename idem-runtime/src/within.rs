@@ -27,10 +27,10 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use crate::clock::{Clock, SystemClock};
 use crate::codec::Json;
 use crate::combine::race;
-use crate::engine::{Operation, RecordValues, Recorder, Settled, settle, unsettled};
+use crate::engine::{Operation, RecordValues, Recorder, Settled, settle, unreached, unsettled};
 use crate::error::Error;
 use crate::key::{Key, KeyError};
-use crate::policy::{Backoff, Mode, OnCrash, Policy};
+use crate::policy::{Mode, OnCrash, Policy};
 use crate::record::{
     Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
@@ -851,18 +851,13 @@ pub(crate) fn rolled_back(recorded: Result<bool, StoreError>) {
 
 /// No transaction could be begun for the delivery: no connection, mostly.
 pub(crate) fn not_begun() {
-    let seed = CONNECTIONS.new_owner().seed();
-    settle(Settled::NotBegun { again: Backoff::DEFAULT.during(CONNECTIONS.store_failed(), seed) });
+    settle(Settled::NotBegun { again: unreached() });
 }
 
 /// The transaction of the delivery has begun, for the first time or once more.
 pub(crate) fn begun() {
-    CONNECTIONS.store_answered();
     unsettled();
 }
-
-/// Since when no transaction could be begun.
-static CONNECTIONS: LazyLock<Heartbeats> = LazyLock::new(|| Heartbeats::none(Arc::new(SystemClock::default())));
 
 /// How often a transaction is tried that conflicts with others.
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]

@@ -35,7 +35,7 @@ pub(crate) use self::end::Ending;
 pub(crate) use self::outcome::Observation;
 pub use self::outcome::{CatchPanics, Observe, Outcome, Refusal, observe};
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-pub(crate) use self::outcome::{Settled, settle, unsettled};
+pub(crate) use self::outcome::{Settled, settle, unreached, unsettled};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};

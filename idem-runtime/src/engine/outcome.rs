@@ -5,7 +5,7 @@ use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::error::{DEPLOYMENT_PAUSE, Disposition, Error};
 use crate::key::Key;
 use crate::policy::Backoff;
 use crate::record::Traceparent;
-use crate::store::{Store, Timer};
+use crate::store::{Heartbeats, Store, Timer};
 
 /// Why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -430,6 +430,9 @@ impl Outcome {
         // Without those of a transaction's earlier try, which the next one did not make. A transaction that could not begin
         // stays: it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
+        if calls.iter().any(|call| call.key.is_some()) {
+            UNREACHED.store_answered();
+        }
         if calls.is_empty() {
             tracing::warn!(
                 "the observed future called no idempotent function, or called it in a spawned task; the message is \
@@ -452,8 +455,13 @@ impl Outcome {
                 budget.retry(after, again, call.key.as_ref())
             }
         };
-        let pause = Backoff::DEFAULT.after(call.attempt.unwrap_or(1), call.key.as_ref().map_or(0, Key::seed));
-        let uncommitted = budget.retry(None, Some(pause), call.key.as_ref());
+        let uncommitted = match pending_commit {
+            true => {
+                let pause = Backoff::DEFAULT.after(call.attempt.unwrap_or(1), call.key.as_ref().map_or(0, Key::seed));
+                budget.retry(None, Some(pause), call.key.as_ref())
+            }
+            false => disposition,
+        };
         Self { call, disposition, uncommitted, pending_commit, uncertain }
     }
 
@@ -503,12 +511,29 @@ impl Budget {
 
     /// The pause before a message is delivered again of which nothing better is known than `again`.
     fn pause(self, again: Option<Duration>, key: Option<&Key>) -> Duration {
-        let seed = key.map_or(0, Key::spread);
+        let (seed, again) = match key {
+            Some(key) => (key.spread(), again),
+            // A run in simulated time repeats to the byte.
+            None if UNREACHED.clock().is_moved() => (0, again),
+            None => {
+                let seed = UNREACHED.new_owner().seed();
+                (seed, again.or_else(|| Some(Backoff::DEFAULT.during(UNREACHED.store_failed(), seed))))
+            }
+        };
         match (self.number(), again) {
             (None, Some(again)) => again,
             (number, again) => Backoff::DEFAULT.after(number.unwrap_or(1), seed).max(again.unwrap_or_default()),
         }
     }
+}
+
+/// Counts the time since when no delivery of this process has reached a call: no connection was to be had, mostly.
+static UNREACHED: LazyLock<Heartbeats> = LazyLock::new(|| Heartbeats::none(Arc::new(SystemClock::default())));
+
+/// The pause of a delivery that reached no call. It grows for as long as no other delivery reaches one.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn unreached() -> Duration {
+    Backoff::DEFAULT.during(UNREACHED.store_failed(), UNREACHED.new_owner().seed())
 }
 
 /// The place of an observed call among the calls of its delivery.
@@ -720,6 +745,10 @@ pub(crate) fn settle(settled: Settled) {
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     OBSERVER.with_borrow_mut(|observer| {
         let observer = observer.as_mut()?;
+        // Entered just before this, at the end. Until its end is reported, the key distinguishes its pause from others.
+        if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
+            call.key = key.cloned();
+        }
         if matches!(observer.timer, TimerSlot::Wanted) {
             observer.timer = TimerSlot::Known(store.heartbeats().timer(), key.cloned());
         }
