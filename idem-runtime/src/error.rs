@@ -6,12 +6,18 @@ use std::time::Duration;
 
 use crate::codec::ResultProblem;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
-use crate::policy::{Doubt, PolicyProblem, Uncertain};
+use crate::policy::{Backoff, Doubt, PolicyProblem, Uncertain};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// When a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop, short enough for
-/// messages to flow soon after it is mended.
-pub(crate) const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
+/// Longest pause before a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop,
+/// short enough for messages to flow soon after the correction.
+const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
+
+/// Pause before a message with `key` is delivered again that a mistake of the deployment holds up. The pauses of different keys
+/// differ: the mistake holds up many messages.
+pub(crate) fn deployment_pause(key: Option<&Key>) -> Duration {
+    Backoff::new(DEPLOYMENT_PAUSE, DEPLOYMENT_PAUSE).after(1, key.map_or(0, Key::spread))
+}
 
 /// What to do with the message that was being handled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -306,7 +312,7 @@ impl Error {
             | Self::DeadlinePassed { retry_after, .. }
             | Self::HeldBack { retry_after, .. }
             | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
-            _ if self.is_misconfigured() => Disposition::Retry { after: DEPLOYMENT_PAUSE },
+            _ if self.is_misconfigured() => Disposition::Retry { after: deployment_pause(self.key()) },
             // The operation is done, and nobody can be told with what result: that is for a person to settle.
             Self::NoAttempt
             | Self::ResultUnavailable { .. }

@@ -15,7 +15,9 @@ use tracing::Span;
 use super::batch::Turns;
 use super::beat::{Beats, Budget, NoBeat};
 use super::disposition::{Returned, Standing, Verdict, judge};
-use crate::error::{DEPLOYMENT_PAUSE, Disposition, Error};
+use super::held::note_refusal;
+use crate::clock::SystemClock;
+use crate::error::{Disposition, Error, deployment_pause};
 use crate::key::Key;
 use crate::policy::Backoff;
 use crate::record::Traceparent;
@@ -163,7 +165,7 @@ impl ObservedCall {
             (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
             // The fingerprints don't tell a payload of another type, which is a mistake of the deployment, from another payload.
             (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
-                Standing::MayPass(Some(DEPLOYMENT_PAUSE))
+                Standing::MayPass(Some(deployment_pause(self.key.as_ref())))
             }
             (_, standing) => standing,
         }
