@@ -458,12 +458,17 @@ impl fmt::Display for Error {
                         "look at the record, and have it forgotten once no handler is running for it; until then no delivery runs"
                     }
                     _ if source.is_for_good() => "correct the store or the rights of its login; the message can be delivered again",
+                    StoreErrorKind::Full => "make room in the store; the message can be delivered again",
                     _ => "deliver the message again once the store answers",
                 };
-                let why = if source.is_for_good() { "refused for good" } else { "was not available for too long" };
+                let why = match source.kind() {
+                    _ if source.is_for_good() => "its renewal was refused for good",
+                    StoreErrorKind::Full => "the store was too full to renew it",
+                    _ => "its renewal was not available for too long",
+                };
                 write!(
                     f,
-                    "key `{key}` in {store}: the lease of attempt {attempt} lapsed while the body ran, and its renewal {why}; the \
+                    "key `{key}` in {store}: the lease of attempt {attempt} lapsed while the body ran, and {why}; the \
                      body was cancelled, and its effects may have happened in part; {next}"
                 )
             }
@@ -475,7 +480,8 @@ impl fmt::Display for Error {
             Self::Unrecorded { key, store, attempt, retry_after, .. } => write!(
                 f,
                 "key `{key}` in {store}: the body ran as attempt {attempt}, its result is not recorded; the key is held \
-                 for {retry_after:?} more; deliver the message again after that"
+                 for {retry_after:?} more, and under `on_crash = fail` until this process has recorded the result; deliver the \
+                 message again after that"
             ),
             Self::ResultUnavailable { key, store, problem: reason } => write!(
                 f,
