@@ -445,14 +445,21 @@ impl Outcome {
         let pending_commit = calls.iter().any(ObservedCall::is_pending);
         let uncertain = calls.iter().any(ObservedCall::uncertain);
         let misconfigured = calls.iter().any(ObservedCall::misconfigured);
+        let is_mismatch = calls.iter().any(ObservedCall::is_mismatch);
         let again = calls.iter().filter_map(|call| call.again).max();
         let call = calls.pop().unwrap_or(ObservedCall::NEW);
         let disposition = match verdict {
             Verdict::Ack => Disposition::Ack,
-            Verdict::DeadLetter => Disposition::DeadLetter,
+            Verdict::DeadLetter => {
+                // It was delivered again until now.
+                if is_mismatch && budget.is_last() {
+                    log_last_delivery(&call, SetAside::Mismatch);
+                }
+                Disposition::DeadLetter
+            }
             Verdict::Retry(after) => {
                 if budget.is_last() {
-                    log_last_delivery(&call, misconfigured);
+                    log_last_delivery(&call, if misconfigured { SetAside::Deployment } else { SetAside::Failure });
                 }
                 budget.retry(after, again, call.key.as_ref())
             }
@@ -483,16 +490,33 @@ impl Outcome {
     }
 }
 
-/// The event of a message that is set aside only because its broker delivers it no more.
-fn log_last_delivery(call: &ObservedCall, misconfigured: bool) {
+/// Why a message is set aside with its last delivery.
+#[derive(Clone, Copy)]
+enum SetAside {
+    /// Its deliveries failed.
+    Failure,
+    /// The deployment is wrong, and not the message.
+    Deployment,
+    /// The payload is another one than that of its key, or its type has changed: the fingerprints do not say which.
+    Mismatch,
+}
+
+/// Logs that a message is set aside because its broker delivers it no more.
+fn log_last_delivery(call: &ObservedCall, why: SetAside) {
     let key = call.key.as_ref().map(tracing::field::display);
-    match misconfigured {
-        true => tracing::error!(
+    match why {
+        SetAside::Deployment => tracing::error!(
             key,
             "the last delivery of a message failed for a mistake of the deployment, not of the message: it is set aside; \
              correct the deployment, then deliver what was set aside again"
         ),
-        false => tracing::warn!(
+        SetAside::Mismatch => tracing::error!(
+            key,
+            "the last delivery of a message had another payload than its key, and it is set aside. If two operations share \
+             the key, give each one of its own. If the type of the payload changed with a deployment, go back to a fingerprint \
+             that stays (`skip_serializing_if`, or only some parts), then deliver what was set aside again"
+        ),
+        SetAside::Failure => tracing::warn!(
             key,
             "the last delivery of a message failed, and it is set aside: the events of its call say why; once that is \
              corrected, deliver it again"

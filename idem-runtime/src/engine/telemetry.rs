@@ -291,8 +291,10 @@ fn tell(error: &Error) {
             tracing::debug!(%key, store, attempt, "a duplicate: another attempt is running");
         }
         Error::FingerprintMismatch { key, store, attempt, payloads } => tracing::warn!(
-            %key, store, attempt, %payloads, "the key was used with another payload; the body did not run: two operations share a key, or the type of the \
-             payload changed with a deployment"
+            %key, store, attempt, %payloads,
+            "the key was used with another payload; the body did not run. If two operations share a key, give each one of its \
+             own; if the type of the payload changed with a deployment, leave a new field out while it is absent, or hash only \
+             parts that stay"
         ),
         Error::ResultUnavailable { key, store, problem } => {
             tracing::warn!(%key, store, %problem, "the operation has finished, and its result can't be replayed");
