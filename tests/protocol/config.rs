@@ -355,6 +355,15 @@ pub(crate) fn all() -> Vec<Config> {
             Budget { cancels: 1, duplicates: 1, ticks: 1, ..nothing },
         ),
         config(
+            "first_attempt_lapses",
+            "`max_attempts = 2`: crashes, in the first attempt and later",
+            &[Plan { max_attempts: Some(2), ..ERRS }; 3],
+            1,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Takeover]),
+        config(
             "fingerprints",
             "one key for two payloads, and a caller that names none",
             &[Plan { mark: Some(1), ..CALL }, Plan { mark: Some(2), ..CALL }, CALL],

@@ -133,6 +133,8 @@ mutants! {
     FingerprintSkippedAtReplay => Rule::Fingerprint, "fingerprints";
     /// `max_attempts` is not looked at.
     MaxAttemptsIgnored => Rule::MaxAttempts, "max_attempts";
+    /// A first attempt that was released is never counted.
+    ReleasedFirstIsNotCounted => Rule::MaxAttempts, "attempts_refunded";
     /// Two keys share a record.
     KeysShareRecord => Rule::KeysApart, "two_keys";
     /// A lapsed lease is honoured for ever, so that a crash never frees its key.
@@ -268,6 +270,9 @@ impl Mutant {
                 record.owner = OwnerToken::from_bytes([u8::MAX; OwnerToken::BYTES]);
             }
             Self::MaxAttemptsIgnored => asked.max_attempts = None,
+            Self::ReleasedFirstIsNotCounted if record.state == State::Released && record.attempt == 1 => {
+                record.attempts_used = record.attempts_used.saturating_sub(1);
+            }
             _ => {}
         }
     }

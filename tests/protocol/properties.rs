@@ -98,7 +98,7 @@ impl Rule {
             Self::SuccessHeld => "a success that could not be recorded is never released",
             Self::Fingerprint => "another payload is told so in every state",
             Self::MaxAttempts => {
-                "no more bodies start than max_attempts, and one if the first attempt of the key has crashed"
+                "no more bodies start than max_attempts, and one if the first attempt lapsed before its end was recorded"
             }
             Self::KeysApart => "one key never touches another",
             Self::L1 => "L1 a lapsed lease blocks nobody",
@@ -425,6 +425,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         deed.promised_until = if repeated { deed.promised_until } else { promised };
         let past = &mut world.history[key];
         (past.holder, past.attempt) = (token, attempt);
+        let first_lapsed = old.is_some_and(|old| was_pending && old.attempt == 1 && !old.begun());
+        past.spared |= first_lapsed && past.bodies > 0;
         past.mark = past.mark.or(plan.mark);
         if !repeated {
             world.call_mut(who).deed.released = false;
@@ -448,7 +450,7 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     world.broken.note(Rule::S1, live);
     world.broken.note(Rule::S4, world.slots[at].is_none_or(|slot| slot.attempt < world.history[at].attempt));
     let past = &mut world.history[at];
-    (past.result, past.bodies) = (None, 0);
+    (past.result, past.bodies, past.spared) = (None, 0, false);
 }
 
 /// Checks the start of a body.
@@ -467,8 +469,10 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;
-    // The first attempt of a key is not marked, unless it is the only one: its crash is not counted.
-    world.broken.note(Rule::MaxAttempts, plan.max_attempts.is_some_and(|max| bodies > max + u8::from(max > 1)));
+    // The first attempt of a key is not marked, unless it is the only one: its lapse is not counted.
+    let spared = |max| u8::from(max > 1 && world.history[key].spared);
+    let exceeds = plan.max_attempts.is_some_and(|max| bodies > max + spared(max));
+    world.broken.note(Rule::MaxAttempts, exceeds);
     if !config.counts_bodies() {
         world.history[key].bodies = 0;
     }

@@ -446,12 +446,15 @@ pub(crate) struct History {
     pub(crate) result: Option<Kept>,
     /// How many bodies started.
     pub(crate) bodies: u8,
+    /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not counted.
+    pub(crate) spared: bool,
     /// How many decisions of operators were applied.
     pub(crate) decided: u8,
 }
 
 impl History {
-    pub(crate) const NONE: Self = Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0, decided: 0 };
+    pub(crate) const NONE: Self =
+        Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0, spared: false, decided: 0 };
 }
 
 /// How many events outside of the protocol may happen.
