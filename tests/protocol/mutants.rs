@@ -181,6 +181,8 @@ mutants! {
     NoAnswerReadAsDone => Rule::S7, "lost";
     /// Recording is given up after the first failure.
     GivesUpWithinLease => Rule::S7Retry, "lost";
+    /// A late write is given up after the first failure.
+    LateWriteGivesUp => Rule::S12, "drops";
     /// A success that could not be recorded is released.
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
     /// A body that is dropped counts as not started.

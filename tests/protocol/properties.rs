@@ -10,6 +10,7 @@ use super::state::{
     World, holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
+use super::store;
 
 /// The rules that hold in every state.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -512,12 +513,19 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: C
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
-/// Checks a call that stops trying to record its result.
-pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+/// Checks a call that gives up the last write of its attempt: only an outage of more than a lease, or a refusal for
+/// good, is a reason. `is_late`: no caller waits for the write.
+pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
     let in_time = world.now < since + config.span();
-    world.broken.note(Rule::S7Retry, held && in_time && trouble != Trouble::Fatal);
+    let too_early = held && in_time && trouble != Trouble::Fatal;
+    let rule = match world.call(who).deed.body {
+        _ if !is_late => Rule::S7Retry,
+        Body::NotStarted | Body::Gone => Rule::S12,
+        _ => Rule::L2,
+    };
+    world.broken.note(rule, too_early);
 }
 
 /// Checks a call that asks the store no more, because the store has failed.
@@ -552,19 +560,46 @@ pub(crate) fn look(config: &Config, world: &mut World) {
             broken.note(Rule::S1Belief, !mine && !ended);
         }
     }
-    // However late, lost or out of order messages are: only a crash, or a store that could not be reached for a lease,
-    // holds a key. Where a late reservation replaces a record that its sender has not seen, it may follow another attempt.
-    let follows = config.one_step && config.count() > 1;
-    if quiet && !follows {
-        for slot in world.slots.iter().flatten().filter(|slot| slot.is_pending()) {
-            let call = world.call(holder(slot.owner));
-            let holds = call.phase != Phase::Dead && !call.deed.abandoned;
-            let gone = call.phase == Phase::Over(Class::Dropped) || call.deed.body == Body::NotStarted;
-            let begun = slot.begun() && call.deed.body == Body::NotStarted;
-            broken.note(Rule::S14, begun && call.phase != Phase::Dead);
-            broken.note(if gone { Rule::S12 } else { Rule::L2 }, holds);
+    if quiet {
+        for key in 0..config.keys {
+            rests(config, world, key, &mut broken);
         }
     }
     debug_assert!(world.calls.iter().all(|call| call.is_active() || call.beat == Beat::None));
     world.broken = broken;
+}
+
+/// Checks a record once nothing is under way, however late, lost or out of order messages were: only a crash, or an
+/// outage of more than a lease, leaves a key held, and that ends with its lease.
+fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
+    let past = world.history[usize::from(key)];
+    let Some(slot) = world.slots[usize::from(key)] else { return };
+    let who = holder(slot.owner);
+    let (call, plan) = (world.call(who), &config.plans[usize::from(who)]);
+    let (is_dead, has_begun) = (call.phase == Phase::Dead, call.deed.body != Body::NotStarted);
+    // A process that died after its mark landed can't tell whether it polled the body.
+    let may_have_begun = has_begun || (is_dead && slot.begun());
+    broken.note(Rule::S14, slot.stand == Stand::Interrupted && !has_begun);
+    if !slot.is_pending() {
+        return;
+    }
+    broken.note(Rule::S14, slot.begun() && !may_have_begun);
+    // Where a late reservation replaces a record that its sender has not seen, it may follow another attempt.
+    let follows = config.one_step && config.count() > 1;
+    let is_gone = call.phase == Phase::Over(Class::Dropped) || !has_begun;
+    let holds = !is_dead && !call.deed.abandoned && !follows;
+    broken.note(if is_gone { Rule::S12 } else { Rule::L2 }, holds);
+    // What another call with the same policy is told after the lease.
+    match store::after_its_lease(config, slot, who) {
+        Answer::Interrupted => {
+            broken.note(Rule::S14, !may_have_begun);
+            broken.note(Rule::L1, !is_fail(plan));
+        }
+        Answer::Exhausted if config.counts_bodies() => {
+            let begun = past.bodies + u8::from(is_dead && !has_begun && slot.begun());
+            broken.note(Rule::S14, plan.max_attempts.is_some_and(|max| begun < max));
+        }
+        Answer::Exhausted | Answer::Mismatch | Answer::Reserved { .. } | Answer::Free(_) => {}
+        _ => broken.note(Rule::L1, true),
+    }
 }

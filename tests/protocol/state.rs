@@ -413,8 +413,8 @@ pub(crate) struct Deed {
     pub(crate) recorded: bool,
     /// Its reservation was released.
     pub(crate) released: bool,
-    /// Its last write was given up: the store can't do it, or could not be reached for a lease. Or the last of
-    /// its leases had lapsed before its body could begin.
+    /// Its last write was given up: the store can't do it, or could not be reached for a lease. A shadow gives up
+    /// immediately.
     pub(crate) abandoned: bool,
     /// The time until which the store has promised to keep others out.
     pub(crate) promised_until: u8,
@@ -446,7 +446,8 @@ pub(crate) struct History {
     pub(crate) result: Option<Kept>,
     /// How many bodies started.
     pub(crate) bodies: u8,
-    /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not counted.
+    /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not
+    /// counted.
     pub(crate) spared: bool,
     /// How many decisions of operators were applied.
     pub(crate) decided: u8,

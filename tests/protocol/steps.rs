@@ -1086,7 +1086,11 @@ fn ending_fails(
     let in_time = now < since + config.span() || config.is(Mutant::EndsForEver);
     let outlasts = late.is_some() && outlasts_lease(config, world, who, ending);
     let may_pass = trouble.is_transient() || matches!(ending, Ending::Shortened { .. } | Ending::TryRelease);
-    if may_pass && ((held > 0 && in_time && !config.is(Mutant::GivesUpWithinLease)) || outlasts) {
+    let too_early = match late {
+        None => config.is(Mutant::GivesUpWithinLease),
+        Some(_) => config.is(Mutant::LateWriteGivesUp),
+    };
+    if may_pass && ((held > 0 && in_time && !too_early) || (outlasts && !too_early)) {
         if !outlasts {
             properties::tries_again(config, world, since);
         }
@@ -1095,8 +1099,8 @@ fn ending_fails(
     if whole == Ending::Instead && late.is_none() {
         return self::late(config, world, who, whole, Class::Err);
     }
+    properties::gives_up(config, world, who, trouble, late.is_some());
     if late.is_none() {
-        properties::gives_up(config, world, who, trouble);
         if config.is(Mutant::UnrecordedIsReleased) {
             return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
         }

@@ -15,7 +15,7 @@ use idem_tests::decided;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Done, How, Kept, Met, OPERATORS, Sight, Slot, Stand, Token};
+use super::state::{Answer, Done, How, Kept, Met, OPERATORS, Sight, Slot, Stand, Token, Who, token};
 
 /// One tick of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
@@ -238,6 +238,16 @@ pub(crate) fn reserves(
             reserved(slot, &with, takeover)
         }
     }
+}
+
+/// The answer to a reservation of another call with the policy of `who`, which meets `slot` when its lease has lapsed
+/// by every clock.
+pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: Who) -> Answer {
+    /// A generation that no call reaches, and a time that no trace reaches.
+    const ANOTHER: u8 = 10;
+    const LATE: u8 = 200;
+    let reading = Reading { now: LATE, skew: config.skew };
+    reserves(config, &mut Some(slot), token(who, ANOTHER), Some(Met::of(&slot)), reading)
 }
 
 /// The write at the end of an attempt.
