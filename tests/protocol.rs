@@ -247,6 +247,37 @@ fn the_page_lists_what_is_checked() {
     assert!(page == written, "{path} is out of date: run the test with IDEM_UPDATE=1, and look at the difference");
 }
 
+/// Both pages name the invariants that the model checks.
+#[test]
+fn the_pages_name_the_invariants_that_are_checked() {
+    let number = |name: &str| {
+        let (letter, number) = name.split(' ').next()?.split_at(1);
+        Some((letter.to_owned(), number.parse::<u8>().ok()?))
+    };
+    let checked: BTreeSet<_> = Rule::ALL.iter().filter_map(|rule| number(rule.name())).collect();
+    let mut ranges: Vec<(String, u8, u8)> = Vec::new();
+    // "S" before "L", as on the pages.
+    for (letter, number) in checked.iter().filter(|it| it.0 == "S").chain(checked.iter().filter(|it| it.0 == "L")) {
+        match ranges.last_mut().filter(|last| last.0 == *letter && last.2 + 1 == *number) {
+            Some(last) => last.2 = *number,
+            None => ranges.push((letter.clone(), *number, *number)),
+        }
+    }
+    let names = ranges.iter().flat_map(|(letter, from, to)| match to - from {
+        0 => vec![format!("{letter}{from}")],
+        1 => vec![format!("{letter}{from}"), format!("{letter}{to}")],
+        _ => vec![format!("{letter}{from} to {letter}{to}")],
+    });
+    let names: Vec<_> = names.collect();
+    let (last, others) = names.split_last().expect("some are checked");
+    let sentence = format!("{} and {last}", others.join(", "));
+    for page in ["protocol/README.md", "../docs/proof.md"] {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
+        let text = std::fs::read_to_string(path).expect("a page").replace('\n', " ");
+        assert!(text.contains(&sentence), "{page} does not say {sentence:?}");
+    }
+}
+
 /// Every rule is broken by some mistake: none is idle.
 #[test]
 fn every_property_notices_a_mistake() {
