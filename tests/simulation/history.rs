@@ -64,7 +64,7 @@ pub(crate) struct Op {
     pub(crate) invoked_at: u64,
     /// When the store executed it, if it did: as an event, and by the store's clock.
     pub(crate) landed: Option<(u64, u64)>,
-    /// Whether the store says that an operator's decision was applied, heard or not.
+    /// Whether the store says that an operator's decision, or a mark, was applied, heard or not.
     pub(crate) applied: bool,
     /// The number of the attempt that a reservation was granted, heard or not.
     pub(crate) granted: Option<u32>,
@@ -338,13 +338,52 @@ impl History {
         })
     }
 
-    /// Whether the process of attempt `attempt` of `key` could not know at the event `when` that its mark was made.
-    pub(crate) fn mark_is_in_doubt(&self, key: usize, attempt: u32, when: u64) -> bool {
-        self.ops.iter().any(|op| {
-            let marks = op.key == key && op.invoked < when && matches!(op.asked, Asked::Begin(_, it) if it == attempt);
-            let applied = matches!(op.end, End::Answered { said: Said::Write(Verdict::Applied), .. });
-            marks && !(applied && op.responded.is_some_and(|heard| heard < when))
+    /// The marks of attempt `attempt` of `key` that the store made before the event `when`.
+    fn marks(&self, key: usize, attempt: u32, when: u64) -> impl Iterator<Item = &Op> {
+        self.ops.iter().filter(move |op| {
+            let has_landed = op.applied && op.landed.is_some_and(|(event, _)| event < when);
+            op.key == key && has_landed && matches!(op.asked, Asked::Begin(_, it) if it == attempt)
         })
+    }
+
+    /// Whether the store made the mark of attempt `attempt` of `key` before the event `when`.
+    pub(crate) fn is_marked(&self, key: usize, attempt: u32, when: u64) -> bool {
+        self.marks(key, attempt, when).next().is_some()
+    }
+
+    /// When the attempt after `attempt` of `key` was granted: as an event, and by the store's clock.
+    pub(crate) fn taken_over_at(&self, key: usize, attempt: u32) -> Option<(u64, u64)> {
+        self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt + 1)).filter_map(|op| op.landed).min()
+    }
+
+    /// When the store gave the latest refusal that `process` heard for `key` before the event `when`: that the key is
+    /// interrupted, or its attempts are exhausted. As an event, and by the store's clock.
+    pub(crate) fn refused_at(&self, process: usize, key: usize, when: u64) -> Option<(u64, u64)> {
+        let is_refusal = |op: &&Op| {
+            let said = matches!(
+                op.end,
+                End::Answered { said: Said::Reservation(Answer::Interrupted { .. } | Answer::Exhausted { .. }), .. }
+            );
+            said && op.process == process && op.key == key && op.responded.is_some_and(|heard| heard < when)
+        };
+        self.ops.iter().filter(is_refusal).max_by_key(|op| op.responded)?.landed
+    }
+
+    /// The process of attempt `attempt` of `key`, and when it sent the mark and its last request about the attempt; if
+    /// the mark was made before the event `when`, and the last request had no answer by then. That is the mark itself,
+    /// one more after an answer that came too late, or a request that takes the mark back.
+    pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
+        let first = self.marks(key, attempt, when).next()?;
+        let Asked::Begin(mark, _) = &first.asked else { return None };
+        let is_about_it = |op: &&Op| match &op.asked {
+            Asked::Reserve(ask) | Asked::Begin(ask, _) | Asked::Release(ask, _) => ask.owner == mark.owner,
+            _ => false,
+        };
+        let of_it = self.ops.iter().filter(|op| op.key == key && op.invoked < when).filter(is_about_it);
+        let last = of_it.last()?;
+        let was_heard = last.responded.is_some_and(|heard| heard < when);
+        let has_answer = was_heard && matches!(last.end, End::Answered { .. });
+        (!has_answer).then_some((last.process, [first.invoked_at, last.invoked_at]))
     }
 
     /// When the latest request of attempt `attempt` of `key` was sent that was confirmed and renews its lease.

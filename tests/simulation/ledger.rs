@@ -133,6 +133,9 @@ pub(crate) struct Terms {
     pub(crate) max_result_bytes: usize,
 }
 
+/// The longest pause between two requests of a clean-up.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
 /// Longer than any world lasts.
 pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
@@ -339,7 +342,7 @@ impl Ledger {
             Self::values(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
-            self.unbegun(net, key, &runs, &mut find);
+            self.unbegun(net, key, &runs, &met, &mut find);
             self.returned(net, key, &runs, &mut find);
             self.refused(net, key, &runs, &met, &mut find);
         }
@@ -536,16 +539,28 @@ impl Ledger {
         self.kills.iter().any(|(killed, _)| *killed == process)
     }
 
-    /// Whether attempt `attempt` of `key` may be taken for one whose body began, by an answer at the event `when`: its process
-    /// died, or did not know of its mark by then, or an operator broke its lease.
-    fn is_in_doubt(&self, net: &Net, key: usize, attempt: u32, when: u64) -> bool {
+    /// Whether attempt `attempt` of `key` may be taken for one whose body began, by the answer to `call`: its mark was
+    /// made, and its process had died by then, or was cut off and did not know of the mark; or an operator had broken
+    /// its lease. After a takeover nothing takes the mark back, so the moment of the takeover decides.
+    fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
-        let is_dead = history.holder(key, attempt).is_some_and(|(process, _)| self.was_killed(process));
-        is_dead || history.mark_is_in_doubt(key, attempt, when) || history.was_broken(key, attempt, when)
+        let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
+        let answer = history.refused_at(call.process, key, heard.0).unwrap_or(heard);
+        let (when, at) = history.taken_over_at(key, attempt).map_or(answer, |taken_over| taken_over.min(answer));
+        let is_dead = |process| self.kills.iter().any(|(killed, since)| *killed == process && *since <= at);
+        let died = history.is_marked(key, attempt, when)
+            && history.holder(key, attempt).is_some_and(|(process, _)| is_dead(process));
+        let doubts = history.doubts_its_mark(key, attempt, when);
+        // Between two requests is a pause, and a request may be under way for some leases.
+        let reach = nanos(LONGEST_PAUSE) + 4 * nanos(net.longest_lease());
+        let is_cut_off = doubts.is_some_and(|(process, [marked_at, asked_at])| {
+            at <= asked_at + reach && self.disturbed(net, met, process, marked_at, at)
+        });
+        died || is_cut_off || history.was_broken(key, attempt, when)
     }
 
     /// No key is interrupted and no attempt is counted for a body that did not begin.
-    fn unbegun(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
+    fn unbegun(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let began = |number: u32, before: u64| runs.iter().any(|run| run.attempt == number && run.started < before);
         for call in self.calls.iter().filter(|call| call.key == key) {
             let Some((when, CallEnd::Returned(Err(Failure::Idempotency(error)), _))) = &call.end else { continue };
@@ -571,14 +586,14 @@ impl Ledger {
                     if began(attempt, u64::MAX) || is_unmarked {
                         continue;
                     }
-                    if self.is_in_doubt(net, key, attempt, *when) {
+                    if self.is_in_doubt(net, met, key, attempt, call) {
                         net.count("duplicates of a mark in doubt");
                     } else {
                         find(Check::Interrupted, format!("{call:?}: no body of attempt {attempt} began"));
                     }
                 }
                 Error::AttemptsExhausted { attempts, .. } => {
-                    let counts = |number: &u32| began(*number, *when) || self.is_in_doubt(net, key, *number, *when);
+                    let counts = |number: &u32| began(*number, *when) || self.is_in_doubt(net, met, key, *number, call);
                     let latest = net.history().latest(key);
                     let limit = call.terms.max_attempts.unwrap_or(u32::MAX);
                     if attempts < limit || (1..=latest).filter(counts).count() < limit as usize {
@@ -596,7 +611,8 @@ impl Ledger {
             _ => false,
         };
         let holder = net.history().holder(key, number);
-        let is_dead = holder.is_some_and(|(process, _)| self.was_killed(process));
+        let is_dead = holder.is_some_and(|(process, _)| self.was_killed(process))
+            && net.history().is_marked(key, number, u64::MAX);
         if is_interrupted && !began(number, u64::MAX) && !is_dead && !net.history().was_broken(key, number, u64::MAX) {
             find(Check::Interrupted, format!("no body of attempt {number} began, and the store holds {found:?}"));
         }

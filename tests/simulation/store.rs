@@ -594,6 +594,9 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         Some(reply) => Ok(reply),
         None => request.ask(store).await,
     };
+    if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
+        net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;
+    }
     if let Ok(Reply::Decided(Decided::Applied)) = &answer {
         for op in ops {
             net.history().ops[*op].applied = true;
