@@ -211,8 +211,11 @@ impl Ledger {
                 self.find(Check::Belief, key, format!("attempt {number} starts although its lease has lapsed"));
             }
             let record = net.truth(attempt.key()).map(|found| found.record);
+            let Terms { on_crash, max_attempts, .. } = self.calls[call].terms;
+            let is_counted = max_attempts.is_some_and(|limit| number > 1 || limit == 1);
             if let Some(record) = record.as_ref().filter(|record| record.attempt == number)
-                && matches!(record.state, State::Pending { on_crash: OnCrash::Fail, begun: false, .. })
+                && matches!(record.state, State::Pending { begun: false, .. })
+                && (on_crash == OnCrash::Fail || is_counted)
             {
                 self.find(Check::Marked, key, format!("attempt {number} starts, and the store does not say so"));
             }
@@ -220,6 +223,9 @@ impl Ledger {
             if latest < number && self.calls[call].terms.remembers() && !net.history().was_forgotten(key) {
                 self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
             }
+        }
+        if attempt.is_protected() && self.calls[call].terms.max_attempts == Some(1) {
+            net.count("bodies of a key's only attempt");
         }
         self.runs.push(Run {
             call,

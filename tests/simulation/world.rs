@@ -99,6 +99,8 @@ const DECIDERS: u64 = 0x6f70_6572;
 /// Sets the dice of outages and of lost rights apart.
 const OUTAGES: u64 = 0x6865_6c64;
 const LOSSES: u64 = 0x6c6f_7373;
+/// Sets the dice of keys with one attempt apart.
+const SINGLES: u64 = 0x6f6e_6365;
 
 /// The longest pause of the writes that outlast their lease, and the exchanges after it.
 const LATE_WRITES: Duration = Duration::from_secs(15);
@@ -811,7 +813,11 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         _ => Prank::None,
     };
     let net = Arc::new(Net::new(clock, dice.clone(), open(), weather, prank));
-    let operations = operations(&dice, lease);
+    let mut operations = operations(&dice, lease);
+    let singles = Dice::new(seed ^ SINGLES);
+    for operation in operations.iter_mut().filter(|_| singles.chance(100)) {
+        operation.terms.max_attempts = Some(1);
+    }
     for operation in &operations {
         net.history().key(&operation.key);
     }
