@@ -38,12 +38,17 @@ enum Failure {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
     Interrupted,
+    Exhausted,
     Other,
 }
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Idempotency(if matches!(error, Error::Interrupted { .. }) { Told::Interrupted } else { Told::Other })
+        Self::Idempotency(match error {
+            Error::Interrupted { .. } => Told::Interrupted,
+            Error::AttemptsExhausted { .. } => Told::Exhausted,
+            _ => Told::Other,
+        })
     }
 }
 
@@ -68,11 +73,32 @@ enum Scenario {
     LeaseLost,
     Nested,
     Unprotected,
+    /// Two marks fail, and the third one is made.
+    MarkFails,
+    MarkAnswerLost,
+    /// The mark is made, and no try of it is answered.
+    MarkUnanswered,
+    /// The mark lands after the lease.
+    MarkTooLate,
+    /// `max_attempts = 1`.
+    OnlyAttempt,
+    /// `max_attempts = 2`, after an attempt that has failed.
+    LastAttempt,
+}
+
+impl Scenario {
+    /// Whether the attempt under test is the last one that `max_attempts` allows: a crash of its body is counted.
+    fn is_last(self) -> bool {
+        matches!(
+            self,
+            S::MarkFails | S::MarkAnswerLost | S::MarkUnanswered | S::MarkTooLate | S::OnlyAttempt | S::LastAttempt
+        )
+    }
 }
 
 use Scenario as S;
 
-const ALL: [Scenario; 18] = [
+const ALL: [Scenario; 24] = [
     S::First,
     S::Replay,
     S::WaitsForResult,
@@ -91,6 +117,12 @@ const ALL: [Scenario; 18] = [
     S::LeaseLost,
     S::Nested,
     S::Unprotected,
+    S::MarkFails,
+    S::MarkAnswerLost,
+    S::MarkUnanswered,
+    S::MarkTooLate,
+    S::OnlyAttempt,
+    S::LastAttempt,
 ];
 
 /// How a call is ended early.
@@ -137,10 +169,13 @@ impl Stage {
         let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, Prank::None));
         let line = Line::new(0, Arc::new(memory.peer()), net, None);
         let store = FaultyStore::new(&line);
-        for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
+        for call in [Call::Reserve, Call::Begin, Call::Renew, Call::Finish, Call::Release] {
             store.always(call, Fault::Slow(slow));
         }
         let mut policy = POLICY.lease(LEASE).on_crash(on_crash);
+        if scenario.is_last() {
+            policy = policy.max_attempts(if scenario == S::LastAttempt { 2 } else { 1 });
+        }
         match scenario {
             S::WaitsForResult | S::WaitsForFailure => policy = policy.in_progress(InProgress::Wait(2 * LEASE)),
             S::ReserveFails => store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable)),
@@ -152,6 +187,18 @@ impl Stage {
                 }
             }
             S::FinishAnswerLost => store.next(Call::Finish, Fault::After),
+            S::MarkFails => {
+                for _ in 0..2 {
+                    store.next(Call::Begin, Fault::Before(StoreErrorKind::Unavailable));
+                }
+            }
+            S::MarkAnswerLost => store.next(Call::Begin, Fault::After),
+            S::MarkUnanswered => {
+                for _ in 0..3 {
+                    store.next(Call::Begin, Fault::After);
+                }
+            }
+            S::MarkTooLate => store.next(Call::Begin, Fault::Slow(20)),
             S::ResultTooLarge => store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge)),
             S::ReleaseFails => store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable)),
             S::LeaseLost => store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable)),
@@ -236,7 +283,10 @@ impl Stage {
                 assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Granted { .. })));
                 clock.advance(LEASE);
             }
-            S::AnsweredTooLate => {
+            S::LastAttempt => {
+                assert!(stage.other(Duration::ZERO, Err(Failure::Declined)).await.executed());
+            }
+            S::AnsweredTooLate | S::MarkTooLate => {
                 self.simulation.spawn(async move {
                     // As soon as the reservation has landed. The number of looks is limited, because time stands still
                     // meanwhile.
@@ -295,6 +345,12 @@ impl Stage {
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
         let interrupted = again == Err(Failure::Idempotency(Told::Interrupted));
+        let exhausted = again == Err(Failure::Idempotency(Told::Exhausted));
+        // A crash of the attempt is final.
+        let final_crash = fail || self.scenario.is_last();
+        let refused = if fail { interrupted } else { exhausted };
+        let state = record.as_ref().map(|record| &record.state);
+        let is_marked = matches!(state, Some(State::Pending { begun: true, .. }));
         let protected = self.scenario != S::Unprotected;
         match self.scenario {
             S::Replay | S::WaitsForResult => {
@@ -307,7 +363,10 @@ impl Stage {
             }
             // The other call came first.
             S::LeaseLost if !started => {
-                assert!(!ran && (again == Ok(2) || (end == End::Crashed && interrupted)), "{context}");
+                assert!(
+                    !ran && if is_marked { end == End::Crashed && interrupted } else { again == Ok(2) },
+                    "{context}"
+                );
                 return;
             }
             // No attempt may follow the one that died before.
@@ -328,21 +387,23 @@ impl Stage {
             // It is unknown whether it was recorded or released before the process died.
             (Some(result), _) if end == End::Crashed => {
                 let kept = again == result || self.scenario == S::ResultTooLarge;
-                assert!(if ran { !fail || result.is_err() } else { kept || (fail && interrupted) }, "{context}");
+                let may_run = !final_crash || result.is_err();
+                assert!(if ran { may_run } else { kept || (final_crash && refused) }, "{context}");
             }
             (Some(_), _) => assert!(ran, "released: {context}"),
-            (None, true) if fail && protected => {
-                assert!(interrupted && !ran && effects.get() == before, "{context}");
+            (None, true) if final_crash && protected => {
+                assert!(refused && !ran && effects.get() == before, "{context}");
             }
-            // A reservation that died with its process doesn't show that its body never started.
-            (None, false) if end == End::Crashed && fail => assert!(ran || interrupted, "{context}"),
+            // The process died between the mark and the first poll: the record says that the body began.
+            (None, false) if is_marked => assert!(end == End::Crashed && final_crash && refused && !ran, "{context}"),
             (None, _) => assert!(ran, "{context}"),
         }
         if let (true, Some(before)) = (ran && protected, record) {
             assert!(outcome.attempt().is_some_and(|number| number > before.attempt), "{context}");
             if !started && end == End::Cancelled && self.scenario != S::WaitsForFailure && self.scenario != S::Takeover
             {
-                assert_eq!(before.attempts_used, 0, "an attempt that never started is refunded: {context}");
+                let earlier = u32::from(self.scenario == S::LastAttempt);
+                assert_eq!(before.attempts_used, earlier, "an attempt that never started is refunded: {context}");
             }
         }
         // The inner operation has a key of its own, and keeps its result whatever happens to the outer one.
