@@ -64,7 +64,10 @@ const FAULTS: &[(Fault, &str)] = &[
     (workers_killed, "a worker is killed (`SIGKILL`)"),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
     (server_killed_and_restarted, "the server is killed and restarted, with settings that lose nothing"),
-    (server_stopped_and_continued, "the server is stopped and continued"),
+    (
+        server_stopped_and_continued,
+        "the server is stopped for three leases and continued; a worker is killed meanwhile (`SIGSTOP`, `SIGCONT`)",
+    ),
     (failover, "a replica replaces the primary; `min_replicas` is set"),
     (connections_cut, "connections are reset, lose answers, lose requests, are refused"),
     (connections_delayed, "everything takes 100 ms longer, in both directions"),

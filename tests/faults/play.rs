@@ -1,6 +1,6 @@
 //! How each kind of fault is played: racers at work, the fault, the answers meanwhile, and the audit.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use idem_tests::proxy::{Line, Proxy};
@@ -16,6 +16,10 @@ const PROGRESS: usize = 5;
 /// How far clocks are stepped, in seconds.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
+/// How many keys a worker begins side by side once the server is stopped.
+const GATED: usize = 24;
+/// For how many leases the server is stopped.
+const STOPPED: u32 = 3;
 
 /// Causes `fault` in `rig` while racers work, and shows that they see what is promised: `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
@@ -30,6 +34,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
     let rules = match seen {
         Seen::TakenOver => scene.kill_workers().await,
         Seen::LeaseLost => scene.stop_workers().await,
+        Seen::Refused if fault == Fault::server_stopped_and_continued => scene.is_stopped().await,
         Seen::Refused => scene.is_refused(fault).await,
         Seen::Retried => scene.is_retried(fault).await,
         Seen::RunsAgain => scene.is_forgotten(fault).await,
@@ -83,7 +88,10 @@ impl Seens<'_> {
 impl<R: Rig> Scene<R> {
     async fn open(rig: R, fault: Fault, clock: &WallClock) -> Self {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
-        crew.orders().policies = Policies::Mixed;
+        let server_stops = fault == Fault::server_stopped_and_continued;
+        crew.orders().policies = if server_stops { Policies::Limited } else { Policies::Mixed };
+        // The keys before are begun once the server is stopped.
+        let first = if server_stops { 1 + 2 * (1 + GATED) } else { 1 };
         let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
         let stepped = if steps { clock.env() } else { rig.env() };
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
@@ -93,9 +101,9 @@ impl<R: Rig> Scene<R> {
             crew.orders().lease = 30 * DELAY;
         }
         let holder = crew.start(0, Keys::Open, Work::Held);
-        let one = crew.start(1, Keys::Open, Work::Some);
+        let one = crew.start(first, Keys::Open, Work::Some);
         crew.set_env(stepped);
-        let two = crew.start(1, Keys::Open, Work::Some);
+        let two = crew.start(first, Keys::Open, Work::Some);
         let scene = Self { rig, crew, holder, others: [one, two] };
         scene
             .until("everybody is at work", |seen| {
@@ -220,6 +228,45 @@ impl<R: Rig> Scene<R> {
         self.rig.heal(fault).await;
         self.progress("all goes on after the fault").await;
         Rules::STRICT
+    }
+
+    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed: their requests
+    /// land when the server goes on.
+    async fn is_stopped(&mut self) -> Rules {
+        let fault = Fault::server_stopped_and_continued;
+        let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);
+        let survivor = self.crew.start(2 + GATED, Keys::Gated(GATED), Work::Some);
+        self.until("both are ready", |seen| {
+            let is_ready = |worker| seen.last_of(worker).is_some_and(|line| matches!(line.event, Event::Ran(_)));
+            is_ready(victim) && is_ready(survivor)
+        })
+        .await;
+        self.rig.break_down(fault).await;
+        let from = race::now();
+        self.until("calls are told from those before", |_| race::now() > from).await;
+        for worker in [victim, survivor] {
+            self.crew.open_gate(worker);
+        }
+        self.until("both ask for all their keys, and the survivor is refused", |seen| {
+            let asked = |worker| {
+                let asked = |line: &&race::Line| line.worker == worker && line.event == Event::Asked && line.at > from;
+                seen.0.iter().filter(asked).map(|line| line.key).collect::<HashSet<_>>().len() >= GATED
+            };
+            asked(victim) && asked(survivor) && seen.refused_since(from, survivor) >= GATED
+        })
+        .await;
+        self.crew.kill(victim);
+        self.told().await;
+        let begun = |seen: &Seens| seen.0.iter().filter(|line| matches!(line.event, Event::Began(_))).count();
+        let before = begun(&Seens(&self.crew.lines()));
+        let lasts = STOPPED * self.crew.orders().lease;
+        let until = from + u64::try_from(lasts.as_millis()).expect("short");
+        tokio::time::sleep(Duration::from_millis(until.saturating_sub(race::now()))).await;
+        let to = race::now();
+        assert_eq!(begun(&Seens(&self.crew.lines())), before, "bodies begin although no server answers");
+        self.rig.heal(fault).await;
+        self.progress("all goes on after the fault").await;
+        Rules { stopped: Some((from, to)), ..Rules::STRICT }
     }
 
     async fn is_retried(&mut self, fault: Fault) -> Rules {

@@ -72,6 +72,8 @@ pub enum Event {
     InProgress,
     /// The call has ended with `Error::Interrupted`.
     Interrupted,
+    /// The call has ended with `Error::AttemptsExhausted`.
+    Exhausted,
     /// The call has ended with `Error::Store` of this kind.
     Store(String),
 }
@@ -84,7 +86,7 @@ impl Event {
 
     /// Whether its message is acknowledged, or set aside: the racer goes on to other keys.
     pub fn is_final(&self) -> bool {
-        matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted)
+        matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted | Self::Exhausted)
     }
 
     /// Whether the call has ended with `Error::LeaseLost`, for whatever reason.
@@ -110,6 +112,7 @@ impl fmt::Display for Line {
             Event::Unrecorded => write!(f, "unrecorded"),
             Event::InProgress => write!(f, "in-progress"),
             Event::Interrupted => write!(f, "interrupted"),
+            Event::Exhausted => write!(f, "exhausted"),
             Event::Store(kind) => write!(f, "store {kind}"),
         }
     }
@@ -134,6 +137,7 @@ impl Line {
             ["unrecorded"] => Event::Unrecorded,
             ["in-progress"] => Event::InProgress,
             ["interrupted"] => Event::Interrupted,
+            ["exhausted"] => Event::Exhausted,
             ["store", kind] => Event::Store((*kind).to_owned()),
             _ => panic!("`{text}` is no line"),
         };
@@ -218,8 +222,10 @@ pub enum Keys {
     /// This many side by side, from the first one on. The body of each does the [`Work`]; with other keys, only a racer's
     /// first body does it.
     Together(usize),
-    /// The first number of keys as above. Meanwhile the second number of keys after those is served again and again, with
-    /// [`Work::Some`], until [`Crew::open_gate`].
+    /// One, and after [`Crew::open_gate`] this many more side by side.
+    Gated(usize),
+    /// The first number of keys as with `Together`. Meanwhile the second number of keys after those is served again and
+    /// again, with [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 
@@ -289,6 +295,8 @@ pub enum Policies {
     Retry,
     /// Even keys are under `on_crash = retry`, odd keys under `on_crash = fail`.
     Mixed,
+    /// The keys are in turn under `on_crash = retry`, under `on_crash = fail`, and under `max_attempts = 1`.
+    Limited,
 }
 
 impl Policies {
@@ -296,8 +304,14 @@ impl Policies {
     pub fn on_crash(self, key: usize) -> OnCrash {
         match self {
             Self::Mixed if key % 2 == 1 => OnCrash::Fail,
-            Self::Mixed | Self::Retry => OnCrash::Retry,
+            Self::Limited if key % 3 == 1 => OnCrash::Fail,
+            Self::Mixed | Self::Limited | Self::Retry => OnCrash::Retry,
         }
+    }
+
+    /// Whether a key is under `max_attempts = 1`.
+    pub fn has_one_attempt(self, key: usize) -> bool {
+        self == Self::Limited && key % 3 == 2
     }
 }
 
@@ -327,6 +341,7 @@ impl Orders {
             Keys::Fixed(keys) => format!("fixed {keys}"),
             Keys::Open => "open".to_owned(),
             Keys::Together(keys) => format!("together {keys}"),
+            Keys::Gated(keys) => format!("gated {keys}"),
             Keys::Beside(keys, beside) => format!("beside {keys} {beside}"),
         };
         let lease = lease.as_millis().to_string();
@@ -347,6 +362,7 @@ impl Orders {
         let keys = match keys.split_once(' ') {
             None => Keys::Open,
             Some(("fixed", keys)) => Keys::Fixed(number(keys)),
+            Some(("gated", keys)) => Keys::Gated(number(keys)),
             Some(("together", keys)) => Keys::Together(number(keys)),
             Some((_, keys)) => {
                 let (keys, beside) = keys.split_once(' ').expect("two numbers");
@@ -363,6 +379,7 @@ impl Orders {
             Work::Blocks,
             Work::BlocksInPlace,
         ];
+        let policies_of = [Policies::Retry, Policies::Mixed, Policies::Limited];
         let places = [Place::One, Place::OpenedElsewhere, Place::BegunElsewhere, Place::Forked];
         Self {
             spec: spec.clone(),
@@ -373,7 +390,7 @@ impl Orders {
             place: places.into_iter().find(|it| format!("{it:?}") == *place).expect("a place"),
             lease: Duration::from_millis(number(lease) as u64),
             bytes: number(bytes),
-            policies: if policies == "Mixed" { Policies::Mixed } else { Policies::Retry },
+            policies: policies_of.into_iter().find(|it| format!("{it:?}") == *policies).expect("policies"),
         }
     }
 }
@@ -591,12 +608,20 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 /// - the key is interrupted in the end only if that body did not return, or its process was killed before it could begin;
 /// - an interrupted key has no result, for no caller;
 /// - a call is told of an interruption only while another one, a lease old, has no result.
+///
+/// For a key under `max_attempts = 1`:
+///
+/// - at most one body began;
+/// - the attempts of the key are exhausted only if that body began, or its process was killed before it could begin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// Whether leases last for their time; they don't if the clock that measures them is set.
     pub leases: bool,
     /// When records were forgotten: from, to. The rules hold separately before and after.
     pub forgotten: Option<(u64, u64)>,
+    /// When no server answered: from, to. No body of a call begins that was made and ended in that time, and no record
+    /// says so.
+    pub stopped: Option<(u64, u64)>,
 }
 
 /// The attempts that took effect, for each key in the order of their numbers.
@@ -648,16 +673,19 @@ enum Standing {
     Completed(String),
     /// The key is interrupted, or is once its lease has lapsed.
     Interrupted,
+    /// The only attempt of the key has begun, as its record says, and has no result.
+    Exhausted,
 }
 
 impl Standing {
-    fn of(n: usize, found: &Inspection) -> Self {
+    fn of(n: usize, found: &Inspection, policies: Policies) -> Self {
         match &found.record.state {
             State::Completed(StoredResult::Encoded { bytes, .. }) => {
                 let recorded: String = serde_json::from_slice(bytes).expect("a result of a racer");
                 Self::Completed(told(&recorded).to_owned())
             }
             State::Interrupted | State::Pending { on_crash: OnCrash::Fail, begun: true, .. } => Self::Interrupted,
+            State::Pending { begun: true, .. } if policies.has_one_attempt(n) => Self::Exhausted,
             _ => panic!("key {n}: {found:?}"),
         }
     }
@@ -690,7 +718,7 @@ fn calls(lines: &[Line]) -> Vec<Call> {
 
 impl Rules {
     /// For a store that kept its records, and whose clock was not set.
-    pub const STRICT: Self = Self { leases: true, forgotten: None };
+    pub const STRICT: Self = Self { leases: true, forgotten: None, stopped: None };
 
     async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, orders: &Orders) -> Effects {
         let mut of_keys = vec![Vec::new(); keys];
@@ -700,9 +728,10 @@ impl Rules {
         let mut effects = Vec::new();
         for (n, calls) in of_keys.into_iter().enumerate() {
             let found = store.inspect(&key(n)).await.expect("answers").expect("recorded");
-            let standing = Standing::of(n, &found);
+            let standing = Standing::of(n, &found, orders.policies);
             let audited = match orders.policies.on_crash(n) {
                 OnCrash::Fail => self.audit_fail(&calls, &standing, orders.lease),
+                _ if orders.policies.has_one_attempt(n) => self.audit_limited(&calls, &standing, orders.lease),
                 _ => self.audit_key(&calls, &standing, orders.lease),
             };
             effects.push(audited.unwrap_or_else(|problem| {
@@ -732,11 +761,40 @@ impl Rules {
         if let Some(call) = after.iter().find(has_result) {
             return Err(format!("{} was told a result of a key that is interrupted", call.worker));
         }
-        let began_or_was_killed = |call: &Call| call.began.is_some() || call.told.is_none();
-        if !calls.iter().any(began_or_was_killed) {
-            return Err("no body began, and no process was killed".to_owned());
+        if !calls.iter().any(|call| self.may_have_begun(call)) {
+            return Err("no body began, and no process was killed that may have said so".to_owned());
         }
         Ok(attempts(calls))
+    }
+
+    /// The attempts that took effect for a key under `max_attempts = 1`, or the rule that is broken.
+    fn audit_limited(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
+        let began = calls.iter().filter(|call| call.began.is_some()).count();
+        if began > 1 {
+            return Err(format!("{began} bodies began"));
+        }
+        let is_exhausted = calls.iter().any(|call| call.is_told(|event| *event == Event::Exhausted));
+        if (is_exhausted || matches!(standing, Standing::Exhausted)) && !calls.iter().any(|it| self.may_have_begun(it))
+        {
+            return Err("its attempts are exhausted, and no body began".to_owned());
+        }
+        match standing {
+            Standing::Exhausted => Ok(attempts(calls)),
+            _ => self.audit_key(calls, standing, lease),
+        }
+    }
+
+    /// Whether the body of `call` began, or its process was killed when the record may have said so.
+    fn may_have_begun(&self, call: &Call) -> bool {
+        call.began.is_some() || (call.told.is_none() && !self.is_within_the_stop(call))
+    }
+
+    /// Whether `call` was made when no server answered, and ended before one did, or was killed then.
+    fn is_within_the_stop(&self, call: &Call) -> bool {
+        self.stopped.is_some_and(|(from, to)| {
+            let has_ended = call.told.as_ref().is_none_or(|(at, _)| *at <= to);
+            call.asked > from && call.asked <= to && call.began.is_none() && has_ended
+        })
     }
 
     /// Whether `call` may be the cause of what `told` was told: an interruption.
@@ -749,7 +807,10 @@ impl Rules {
             Some((at, Event::Ran(_) | Event::Replayed(_))) => *at >= told.asked,
             _ => true,
         };
-        has_lapsed && has_no_result && (call.worker, call.number) != (told.worker, told.number)
+        has_lapsed
+            && has_no_result
+            && !self.is_within_the_stop(call)
+            && (call.worker, call.number) != (told.worker, told.number)
     }
 
     /// The calls before and after records were forgotten. Calls under way at that moment may belong to either side.

@@ -137,6 +137,13 @@ impl Racer {
         match self.orders.keys {
             Keys::Open | Keys::Fixed(_) => self.go_through(first).await,
             Keys::Together(keys) => self.race_for(first, keys).await,
+            Keys::Gated(keys) => {
+                self.serve(first, Work::Some).await;
+                while !self.gate().exists() {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                self.race_for(first + 1, keys).await;
+            }
             Keys::Beside(keys, beside) => {
                 let beside: Vec<_> = (first + keys..first + keys + beside)
                     .map(|n| {
@@ -224,6 +231,7 @@ impl Racer {
             .max_result_bytes(2 * self.orders.bytes + 1024)
             .in_progress(InProgress::Wait(Duration::from_secs(2)))
             .on_crash(self.orders.policies.on_crash(n));
+        let policy = if self.orders.policies.has_one_attempt(n) { policy.max_attempts(1) } else { policy };
         let operation = Operation::new(&*self.store, Ok(race::key(n)), policy);
         let body = async {
             let attempt = current().unwrap();
@@ -246,6 +254,7 @@ impl Racer {
             Err(Error::Unrecorded { .. }) => Event::Unrecorded,
             Err(Error::InProgress { .. }) => Event::InProgress,
             Err(Error::Interrupted { .. }) => Event::Interrupted,
+            Err(Error::AttemptsExhausted { .. }) => Event::Exhausted,
             Err(Error::Store { source, .. }) => Event::Store(format!("{:?}", source.kind())),
             Err(error) => panic!("key {n}: {error}"),
         };
