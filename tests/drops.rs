@@ -3,7 +3,7 @@
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
 //! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. In whatever
 //! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did not
-//! return, and stays so.
+//! return, and stays so. After that, calls are dropped while their store does not answer for two leases.
 //!
 //! `IDEM_DROPS_SEED` repeats the draws of a run, but not the order in which servers work.
 #![allow(
@@ -18,6 +18,8 @@
 
 #[path = "drops/look.rs"]
 mod look;
+#[path = "drops/outage.rs"]
+mod outage;
 #[path = "drops/rigs.rs"]
 mod rigs;
 #[path = "drops/scene.rs"]
@@ -33,8 +35,7 @@ use idem_tests::proxy::Line;
 use rigs::Rig;
 use scene::{Load, Scene};
 
-/// Longer than any of these tests drops calls, so that no lease lapses meanwhile, and longer than a store may take to
-/// answer.
+/// The lease of scenes without an outage: longer than they drop calls, and than a store may take to answer.
 const LEASE: Duration = Duration::from_secs(6);
 /// How long a store may take to answer.
 const ANSWER: Duration = Duration::from_secs(3);
@@ -42,39 +43,46 @@ const EVEN: Line = Line::Pass;
 /// Requests sent at the same time over another connection may arrive this much later.
 const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
 
-/// One test for each store: its rig, its lines, and the number of calls in each scene under load.
+/// One test for each store: its lines, and the number of calls in each scene under load.
 macro_rules! stores {
-    ($($store:ident: $open:expr, $lines:expr, $calls:literal;)*) => {$(
+    ($($store:ident: $lines:expr, $calls:literal;)*) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $store() {
-            play(stringify!($store), $open.await, &$lines, $calls).await;
+            play(stringify!($store), rigs::$store(ANSWER).await, &$lines, $calls).await;
+            // In the same test, so that no more of them run side by side.
+            outage::play(stringify!($store), rigs::$store(outage::ANSWER).await).await;
         }
     )*};
 }
 
 stores! {
-    memory: rigs::memory(), [EVEN], 3000;
-    sqlite: rigs::sqlite(), [EVEN], 900;
-    redis: rigs::redis(), [EVEN, UNEVEN], 900;
-    valkey: rigs::valkey(), [EVEN, UNEVEN], 900;
-    cluster: rigs::cluster(), [EVEN, UNEVEN], 700;
-    sentinel: rigs::sentinel(), [EVEN, UNEVEN], 700;
-    cached: rigs::cached(), [EVEN, UNEVEN], 700;
-    postgres: rigs::postgres(), [EVEN, UNEVEN], 700;
-    pgbouncer: rigs::pgbouncer(), [EVEN, UNEVEN], 700;
+    memory: [EVEN], 3000;
+    sqlite: [EVEN], 900;
+    redis: [EVEN, UNEVEN], 900;
+    valkey: [EVEN, UNEVEN], 900;
+    cluster: [EVEN, UNEVEN], 700;
+    sentinel: [EVEN, UNEVEN], 700;
+    cached: [EVEN, UNEVEN], 700;
+    postgres: [EVEN, UNEVEN], 700;
+    pgbouncer: [EVEN, UNEVEN], 700;
     // One store on two emulators, and both are slow.
-    dynoxide: rigs::dynoxide(), [EVEN], 256;
-    ministack: rigs::ministack(), [UNEVEN], 256;
+    dynoxide: [EVEN], 256;
+    ministack: [UNEVEN], 256;
+}
+
+fn seed() -> u64 {
+    std::env::var("IDEM_DROPS_SEED").map_or(1, |seed| seed.parse().expect("a number"))
 }
 
 async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
-    let seed = std::env::var("IDEM_DROPS_SEED").map_or(1, |seed| seed.parse().expect("a number"));
+    let seed = seed();
+    assert!(LEASE > rig.store.response_timeout(), "a lease that can be kept");
     let mut scenes = Vec::new();
     for line in lines {
         rig.lines.iter().for_each(|proxy| proxy.set(*line));
         for load in [Load::Lone, Load::Busy, Load::Replays] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
-                let mut scene = Scene::new(store, scenes.len(), *line, load, on_crash);
+                let mut scene = Scene::new(store, scenes.len(), how(*line), load, (on_crash, LEASE));
                 scene.drop_calls(&rig, seed, if load == Load::Lone { calls / 5 } else { calls }).await;
                 for handle in [&rig.store, &rig.peer] {
                     Heartbeats::flush(handle.heartbeats()).await;
@@ -94,4 +102,9 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
     }
     println!("{figures}");
     assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
+}
+
+/// The name of a line.
+fn how(line: Line) -> &'static str {
+    if line == EVEN { "even" } else { "uneven" }
 }

@@ -1,18 +1,20 @@
 //! Every store, its servers, and the lines to them.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use idem_runtime::postgres::PostgresOptions;
 use idem_runtime::{Cached, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator, TABLE, Wire};
 use idem_tests::postgres::{PgBouncer, PostgresServer};
-use idem_tests::proxy::Proxy;
+use idem_tests::proxy::{Line, Proxy};
 use idem_tests::server::{Kind, RedisServer, free_port};
-use idem_tests::sqlite::Folder;
+use idem_tests::sqlite::{self, Folder};
 
-use crate::{ANSWER, LEASE};
+use crate::outage::Outage;
 
 /// So long that no server is replaced.
 const NEVER: u32 = 600_000;
@@ -24,6 +26,9 @@ pub struct Rig {
     /// The handle of another process.
     pub peer: Arc<dyn Store>,
     pub lines: Vec<Proxy>,
+    /// The file of a store without lines, and the transaction that locks it.
+    file: Option<PathBuf>,
+    lock: Mutex<Option<rusqlite::Connection>>,
     _servers: Box<dyn Any + Send + Sync>,
 }
 
@@ -32,54 +37,87 @@ fn rig<S: Store>(
     lines: impl IntoIterator<Item = Proxy>,
     servers: impl Any + Send + Sync,
 ) -> Rig {
-    assert!(LEASE > store.response_timeout(), "a lease that can be kept");
     let lines = lines.into_iter().collect();
-    Rig { store: Arc::new(store), peer: Arc::new(peer), lines, _servers: Box::new(servers) }
+    let (file, lock) = (None, Mutex::default());
+    Rig { store: Arc::new(store), peer: Arc::new(peer), lines, file, lock, _servers: Box::new(servers) }
 }
 
-pub async fn memory() -> Rig {
+impl Rig {
+    /// The outages that the store can have.
+    pub fn outages(&self) -> &'static [Outage] {
+        match (&self.file, &self.lines[..]) {
+            (Some(_), _) => &[Outage::Locked],
+            (None, []) => &[],
+            (None, _) => &[Outage::Held, Outage::Muted],
+        }
+    }
+
+    /// Begins an outage of both handles, which lasts for `time`.
+    pub fn cut_off(&self, outage: Outage, time: Duration) {
+        let line = match outage {
+            Outage::Held => Line::Delay(time),
+            Outage::Muted => Line::LoseReplies,
+            Outage::Locked => {
+                let lock = sqlite::raw(self.file.as_ref().expect("a file"));
+                lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
+                *self.lock.lock().unwrap() = Some(lock);
+                return;
+            }
+        };
+        self.lines.iter().for_each(|proxy| proxy.set(line));
+    }
+
+    /// Ends the outage. Requests that were held land within its length.
+    pub fn go_on(&self) {
+        *self.lock.lock().unwrap() = None;
+        self.lines.iter().for_each(|proxy| proxy.set(Line::Pass));
+    }
+}
+
+pub async fn memory(_: Duration) -> Rig {
     let store = MemoryStore::new();
     let peer = store.peer();
     rig([store, peer], [], ())
 }
 
-pub async fn sqlite() -> Rig {
+pub async fn sqlite(answer: Duration) -> Rig {
     let folder = Folder::new();
-    let options = SqliteStore::options().busy_timeout(ANSWER).response_timeout(ANSWER);
+    let options = SqliteStore::options().busy_timeout(answer).response_timeout(answer);
     let open = async || options.clone().open(folder.file()).await.expect("opens");
-    rig([open().await, open().await], [], folder)
+    let stores = [open().await, open().await];
+    Rig { file: Some(folder.file()), ..rig(stores, [], folder) }
 }
 
-async fn connect(url: &str) -> RedisStore {
-    RedisStore::options().response_timeout(ANSWER).connect(url).await.expect("connects")
+async fn connect(url: &str, answer: Duration) -> RedisStore {
+    RedisStore::options().response_timeout(answer).connect(url).await.expect("connects")
 }
 
-async fn handles(url: &str) -> [RedisStore; 2] {
-    [connect(url).await, connect(url).await]
+async fn handles(url: &str, answer: Duration) -> [RedisStore; 2] {
+    [connect(url, answer).await, connect(url, answer).await]
 }
 
-async fn one(kind: Kind) -> Rig {
+async fn one(kind: Kind, answer: Duration) -> Rig {
     let server = RedisServer::start(kind);
     let line = Proxy::to(server.port()).await;
-    rig(handles(&line.url()).await, [line], server)
+    rig(handles(&line.url(), answer).await, [line], server)
 }
 
-pub async fn redis() -> Rig {
-    one(Kind::Redis).await
+pub async fn redis(answer: Duration) -> Rig {
+    one(Kind::Redis, answer).await
 }
 
-pub async fn valkey() -> Rig {
-    one(Kind::Valkey).await
+pub async fn valkey(answer: Duration) -> Rig {
+    one(Kind::Valkey, answer).await
 }
 
-pub async fn cached() -> Rig {
+pub async fn cached(answer: Duration) -> Rig {
     let server = RedisServer::start(Kind::Redis);
     let line = Proxy::to(server.port()).await;
-    let around = handles(&line.url()).await.map(Cached::new);
+    let around = handles(&line.url(), answer).await.map(Cached::new);
     rig(around, [line], server)
 }
 
-pub async fn cluster() -> Rig {
+pub async fn cluster(answer: Duration) -> Rig {
     let ports = [free_port(), free_port(), free_port()];
     let mut lines = Vec::new();
     for port in ports {
@@ -91,51 +129,51 @@ pub async fn cluster() -> Rig {
     };
     let cluster = Cluster::start_at(&ports, ports.len(), NEVER, announced, &Vec::new());
     let seeds: Vec<_> = lines.iter().map(|line| format!("127.0.0.1:{}", line.port())).collect();
-    rig(handles(&format!("redis-cluster://{}", seeds.join(","))).await, lines, cluster)
+    rig(handles(&format!("redis-cluster://{}", seeds.join(",")), answer).await, lines, cluster)
 }
 
-pub async fn sentinel() -> Rig {
+pub async fn sentinel(answer: Duration) -> Rig {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let server = RedisServer::start_with(Kind::Redis, &args);
     let line = Proxy::to(server.port()).await;
     // The sentinels name the line as the primary.
     let watched = Watched::start_at(server, line.port(), NEVER);
-    rig(handles(&watched.url()).await, [line], watched)
+    rig(handles(&watched.url(), answer).await, [line], watched)
 }
 
-pub async fn postgres() -> Rig {
+pub async fn postgres(answer: Duration) -> Rig {
     let server = PostgresServer::start();
     let line = Proxy::to(server.port()).await;
-    through_postgres(line, PostgresStore::options(), server).await
+    through_postgres(line, PostgresStore::options().response_timeout(answer), server).await
 }
 
-pub async fn pgbouncer() -> Rig {
+pub async fn pgbouncer(answer: Duration) -> Rig {
     let server = PostgresServer::start();
     let pooler = PgBouncer::start(server.port());
     let line = Proxy::to(pooler.port()).await;
-    through_postgres(line, PostgresStore::options().behind_pgbouncer(), (pooler, server)).await
+    through_postgres(line, PostgresStore::options().behind_pgbouncer().response_timeout(answer), (pooler, server)).await
 }
 
 async fn through_postgres(line: Proxy, options: PostgresOptions, servers: impl Any + Send + Sync) -> Rig {
     let url = format!("postgres://postgres@127.0.0.1:{}/postgres", line.port());
-    let options = options.response_timeout(ANSWER).ensure_schema();
+    let options = options.ensure_schema();
     let open = async || options.clone().connect(&url).await.expect("connects");
     rig([open().await, open().await], [line], servers)
 }
 
-async fn dynamo(kind: dynamo::Kind) -> Rig {
+async fn dynamo(kind: dynamo::Kind, answer: Duration) -> Rig {
     let emulator = Emulator::with_table(kind).await;
     let line = Proxy::to(emulator.port()).await;
     let endpoint = format!("http://127.0.0.1:{}", line.port());
     let client = || dynamo::client(&Wire::to(&endpoint));
-    let open = || dynamo::options().response_timeout(ANSWER).upkeep_client(client()).build(client(), TABLE);
+    let open = || dynamo::options().response_timeout(answer).upkeep_client(client()).build(client(), TABLE);
     rig([open(), open()], [line], emulator)
 }
 
-pub async fn dynoxide() -> Rig {
-    dynamo(dynamo::Kind::Dynoxide).await
+pub async fn dynoxide(answer: Duration) -> Rig {
+    dynamo(dynamo::Kind::Dynoxide, answer).await
 }
 
-pub async fn ministack() -> Rig {
-    dynamo(dynamo::Kind::Ministack).await
+pub async fn ministack(answer: Duration) -> Rig {
+    dynamo(dynamo::Kind::Ministack, answer).await
 }

@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 use idem_runtime::record::Record;
 use idem_runtime::{Error, InProgress, Key, OnCrash, Operation, Outcome, Policy, Store, current, observe};
 use idem_tests::chance::Chance;
-use idem_tests::proxy::Line;
 use idem_tests::yields;
 use tokio::task::JoinError;
 
-use crate::LEASE;
 use crate::rigs::Rig;
 
 const TTL: Duration = Duration::from_secs(3600);
 /// How many tasks make calls under load.
 const TASKS: usize = 64;
+/// The same while the store does not answer.
+const TASKS_IN_AN_OUTAGE: usize = 24;
 /// The last await at which calls are dropped: a call that nothing holds up has fewer.
 const AWAITS: usize = 6;
 /// How many keys are finished before any call is dropped.
@@ -37,6 +37,8 @@ pub enum Load {
     Busy,
     /// 64 tasks make calls, most of them for keys that have a result.
     Replays,
+    /// Some tasks make calls for two leases, in which the store does not answer. Half of the bodies take up to a lease.
+    Outage,
 }
 
 /// How a call ends.
@@ -105,6 +107,11 @@ impl Book {
         self.runs.iter().find(|run| run.returned == Some(true)).map(|run| run.attempt)
     }
 
+    /// Whether the body of this attempt returned `Ok`.
+    pub fn succeeded(&self, attempt: u32) -> bool {
+        self.runs.contains(&Run { attempt, returned: Some(true) })
+    }
+
     /// Whether a body began and did not return.
     pub fn unreturned(&self) -> bool {
         self.runs.iter().any(|run| run.returned.is_none())
@@ -168,7 +175,10 @@ impl Guard {
     fn begins(&self, attempt: u32) {
         let Self { calls, key, .. } = self;
         self.attempt.set(Some(attempt));
-        if let Some(other) = calls.books.guard(*key, attempt) {
+        // A body that is paused in an outage has its values, and a successor under `retry` does not know.
+        if let Some(other) = calls.books.guard(*key, attempt)
+            && calls.keeps_others_out()
+        {
             let problem = format!("{}: attempt {attempt} began beside a value of attempt {other}", calls.key(*key));
             calls.told.lock().unwrap().push(problem);
         }
@@ -192,6 +202,7 @@ pub struct Calls {
     number: usize,
     load: Load,
     on_crash: OnCrash,
+    lease: Duration,
     made: AtomicUsize,
     dropped: AtomicUsize,
     refused: AtomicUsize,
@@ -205,7 +216,8 @@ pub struct Calls {
 /// The calls of one scene, and the findings afterwards.
 pub struct Scene {
     store: &'static str,
-    line: Line,
+    /// What its lines do.
+    how: &'static str,
     calls: Arc<Calls>,
     took: Duration,
     /// Keys that are held without a call.
@@ -220,13 +232,12 @@ pub struct Scene {
 
 impl fmt::Display for Scene {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { store, line, calls, took, others, .. } = self;
+        let Self { store, how, calls, took, others, .. } = self;
         let (load, on_crash) = (format!("{:?}", calls.load), format!("{:?}", calls.on_crash));
-        let line = if *line == Line::Pass { "even" } else { "uneven" };
         let counts = [&calls.made, &calls.dropped, &calls.refused];
         let [made, dropped, refused] = counts.map(|count| count.load(Ordering::Relaxed));
         let (keys, held, interrupted) = (calls.books.len(), self.held.len(), self.interrupted.len());
-        write!(f, "{store:10} {load:8} {line:7} {on_crash:6} {dropped:4} of {made:4} calls dropped in {took:.1?}; ")?;
+        write!(f, "{store:10} {load:8} {how:7} {on_crash:6} {dropped:4} of {made:4} calls dropped in {took:.1?}; ")?;
         write!(f, "of {keys:4} keys {held:3} held ({:2} %), ", 100 * held / keys)?;
         write!(f, "{interrupted:3} interrupted without a body, {others:3} otherwise wrong; ")?;
         write!(f, "{refused:3} calls refused by the store")
@@ -234,11 +245,18 @@ impl fmt::Display for Scene {
 }
 
 impl Scene {
-    pub fn new(store: &'static str, number: usize, line: Line, load: Load, on_crash: OnCrash) -> Self {
+    pub fn new(
+        store: &'static str,
+        number: usize,
+        how: &'static str,
+        load: Load,
+        (on_crash, lease): (OnCrash, Duration),
+    ) -> Self {
         let calls = Calls {
             number,
             load,
             on_crash,
+            lease,
             made: AtomicUsize::new(0),
             dropped: AtomicUsize::new(0),
             refused: AtomicUsize::new(0),
@@ -248,7 +266,7 @@ impl Scene {
         };
         Self {
             store,
-            line,
+            how,
             calls: Arc::new(calls),
             took: Duration::ZERO,
             held: BTreeSet::new(),
@@ -286,13 +304,71 @@ impl Scene {
             task.await.expect("no panic");
         }
         self.took = started.elapsed();
+        self.note_told();
+    }
+
+    /// Takes over the problems that calls had.
+    fn note_told(&mut self) {
         let told = std::mem::take(&mut *self.calls.told.lock().unwrap());
         self.others += told.len();
         self.problems.extend(told);
     }
 }
 
+impl Scene {
+    /// Drops calls while `cut_off` begins an outage of two leases and `go_on` ends it, and waits until all others have
+    /// ended.
+    pub async fn drop_calls_in_an_outage(
+        &mut self,
+        rig: &Rig,
+        seed: u64,
+        how_many: usize,
+        (cut_off, go_on): (impl FnOnce(), impl FnOnce()),
+    ) {
+        let started = Instant::now();
+        let chance = Chance::seeded(seed).of(self.calls.number);
+        for _ in 0..FINISHED {
+            let key = self.calls.books.open();
+            // The machine may be too busy for a store to answer in time.
+            for _ in 0..100 {
+                if self.calls.fresh(&rig.store, key).await.0.is_ok() {
+                    break;
+                }
+            }
+        }
+        let lasts = 2 * self.calls.lease;
+        let of_each = how_many / TASKS_IN_AN_OUTAGE;
+        let pause = lasts / u32::try_from(of_each).expect("few");
+        let at_work: Vec<_> = (0..TASKS_IN_AN_OUTAGE)
+            .map(|task| {
+                let (calls, store, mut chance) = (Arc::clone(&self.calls), Arc::clone(&rig.store), chance.of(task));
+                tokio::spawn(async move {
+                    for _ in 0..of_each {
+                        calls.drop_one(&store, &mut chance).await;
+                        tokio::time::sleep(chance.up_to(pause)).await;
+                    }
+                })
+            })
+            .collect();
+        // Some bodies have begun by then.
+        tokio::time::sleep(pause).await;
+        cut_off();
+        tokio::time::sleep(lasts).await;
+        go_on();
+        for task in at_work {
+            task.await.expect("no panic");
+        }
+        self.took = started.elapsed();
+        self.note_told();
+    }
+}
+
 impl Calls {
+    /// Whether no body of a key follows one whose end is not recorded.
+    fn keeps_others_out(&self) -> bool {
+        self.load != Load::Outage || self.on_crash == OnCrash::Fail
+    }
+
     pub fn key(&self, key: usize) -> Key {
         Key::new("drops", format!("{}-{key}", self.number)).expect("a valid key")
     }
@@ -316,7 +392,10 @@ impl Calls {
         };
         let work = Work {
             turns: if chance.percent(50) { 0 } else { 1 + u32::try_from(chance.below(3)).expect("small") },
-            sleep: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
+            sleep: match self.load {
+                Load::Outage => chance.percent(50).then(|| chance.up_to(self.lease)),
+                _ => chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
+            },
             undo: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
             succeeds: chance.percent(85),
         };
@@ -361,7 +440,8 @@ impl Calls {
             Err(Failure::Of(Error::Store { source, .. })) if source.is_transient() => {
                 self.refused.fetch_add(1, Ordering::Relaxed);
             }
-            Ok(attempt) if self.books.of(key).result() == Some(*attempt) => {}
+            Err(Failure::Of(Error::Unrecorded { .. } | Error::LeaseLost { .. })) if self.load == Load::Outage => {}
+            Ok(attempt) if self.books.of(key).succeeded(*attempt) => {}
             told => {
                 let problem = format!("{}: a caller was told {told:?}: {:?}", self.key(key), self.books.of(key));
                 self.told.lock().unwrap().push(problem);
@@ -377,7 +457,7 @@ impl Calls {
         work: Work,
         in_progress: InProgress,
     ) -> impl Future<Output = (Result<u32, Failure>, Outcome)> + Send + 'static {
-        let policy = Policy::new(TTL).lease(LEASE).on_crash(self.on_crash).in_progress(in_progress);
+        let policy = Policy::new(TTL).lease(self.lease).on_crash(self.on_crash).in_progress(in_progress);
         let operation = Operation::new(&**store, Ok(self.key(key)), policy);
         let books = Arc::clone(&self.books);
         let guard = Guard { calls: Arc::clone(self), key, undo: work.undo, attempt: Cell::new(None) };

@@ -1,0 +1,199 @@
+//! Calls that are dropped while their store does not answer for longer than a lease.
+//!
+//! Clean-ups and releases are given up after a lease, and requests land when nothing follows them. Once all of that is
+//! over, every key is free, recorded, or interrupted by a body that began and did not return; under `on_crash = retry`
+//! a key may be held until its lease has lapsed. The attempts that count are those whose body began.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use idem_runtime::record::{State, StoredResult};
+use idem_runtime::store::{Heartbeats, Inspection};
+use idem_runtime::{Error, OnCrash, Store};
+
+use crate::rigs::Rig;
+use crate::scene::{Book, Calls, Failure, Load, Scene};
+
+const LEASE: Duration = Duration::from_secs(1);
+/// How long a store may take to answer: a little less than a beat.
+pub const ANSWER: Duration = Duration::from_millis(300);
+/// The number of calls in a scene.
+const CALLS: usize = 240;
+/// How many keys are checked side by side.
+const AT_ONCE: usize = 32;
+/// How long late writes may take after an outage. Their pauses double.
+const PATIENCE: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// How a store does not answer.
+#[derive(Clone, Copy, Debug)]
+pub enum Outage {
+    /// Requests land after the outage.
+    Held,
+    /// Requests land, and their answers are lost.
+    Muted,
+    /// Another process locks the file.
+    Locked,
+}
+
+pub async fn play(store: &'static str, rig: Rig) {
+    let seed = crate::seed();
+    let (mut figures, mut problems) = (String::new(), String::new());
+    let mut number = 0;
+    for outage in rig.outages() {
+        for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+            let how = match outage {
+                Outage::Held => "held",
+                Outage::Muted => "muted",
+                Outage::Locked => "locked",
+            };
+            let mut scene = Scene::new(store, number, how, Load::Outage, (on_crash, LEASE));
+            number += 1;
+            let ways = (|| rig.cut_off(*outage, 2 * LEASE), || rig.go_on());
+            scene.drop_calls_in_an_outage(&rig, seed, CALLS, ways).await;
+            for handle in [&rig.store, &rig.peer] {
+                Heartbeats::flush(handle.heartbeats()).await;
+            }
+            scene.settle(&rig).await;
+            writeln!(figures, "{scene}").expect("a text");
+            scene.problems.iter().take(3).for_each(|problem| writeln!(problems, "  {problem}").expect("a text"));
+        }
+    }
+    println!("{figures}");
+    assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
+}
+
+/// What is wrong with a key.
+enum Wrong {
+    /// It may be right later: a lease, or a late write, is under way.
+    Yet(String),
+    Interrupted(String),
+    Otherwise(String),
+}
+
+impl Scene {
+    /// Waits until every key is as promised, and calls each one.
+    async fn settle(&mut self, rig: &Rig) {
+        let calls = Arc::clone(self.calls());
+        let mut open: BTreeSet<usize> = (0..calls.books().len()).collect();
+        let since = Instant::now();
+        let mut wrong = Vec::new();
+        while !open.is_empty() {
+            let is_late = since.elapsed() > PATIENCE;
+            let looks = open.iter().map(|key| {
+                let (calls, rig, key) = (&calls, rig, *key);
+                async move { (key, look(calls, rig, key).await) }
+            });
+            let looks: Vec<_> = futures::stream::iter(looks).buffer_unordered(AT_ONCE).collect().await;
+            for (key, looked) in looks {
+                match looked {
+                    Err(Wrong::Yet(_)) if !is_late => {}
+                    looked => {
+                        open.remove(&key);
+                        wrong.extend(looked.err().map(|what| (key, what)));
+                    }
+                }
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        for (key, what) in wrong {
+            let what = match what {
+                Wrong::Yet(what) => {
+                    self.held.insert(key);
+                    what
+                }
+                Wrong::Interrupted(what) => {
+                    self.interrupted.insert(key);
+                    what
+                }
+                Wrong::Otherwise(what) => {
+                    self.others += 1;
+                    what
+                }
+            };
+            self.problems.push(format!("{}: {what}; {:?}", calls.key(key), calls.books().of(key).runs));
+        }
+    }
+}
+
+/// Checks the record of a key, and then a fresh call.
+async fn look(calls: &Arc<Calls>, rig: &Rig, key: usize) -> Result<(), Wrong> {
+    let found = match rig.peer.inspect(&calls.key(key)).await {
+        Ok(found) => found,
+        Err(error) => return Err(Wrong::Yet(error.to_string())),
+    };
+    judge(&calls.books().of(key), calls.on_crash(), found.as_ref())?;
+    let store = if key.is_multiple_of(2) { &rig.store } else { &rig.peer };
+    try_again(calls, store, key).await
+}
+
+/// Whether `found` is the record that must follow from `book`.
+fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(), Wrong> {
+    let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {found:?}")));
+    if !book.runs.is_sorted_by(|one, next| one.attempt < next.attempt) {
+        return otherwise("attempts repeat");
+    }
+    let fail = on_crash == OnCrash::Fail;
+    let interrupted = fail && book.unreturned();
+    let successes = book.runs.iter().filter(|run| run.returned == Some(true)).count();
+    if fail && successes > 1 {
+        return otherwise("it succeeded twice");
+    }
+    if interrupted && book.runs.last().is_some_and(|run| run.returned.is_some()) {
+        return otherwise("a body followed one that was interrupted");
+    }
+    let Some(found) = found else {
+        return if book.runs.is_empty() { Ok(()) } else { otherwise("it is forgotten") };
+    };
+    let mut counted = found.record.attempts_used as usize;
+    match &found.record.state {
+        State::Pending { .. } if found.lapses_in.is_none_or(|left| !left.is_zero()) => {
+            return Err(Wrong::Yet(format!("held: {found:?}")));
+        }
+        // The end of a body that began is written for as long as its process lives, and so is the clean-up of a mark.
+        State::Pending { begun: true, .. } if fail && !interrupted => {
+            return Err(Wrong::Yet(format!("interrupted without such a body: {found:?}")));
+        }
+        State::Pending { begun: false, .. } if interrupted => return otherwise("not marked"),
+        State::Pending { begun, .. } => counted -= usize::from(!begun),
+        State::Interrupted if interrupted => {}
+        State::Interrupted => return Err(Wrong::Interrupted(format!("interrupted: {found:?}"))),
+        State::Released if !fail || (!interrupted && successes == 0) => {}
+        State::Completed(StoredResult::Encoded { bytes, .. }) => {
+            let recorded = std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok());
+            if !recorded.is_some_and(|attempt| book.succeeded(attempt)) {
+                return otherwise("another result");
+            }
+        }
+        _ => return otherwise("not what its bodies did"),
+    }
+    // Under `retry` an attempt that lapsed is not marked, and not counted.
+    let began = book.runs.len();
+    if counted > began || (fail && counted < began) {
+        return otherwise("attempts count that never began, or don't although they did");
+    }
+    Ok(())
+}
+
+/// A fresh call runs, or is told the state of the key.
+async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Result<(), Wrong> {
+    let book = calls.books().of(key);
+    let interrupted = calls.on_crash() == OnCrash::Fail && book.unreturned();
+    let (result, outcome) = calls.fresh(store, key).await;
+    match result {
+        Ok(attempt) if outcome.replayed() && book.succeeded(attempt) => Ok(()),
+        Ok(_) if outcome.executed() && !interrupted => Ok(()),
+        Err(Failure::Of(Error::Interrupted { .. })) if interrupted => Ok(()),
+        // The machine may be too busy for a store to answer in time.
+        Err(Failure::Of(
+            error @ (Error::Store { .. }
+            | Error::InProgress { .. }
+            | Error::Unrecorded { .. }
+            | Error::LeaseLost { .. }),
+        )) => Err(Wrong::Yet(error.to_string())),
+        result => Err(Wrong::Otherwise(format!("a fresh call is told {result:?}"))),
+    }
+}
