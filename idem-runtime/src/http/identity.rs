@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::LazyLock;
 
 use bytes::Bytes;
 use http::HeaderMap;
@@ -12,6 +11,7 @@ use serde::de::IgnoredAny;
 use sha2::{Digest, Sha256};
 
 use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, Summed, is_scope};
+use crate::sync::SharedOnce;
 
 /// Longer ones stand in keys as their hash.
 const MAX_ROUTE_BYTES: usize = 128;
@@ -120,7 +120,7 @@ impl<'a> Payload<'a> {
     }
 
     pub(super) fn fingerprint(&self) -> Result<Fingerprint, FingerprintError> {
-        let (Ok(known), [], BodyPrint::Sha256(digest)) = (&*KNOWN, &self.headers[..], &self.body) else {
+        let (Ok(known), [], BodyPrint::Sha256(digest)) = (known(), &self.headers[..], &self.body) else {
             return Fingerprint::of(self);
         };
         let body = Summed::of_object([[known.sha256, Summed::of(digest)?]]);
@@ -138,16 +138,19 @@ struct Known {
     sha256: Summed,
 }
 
-static KNOWN: LazyLock<Result<Known, FingerprintError>> = LazyLock::new(|| {
-    let of = |name: &str| Summed::of(name);
-    Ok(Known {
-        target: of("target")?,
-        headers: of("headers")?,
-        no_headers: Summed::of::<[(); 0]>(&[])?,
-        body: of("body")?,
-        sha256: of("Sha256")?,
+fn known() -> &'static Result<Known, FingerprintError> {
+    static KNOWN: SharedOnce<Result<Known, FingerprintError>> = SharedOnce::new();
+    KNOWN.get_or_init(|| {
+        let of = |name: &str| Summed::of(name);
+        Ok(Known {
+            target: of("target")?,
+            headers: of("headers")?,
+            no_headers: Summed::of::<[(); 0]>(&[])?,
+            body: of("body")?,
+            sha256: of("Sha256")?,
+        })
     })
-});
+}
 
 /// An object has two members with this name.
 #[derive(PartialEq, Eq, Debug)]

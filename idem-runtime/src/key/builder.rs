@@ -5,11 +5,12 @@ use std::cell::Cell;
 use std::fmt::{self, Display, Write as _};
 use std::hash::BuildHasher;
 use std::rc::Rc;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use super::display::Hashed;
 use super::{Key, KeyError, KeyProblem, Scope, VERSION};
 use crate::clock::Secret;
+use crate::sync::SharedOnce;
 
 thread_local! {
     /// Keys are written here and copied once into their shared allocation.
@@ -149,8 +150,8 @@ fn is_char(byte: u8, c: Option<char>) -> bool {
 }
 
 fn hash(text: &str) -> u64 {
-    static SECRET: LazyLock<Secret> = LazyLock::new(Secret::default);
-    SECRET.hash_one(text)
+    static SECRET: SharedOnce<Secret> = SharedOnce::new();
+    SECRET.get_or_init(Secret::default).hash_one(text)
 }
 
 struct Escape<'a> {

@@ -1,12 +1,10 @@
 //! The names of handlers inside the key space.
 
-use std::collections::HashMap;
 use std::fmt::{self, Display};
 use std::panic::Location;
-use std::sync::{LazyLock, Mutex, OnceLock};
 
 use super::{Key, KeyProblem};
-use crate::sync;
+use crate::sync::{SharedList, SharedOnce};
 
 /// A place in the user's source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,7 +30,7 @@ pub struct Scope {
     /// does not: all handlers that one `macro_rules!` expands to have the same one.
     attribute: bool,
     /// The result type of the handler that uses it; empty if it is unknown.
-    claimed: OnceLock<Result<&'static str, KeyProblem>>,
+    claimed: SharedOnce<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
@@ -56,7 +54,7 @@ impl Scope {
 
     #[track_caller]
     const fn new(name: &'static str, shared: bool, attribute: bool) -> Self {
-        Self { name, site: Site(Location::caller()), shared, attribute, claimed: OnceLock::new() }
+        Self { name, site: Site(Location::caller()), shared, attribute, claimed: SharedOnce::new() }
     }
 
     /// Whether a handler that records a `result` may use the scope. Asked at each call: one load and one comparison.
@@ -71,11 +69,14 @@ impl Scope {
 
     #[cold]
     fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
-        static CLAIMED: LazyLock<Mutex<HashMap<&'static str, Claim>>> = LazyLock::new(Mutex::default);
+        /// The handlers of all scopes, by the sum of the bytes of their names: few have to be looked through.
+        static CLAIMED: [SharedList<Claim>; 32] = [const { SharedList::new() }; 32];
         check_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
-        let claim = Claim { site: self.site, handler, shared: self.shared };
-        let first = *sync::lock(&CLAIMED).entry(self.name).or_insert(claim);
+        let claim = Claim { name: self.name, site: self.site, handler, shared: self.shared };
+        let sum = self.name.bytes().fold(0, u8::wrapping_add);
+        let claimed = &CLAIMED[usize::from(sum) % CLAIMED.len()];
+        let first = *claimed.find_or_add(|claim| claim.name == self.name, || claim);
         if first == claim || first.shared && self.shared {
             Ok(result)
         } else {
@@ -87,6 +88,7 @@ impl Scope {
 /// The handler that uses a scope.
 #[derive(Clone, Copy, PartialEq)]
 struct Claim {
+    name: &'static str,
     site: Site,
     /// The address of its `static`.
     handler: Option<usize>,

@@ -24,7 +24,7 @@ mod snapshot;
 mod table;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use self::cells::{Counters, Gauge, Histograms};
@@ -33,16 +33,16 @@ use self::scopes::Scopes;
 pub use self::snapshot::{Distribution, Series, Snapshot, Value};
 pub use self::table::*;
 use crate::clock::Clock;
+use crate::sync::SharedList;
 
-static TRANSACTIONS: Mutex<Vec<Arc<Metrics>>> = Mutex::new(Vec::new());
+static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
 
 /// What is counted of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), in the whole
 /// process: they have no store handle of their own. By driver (label `store`), and by scope, where several drivers have a
 /// series each.
 pub fn in_transactions() -> Snapshot {
-    let known = TRANSACTIONS.lock().unwrap_or_else(PoisonError::into_inner);
     // Their leases are held by the transactions.
-    Snapshot { series: known.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
+    Snapshot { series: TRANSACTIONS.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
 }
 
 /// The numbers of one store handle and its clones.
@@ -75,13 +75,8 @@ impl Metrics {
     /// The numbers of all calls inside of transactions with this driver, in the whole process: each call there has a store of
     /// its own.
     pub(crate) fn of_transactions(store: &'static str, clock: &Arc<dyn Clock>) -> Arc<Self> {
-        let mut known = TRANSACTIONS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = known.iter().find(|it| it.store == store) {
-            return Arc::clone(known);
-        }
-        let metrics = Arc::new(Self::new(store, Arc::clone(clock)));
-        known.push(Arc::clone(&metrics));
-        metrics
+        let make = || Arc::new(Self::new(store, Arc::clone(clock)));
+        Arc::clone(TRANSACTIONS.find_or_add(|known| known.store == store, make))
     }
 
     /// What the store is called.

@@ -1,7 +1,8 @@
 //! The numbers of handlers, found by their scope without a lock.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::cells::{Counters, Histograms};
@@ -13,68 +14,62 @@ use super::table::{
     Unit, WAIT_SECONDS,
 };
 use crate::clock::{Clock, Instant};
+use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 
 /// How many scopes have numbers of their own. Scopes are written in code; more of them are data by mistake.
 const LIMIT: usize = 200;
-/// Room enough that a look-up soon ends.
-const SLOTS: usize = 256;
+/// Enough that a look-up soon ends.
+const LISTS: usize = 32;
 /// The scope that counts for all beyond the limit.
 const OTHER: &str = "_other";
 /// How many payloads of a handler shadow mode remembers.
 const PAYLOADS: usize = 1024;
 
-/// Scopes by their hash: the first free place from there on. A scope never leaves its place.
+/// Scopes by their hash.
 pub(super) struct Scopes {
     clock: Arc<dyn Clock>,
-    slots: Box<[OnceLock<Arc<ScopeCells>>]>,
-    other: OnceLock<Arc<ScopeCells>>,
-    /// How many places are taken; who takes one holds the lock.
-    taken: Mutex<usize>,
+    lists: Box<[SharedList<Arc<ScopeCells>>]>,
+    other: SharedOnce<Arc<ScopeCells>>,
+    /// The number of scopes. Threads that add new ones in the same moment may exceed the limit by one each.
+    count: AtomicUsize,
 }
 
 impl Scopes {
     pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
-        let slots = (0..SLOTS).map(|_| OnceLock::new()).collect();
-        Self { clock, slots, other: OnceLock::new(), taken: Mutex::new(0) }
+        let lists = (0..LISTS).map(|_| SharedList::new()).collect();
+        Self { clock, lists, other: SharedOnce::new(), count: AtomicUsize::new(0) }
     }
 
     pub(super) fn get(&self, scope: &str) -> Arc<ScopeCells> {
-        match self.find(scope) {
-            Ok(found) => Arc::clone(found),
-            Err(_) => self.make(scope),
+        let list = &self.lists[place(scope)];
+        match list.iter().find(|cells| *cells.scope == *scope) {
+            Some(found) => Arc::clone(found),
+            None => self.make(scope, list),
         }
-    }
-
-    /// The numbers of `scope`, or the place where they would be.
-    fn find(&self, scope: &str) -> Result<&Arc<ScopeCells>, Option<&OnceLock<Arc<ScopeCells>>>> {
-        let start = place(scope);
-        for slot in self.slots[start..].iter().chain(&self.slots[..start]) {
-            match slot.get() {
-                Some(cells) if *cells.scope == *scope => return Ok(cells),
-                Some(_) => {}
-                None => return Err(Some(slot)),
-            }
-        }
-        Err(None)
     }
 
     #[cold]
-    fn make(&self, scope: &str) -> Arc<ScopeCells> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another thread may have made it meanwhile.
-        let cells = match self.find(scope) {
-            Ok(found) => found,
-            Err(Some(slot)) if *taken < LIMIT => {
-                *taken += 1;
-                slot.get_or_init(|| Arc::new(ScopeCells::new(scope, Arc::clone(&self.clock))))
-            }
-            Err(_) => self.other.get_or_init(|| Arc::new(ScopeCells::new(OTHER, Arc::clone(&self.clock)))),
-        };
+    fn make(&self, scope: &str, list: &SharedList<Arc<ScopeCells>>) -> Arc<ScopeCells> {
+        let new = |name| Arc::new(ScopeCells::new(name, Arc::clone(&self.clock)));
+        let is_it = |cells: &Arc<ScopeCells>| *cells.scope == *scope;
+        if self.count.load(Ordering::Acquire) >= LIMIT {
+            // Another thread may have made the last one meanwhile. It is counted once it is in its list.
+            let found = list.iter().find(|cells| is_it(cells));
+            return Arc::clone(found.unwrap_or_else(|| self.other.get_or_init(|| new(OTHER))));
+        }
+        let mut is_new = false;
+        let cells = list.find_or_add(is_it, || {
+            is_new = true;
+            new(scope)
+        });
+        if is_new {
+            self.count.fetch_add(1, Ordering::Release);
+        }
         Arc::clone(cells)
     }
 
     pub(super) fn read(&self, series: &mut Vec<Series>) {
-        for cells in self.slots.iter().filter_map(OnceLock::get).chain(self.other.get()) {
+        for cells in self.lists.iter().flat_map(SharedList::iter).chain(self.other.get()) {
             cells.read(series);
         }
     }
@@ -88,11 +83,17 @@ fn place(scope: &str) -> usize {
         word[..chunk.len()].copy_from_slice(chunk);
         hash = (hash.rotate_left(5) ^ u64::from_le_bytes(word)).wrapping_mul(0x517c_c1b7_2722_0a95);
     }
-    usize::try_from(hash >> 56).unwrap_or_default() % SLOTS
+    usize::try_from(hash >> 56).unwrap_or_default() % LISTS
 }
 
 /// Parts of the hashes of a payload and of its key, by the former.
-type Payloads = Box<[(u64, u64)]>;
+struct Payloads(Box<[(u64, u64)]>);
+
+impl Default for Payloads {
+    fn default() -> Self {
+        Self(vec![(0, 0); PAYLOADS].into())
+    }
+}
 
 /// The numbers of one handler in one store handle.
 pub(crate) struct ScopeCells {
@@ -112,7 +113,7 @@ pub(crate) struct ScopeCells {
     results_dropped: Counters,
     key_quality: Counters,
     /// Shadow mode: which key a payload had.
-    payloads: OnceLock<Mutex<Payloads>>,
+    payloads: SharedOnce<SharedOrAnew<Payloads>>,
 }
 
 impl ScopeCells {
@@ -133,7 +134,7 @@ impl ScopeCells {
             result_bytes: Histograms::new(&RESULT_BYTES, scope),
             results_dropped: Counters::new(&RESULTS_DROPPED, scope),
             key_quality: Counters::new(&KEY_QUALITY, scope),
-            payloads: OnceLock::new(),
+            payloads: SharedOnce::new(),
         }
     }
 
@@ -197,10 +198,9 @@ impl ScopeCells {
 
     /// Shadow mode: a payload came under this key. Counts if it came under another one before, as far as is remembered.
     pub(crate) fn payload_under_key(&self, payload: u64, key: u64) {
-        let payloads = self.payloads.get_or_init(|| Mutex::new(vec![(0, 0); PAYLOADS].into()));
-        let mut payloads = payloads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut payloads = self.payloads.get_or_init(SharedOrAnew::default).lock();
         let at = usize::try_from(payload % PAYLOADS as u64).unwrap_or_default();
-        let (known, under) = std::mem::replace(&mut payloads[at], (payload, key));
+        let (known, under) = std::mem::replace(&mut payloads.0[at], (payload, key));
         if known == payload && under != key {
             self.key_quality.add(KeyQuality::TooFine as usize, 1);
         }
@@ -259,7 +259,7 @@ mod tests {
         }
         assert_eq!(&*scopes.get("handler7").scope, "handler7");
         assert_eq!(&*scopes.get(&format!("handler{LIMIT}")).scope, OTHER);
-        assert_eq!(scopes.slots.iter().filter_map(OnceLock::get).count(), LIMIT);
+        assert_eq!(scopes.lists.iter().flat_map(SharedList::iter).count(), LIMIT);
         assert!(Arc::ptr_eq(&scopes.get("handler199"), &scopes.get("handler199")));
     }
 

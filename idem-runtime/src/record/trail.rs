@@ -3,7 +3,9 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
+
+use crate::sync::{SharedList, SharedOnce};
 
 /// Who holds a key, or held it last: the host, the process, and the name that its store handle was given.
 ///
@@ -66,21 +68,15 @@ impl fmt::Debug for Holder<'_> {
 /// The holder on this host, in this process, with this name. The text is kept for the life of the process: each call shares
 /// it, without counting.
 pub(crate) fn here(name: &str) -> Holder<'static> {
-    static KNOWN: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    static KNOWN: SharedList<String> = SharedList::new();
     let text = written_here(name);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = known.iter().copied().find(|known| *known == text);
-    Holder(found.unwrap_or_else(|| {
-        let text: &'static str = text.leak();
-        known.push(text);
-        text
-    }))
+    Holder(KNOWN.find_or_add(|known| *known == text, || text.clone()))
 }
 
 fn written_here(name: &str) -> String {
     /// What Linux allows: of a pod, the end of its name tells which it is.
     const HOST: usize = 64;
-    static NAME: OnceLock<String> = OnceLock::new();
+    static NAME: SharedOnce<String> = SharedOnce::new();
     let mut text = bounded(&NAME.get_or_init(host).replace('/', "-"), HOST).into_owned();
     text.push('/');
     text.push_str(&std::process::id().to_string());

@@ -6,8 +6,8 @@ use super::StoreError;
 use super::error::StoreErrorKind;
 use crate::clock::Instant;
 use crate::metrics::StoreOp;
+use crate::sync::SharedOrAnew;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, lock};
 
 /// The pause between the first two lines; it doubles with each line up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_secs(30);
@@ -15,11 +15,11 @@ const FIRST_PAUSE: Duration = Duration::from_secs(30);
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
 /// What has failed since it last succeeded, and when that is told.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Outage {
     /// Whether the last answer was none. Read at each answer.
     open: AtomicBool,
-    state: Mutex<State>,
+    state: SharedOrAnew<State>,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +48,7 @@ struct Line {
 impl Outage {
     /// Counts a failure of kind `what`. Returns a line if it is time for one.
     fn fails(&self, what: usize, now: Instant) -> Option<Line> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
         let quiet = passed(state.last_line);
         let is_new = passed(state.last_failure.replace(now)).is_none_or(|well| well >= LONGEST_PAUSE);
@@ -75,7 +75,7 @@ impl Outage {
 
     #[cold]
     fn ends(&self, what: usize, now: Instant) -> Option<Line> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.failing[what] = None;
         // A store may renew leases and take no results: that is no end. What is no longer asked for is not waited for.
         let goes_on = |failed: &Instant| now.saturating_since(*failed) < FIRST_PAUSE;

@@ -1,8 +1,8 @@
 //! How often something happened in a row that no record counts.
 
 use std::fmt;
-use std::sync::OnceLock;
 
+use crate::sync::SharedOnce;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// How many things are remembered. Of two that share a slot, the later one is.
@@ -11,10 +11,14 @@ const SLOTS: usize = 256;
 const COUNT: u64 = 0xffff;
 
 /// Counts by tag, in a fixed amount of memory: a count may be forgotten, and then begins anew.
-#[derive(Default)]
-pub(crate) struct Repeats(OnceLock<Box<[AtomicU64]>>);
+pub(crate) struct Repeats(SharedOnce<Box<[AtomicU64]>>);
 
 impl Repeats {
+    /// Counts nothing yet.
+    pub(crate) const fn new() -> Self {
+        Self(SharedOnce::new())
+    }
+
     /// It happened once more. Returns how often it has, from 1.
     pub(crate) fn again(&self, tag: u64) -> u32 {
         let slots = self.0.get_or_init(|| (0..SLOTS).map(|_| AtomicU64::new(0)).collect());

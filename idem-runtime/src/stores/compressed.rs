@@ -1,7 +1,7 @@
 //! Large results, compressed.
 
 use std::cell::RefCell;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,6 +14,7 @@ use crate::record::{Decided, Decision, Finish, Inspection, Lease, Reservation, R
 use crate::store::{Store, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
+use crate::sync::SharedOnce;
 
 /// The codec name in a record with a compressed result.
 const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
@@ -93,7 +94,7 @@ impl CompressedOptions {
     }
 
     fn open(self, inner: Arc<dyn Store>) -> Arc<Shared> {
-        Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, options: self, upkeep: OnceLock::new() })
+        Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, options: self, upkeep: SharedOnce::new() })
     }
 }
 
@@ -102,7 +103,7 @@ struct Shared {
     this: Weak<Shared>,
     inner: Arc<dyn Store>,
     options: CompressedOptions,
-    upkeep: OnceLock<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<Shared>>,
 }
 
 thread_local! {

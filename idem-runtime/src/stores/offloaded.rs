@@ -1,7 +1,7 @@
 //! Large results, in an object store.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,6 +18,7 @@ use crate::record::{
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
+use crate::sync::SharedOnce;
 
 /// The codec name in a record whose result is in an object.
 const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
@@ -144,7 +145,7 @@ impl OffloadedOptions {
             inner,
             objects,
             options: self,
-            upkeep: OnceLock::new(),
+            upkeep: SharedOnce::new(),
         })
     }
 }
@@ -154,7 +155,7 @@ struct Shared {
     inner: Arc<dyn Store>,
     objects: Arc<dyn ObjectStore>,
     options: OffloadedOptions,
-    upkeep: OnceLock<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<Shared>>,
 }
 
 /// Without the object store, whose `Debug` form may hold credentials.

@@ -3,6 +3,7 @@
 //! A fork copies every lock in its state of that moment, and no thread but the one that forks. A lock that another thread holds
 //! stays locked in the child for ever.
 
+use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -135,6 +136,112 @@ impl<T> Drop for PerProcess<T> {
     }
 }
 
+#[cfg(any(test, feature = "redis"))]
+impl<T: Clone + Default> PerProcess<Mutex<T>> {
+    /// The lock of this process. A child begins with a copy of its parent's data, and with none if a thread of the parent
+    /// held the lock at the fork.
+    pub(crate) fn copied(&self) -> &Mutex<T> {
+        let copy = |parents: &Mutex<T>| parents.try_lock().ok().map(|data| data.clone());
+        self.find_or(|parents| Mutex::new(parents.and_then(copy).unwrap_or_default()))
+    }
+}
+
+/// A value that is made once, and that a child goes on with.
+///
+/// A child that is forked while a thread of its parent makes the value makes its own. With a `OnceLock` it would wait for
+/// that thread for ever.
+pub(crate) struct SharedOnce<T> {
+    /// The process that makes `first`.
+    maker: AtomicU32,
+    first: OnceLock<T>,
+    /// The values of children that were forked meanwhile.
+    later: PerProcess<T>,
+}
+
+impl<T> SharedOnce<T> {
+    pub(crate) const fn new() -> Self {
+        Self { maker: AtomicU32::new(FREE), first: OnceLock::new(), later: PerProcess::empty() }
+    }
+
+    /// The value, if it is made. One load once it is.
+    #[inline]
+    pub(crate) fn get(&self) -> Option<&T> {
+        self.first.get().or_else(|| self.later.latest())
+    }
+
+    /// The value. `make` makes it, unless it is made. A system call before that.
+    #[inline]
+    pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
+        match self.get() {
+            Some(value) => value,
+            None => self.init(make),
+        }
+    }
+
+    #[cold]
+    fn init(&self, make: impl FnOnce() -> T) -> &T {
+        let this = std::process::id();
+        match self.maker.compare_exchange(FREE, this, Ordering::SeqCst, Ordering::SeqCst) {
+            Err(maker) if maker != this => self.later.here_or_else(make),
+            _ => self.first.get_or_init(make),
+        }
+    }
+}
+
+impl<T> Default for SharedOnce<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for SharedOnce<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SharedOnce").field(&self.get()).finish()
+    }
+}
+
+/// A list without a lock, which only grows. A child goes on with a copy.
+pub(crate) struct SharedList<T>(SharedOnce<Box<Entry<T>>>);
+
+struct Entry<T> {
+    value: T,
+    next: SharedList<T>,
+}
+
+impl<T> SharedList<T> {
+    pub(crate) const fn new() -> Self {
+        Self(SharedOnce::new())
+    }
+
+    /// The values, the earliest first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
+        let entries = std::iter::successors(self.0.get(), |entry| entry.next.0.get());
+        entries.map(|entry| &entry.value)
+    }
+
+    /// The first value that `is_it`. If there is none, `make` makes it, which is added at the end.
+    pub(crate) fn find_or_add(&self, is_it: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &T {
+        let (mut at, mut make) = (self, Some(make));
+        loop {
+            let entry = at.0.get_or_init(|| {
+                let make = make.take().expect("an added value ends the search");
+                Box::new(Entry { value: make(), next: Self::new() })
+            });
+            // Another thread may have added another value meanwhile.
+            if make.is_none() || is_it(&entry.value) {
+                return &entry.value;
+            }
+            at = &entry.next;
+        }
+    }
+}
+
+impl<T> Default for SharedList<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// A thread of the parent held the lock at the fork.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct InheritedLock;
@@ -199,6 +306,25 @@ impl<T: Default> Default for SharedWithChild<T> {
     }
 }
 
+/// A lock of data that a child goes on with, or begins anew if a thread of the parent held the lock at the fork.
+pub(crate) struct SharedOrAnew<T> {
+    shared: SharedWithChild<T>,
+    anew: PerProcess<Mutex<T>>,
+}
+
+impl<T: Default> SharedOrAnew<T> {
+    /// Locks the data. No system call, unless another thread holds the lock.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.shared.lock().unwrap_or_else(|InheritedLock| lock(self.anew.here()))
+    }
+}
+
+impl<T: Default> Default for SharedOrAnew<T> {
+    fn default() -> Self {
+        Self { shared: SharedWithChild::default(), anew: PerProcess::empty() }
+    }
+}
+
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
@@ -243,5 +369,89 @@ mod tests {
         assert!(lock.is_inherited.load(Ordering::Relaxed), "the next caller does not look as often");
         drop(held);
         assert_eq!(lock.lock().map(|data| *data), Ok(1));
+    }
+
+    #[test]
+    fn a_child_copies_data_unless_its_lock_was_held_at_the_fork() {
+        let values = PerProcess::made_by(PARENT, Mutex::new(1));
+        assert_eq!(*lock(values.copied()), 1);
+        let values = PerProcess::made_by(PARENT, Mutex::new(1));
+        let held = lock(values.first());
+        assert_eq!(*lock(values.copied()), 0);
+        drop(held);
+        assert_eq!(*lock(values.copied()), 0);
+    }
+
+    #[test]
+    fn a_value_is_made_once_and_a_child_goes_on_with_it() {
+        let once = SharedOnce::new();
+        assert_eq!(once.get(), None);
+        assert_eq!(*once.get_or_init(|| 1), 1);
+        once.maker.store(PARENT.0, Ordering::SeqCst);
+        assert_eq!((*once.get_or_init(|| unreachable!("made")), once.get()), (1, Some(&1)));
+    }
+
+    #[test]
+    fn a_child_does_not_wait_for_a_thread_that_made_a_value_at_the_fork() {
+        let once = SharedOnce::new();
+        std::thread::scope(|threads| {
+            let (end, ended) = std::sync::mpsc::channel::<()>();
+            let (entered, work) = std::sync::mpsc::channel();
+            let once = &once;
+            threads.spawn(move || {
+                let make = || {
+                    entered.send(()).unwrap();
+                    ended.recv().unwrap();
+                    1
+                };
+                assert_eq!(*once.get_or_init(make), 1);
+            });
+            work.recv().unwrap();
+            once.maker.store(PARENT.0, Ordering::SeqCst);
+            assert_eq!((once.get(), *once.get_or_init(|| 2), once.get()), (None, 2, Some(&2)));
+            end.send(()).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_list_has_each_value_once() {
+        let list = SharedList::new();
+        let added = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    for number in 0..100 {
+                        let add = || {
+                            added.fetch_add(1, Ordering::Relaxed);
+                            number
+                        };
+                        assert_eq!(*list.find_or_add(|it| *it == number, add), number);
+                    }
+                });
+            }
+        });
+        let mut values: Vec<_> = list.iter().copied().collect();
+        values.sort_unstable();
+        assert_eq!((values, added.into_inner()), ((0..100).collect(), 100));
+    }
+
+    #[test]
+    fn a_child_adds_to_a_list_to_which_its_parent_was_adding() {
+        let list = SharedList::new();
+        list.find_or_add(|it| *it == 1, || 1);
+        let first = list.0.get().unwrap();
+        first.next.0.maker.store(PARENT.0, Ordering::SeqCst);
+        assert_eq!(*list.find_or_add(|it| *it == 2, || 2), 2);
+        assert_eq!(list.iter().copied().collect::<Vec<_>>(), [1, 2]);
+    }
+
+    #[test]
+    fn data_whose_lock_was_held_at_the_fork_begin_anew() {
+        let shared = SharedWithChild { process: PARENT, ..SharedWithChild::new(1) };
+        let data = SharedOrAnew { shared, anew: PerProcess::empty() };
+        let held = data.lock();
+        *data.lock() += 7;
+        assert_eq!(*data.lock(), 7);
+        drop(held);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
 use crate::record::trail::{self, Holder};
 use crate::record::{Lease, OwnerToken, Owners, Trail, Verdict};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{InheritedLock, MutexGuard, PerProcess, Process, SharedWithChild};
+use crate::sync::{InheritedLock, MutexGuard, PerProcess, Process, SharedOnce, SharedWithChild};
 
 mod deliveries;
 #[cfg(all(test, shuttle))]
@@ -100,7 +100,7 @@ struct Leases {
     /// Distinguishes the keys of one place from those of others in [`OF_TRANSACTIONS`].
     place: u64,
     /// Made by the first that counts: the name of the store is known then.
-    metrics: OnceLock<Arc<Metrics>>,
+    metrics: SharedOnce<Arc<Metrics>>,
     /// What the store has not answered.
     outage: Outage,
     /// What a broker has not answered.
@@ -112,7 +112,6 @@ struct Leases {
 }
 
 /// Counts of events that no record keeps.
-#[derive(Default)]
 struct Counts {
     /// Failures of bodies that run without a record, by key.
     failures: Repeats,
@@ -125,7 +124,14 @@ struct Counts {
 }
 
 /// The counts of all calls in transactions: the handle of such a call ends with it.
-static OF_TRANSACTIONS: LazyLock<Counts> = LazyLock::new(Counts::default);
+static OF_TRANSACTIONS: SharedOnce<Counts> = SharedOnce::new();
+
+impl Counts {
+    fn new() -> Self {
+        let [failures, refusals, meetings] = [const { Repeats::new() }; 3];
+        Self { failures, refusals, meetings, last_waits: AtomicUsize::new(0) }
+    }
+}
 
 #[derive(Default)]
 struct Tables {
@@ -726,9 +732,9 @@ impl Leases {
             flushed: PerProcess::new(Notify::new()),
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
-            counts: Counts::default(),
+            counts: Counts::new(),
             place,
-            metrics: OnceLock::new(),
+            metrics: SharedOnce::new(),
             outage: Outage::default(),
             broker_outage: Outage::default(),
             abandoned: AtomicBool::new(false),
@@ -748,7 +754,7 @@ impl Leases {
     }
 
     fn counts(&self) -> &Counts {
-        if self.beats { &self.counts } else { &OF_TRANSACTIONS }
+        if self.beats { &self.counts } else { OF_TRANSACTIONS.get_or_init(Counts::new) }
     }
 
     /// The keys whose attempts are being ended late.

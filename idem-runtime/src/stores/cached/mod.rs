@@ -22,7 +22,7 @@ use crate::record::{
 };
 use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
-use crate::sync::{Mutex, MutexGuard, PerProcess, lock};
+use crate::sync::{Mutex, MutexGuard, PerProcess, SharedOnce, lock};
 
 /// A power of two: enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
 /// default cache holds results of megabytes.
@@ -110,7 +110,7 @@ impl Cached {
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
         let keeps = inner.heartbeats().renews();
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: OnceLock::new() }))
+        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: SharedOnce::new() }))
     }
 }
 
@@ -172,7 +172,7 @@ struct Shared {
     cache: Arc<Cache>,
     /// Whether the answers of the store are there to stay: inside a transaction they may be rolled back.
     keeps: bool,
-    upkeep: OnceLock<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<Shared>>,
 }
 
 impl fmt::Debug for Shared {

@@ -20,7 +20,7 @@ mod within;
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
@@ -50,7 +50,7 @@ use crate::record::{
 use crate::store::{
     Answers, Filter, Heartbeats, Page, Repeats, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
-use crate::sync::{PerProcess, Process};
+use crate::sync::{PerProcess, Process, SharedOnce};
 
 /// How often a call looks at a record before it gives up. Each retry means that another attempt won, or that another
 /// session has locked the row.
@@ -62,7 +62,7 @@ const LOOKS_AT_UNSEEN: u32 = 8;
 /// open is unknown, but mostly short. It doubles with each duplicate in this process, up to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// How often each key was met while a transaction held it.
-static MEETINGS: LazyLock<Repeats> = LazyLock::new(Repeats::default);
+static MEETINGS: Repeats = Repeats::new();
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
 /// How many leases one statement renews: it bounds how long their rows are locked against attempts that finish.
@@ -168,7 +168,7 @@ struct Shared {
     /// Whether this is the handle for renewals and late writes.
     is_upkeep: bool,
     /// Shared with forked processes: it has no connection before its first use in a process.
-    upkeep: OnceLock<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<Shared>>,
     runtimes: PerRuntime<Local>,
     /// Ends the background purge when it is dropped.
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
@@ -264,7 +264,7 @@ impl Shared {
             common,
             connections,
             is_upkeep,
-            upkeep: OnceLock::new(),
+            upkeep: SharedOnce::new(),
             runtimes: PerRuntime::default(),
             purger: PerProcess::default(),
         })

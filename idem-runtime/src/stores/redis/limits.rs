@@ -5,7 +5,6 @@
 //! a limit of its own, it learns the limit from failures. Values that may be too large have a connection of their own, so
 //! that its end affects no other operation.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -14,7 +13,7 @@ use redis::Value;
 use super::failure::{Failure, Refusal, failed, too_large};
 use crate::clock::{Clock, Instant};
 use crate::store::StoreError;
-use crate::sync::lock;
+use crate::sync::{Mutex, PerProcess, lock};
 
 /// The least limit that a server can be configured to, so a smaller value is never the reason.
 pub(super) const SURE: usize = 1024 * 1024;
@@ -26,17 +25,16 @@ const BREAKS: u32 = 4;
 const LEARNED_FOR: Duration = Duration::from_secs(60);
 
 /// The limits of the servers of a store: those of the strictest.
-#[derive(Debug)]
 pub(super) struct Limits {
     /// The least limit that a server has reported; [`UNTOLD`] if none has.
     told: AtomicUsize,
-    learned: Mutex<Learned>,
+    learned: PerProcess<Mutex<Learned>>,
 }
 
 /// No server has reported a limit.
 const UNTOLD: usize = usize::MAX;
 
-#[derive(Default, Debug)]
+#[derive(Clone, Default, Debug)]
 struct Learned {
     /// Values of this size and above are too large, until then.
     too_large: Option<(usize, Instant)>,
@@ -46,7 +44,7 @@ struct Learned {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { told: AtomicUsize::new(UNTOLD), learned: Mutex::default() }
+        Self { told: AtomicUsize::new(UNTOLD), learned: PerProcess::default() }
     }
 }
 
@@ -70,7 +68,7 @@ impl Limits {
             UNTOLD => DEFAULT,
             told => told,
         };
-        let learned = lock(&self.learned).too_large.filter(|(_, until)| *until > clock.now());
+        let learned = lock(self.learned.copied()).too_large.filter(|(_, until)| *until > clock.now());
         match learned {
             _ if bytes > told => Err(too_large(bytes, told)),
             Some((least, _)) if bytes >= least => Err(too_large(bytes, least - 1)),
@@ -88,7 +86,7 @@ impl Limits {
         if bytes < SURE {
             return answer.map_err(failed);
         }
-        let mut learned = lock(&self.learned);
+        let mut learned = lock(self.learned.copied());
         let is_reason = match &answer {
             Ok(_) => {
                 learned.broke = learned.broke.filter(|(least, _)| *least > bytes);

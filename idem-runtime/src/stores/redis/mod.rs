@@ -26,7 +26,7 @@ mod wake;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -52,7 +52,7 @@ use crate::record::{
 use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
-use crate::sync::{PerProcess, lock};
+use crate::sync::{PerProcess, SharedOnce, lock};
 
 /// How often a reservation looks at a record that keeps changing. Each retry means that another attempt won, so the loop
 /// ends by itself; the limit guards against bugs and faulty servers.
@@ -140,7 +140,7 @@ struct Shared {
     core: Arc<Core>,
     lines: PerRuntime<Line>,
     /// The handle for upkeep; `None` if this is it.
-    upkeep: Option<OnceLock<Arc<Shared>>>,
+    upkeep: Option<SharedOnce<Arc<Shared>>>,
 }
 
 /// What all handles of a store share.
@@ -199,12 +199,12 @@ impl Core {
 impl Shared {
     /// The first handle of a store, with the line of the current runtime, which connected it.
     fn new(core: Arc<Core>, connected: Line) -> Arc<Self> {
-        let store = Self::on(core, Some(OnceLock::new()));
+        let store = Self::on(core, Some(SharedOnce::new()));
         store.lines.here(|_| connected);
         store
     }
 
-    fn on(core: Arc<Core>, upkeep: Option<OnceLock<Arc<Self>>>) -> Arc<Self> {
+    fn on(core: Arc<Core>, upkeep: Option<SharedOnce<Arc<Self>>>) -> Arc<Self> {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: PerRuntime::default(), upkeep })
     }
 

@@ -16,7 +16,7 @@ mod within;
 use std::fmt;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use self::batch::queue::{Answer, Ask};
@@ -32,7 +32,7 @@ use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reser
 use crate::store::{
     Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
-use crate::sync::PerProcess;
+use crate::sync::{PerProcess, SharedOnce};
 
 /// A store in a SQLite file, which the processes of one host share.
 ///
@@ -135,7 +135,7 @@ struct Shared {
     open: Arc<Open>,
     lane: Lane,
     /// The handle with the other lane.
-    upkeep: OnceLock<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<Shared>>,
 }
 
 /// Shared by the handles of both lanes. When it is dropped, the threads of this process end.
@@ -168,7 +168,7 @@ impl fmt::Debug for Shared {
 
 impl Shared {
     fn new(open: Arc<Open>, heartbeats: Arc<Heartbeats>, lane: Lane) -> Arc<Self> {
-        Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: OnceLock::new() })
+        Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: SharedOnce::new() })
     }
 
     /// The threads of this process.
