@@ -17,7 +17,7 @@ use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ use crate::record::{
     Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
-use crate::sync::lock;
+use crate::sync::{PerProcess, lock};
 
 /// Results of this size and above may be too large for the server, and are written with a savepoint of their own.
 const LARGE: usize = 1024 * 1024;
@@ -647,33 +647,40 @@ struct Calls {
     changed: Notify,
 }
 
-/// The calls of all transactions, and how many users they have.
-static CALLS: LazyLock<Mutex<KnownCalls>> = LazyLock::new(Mutex::default);
+/// The calls of all transactions of this process, and how many users they have. A child goes on with none of its parent's.
+static CALLS: PerProcess<Mutex<KnownCalls>> = PerProcess::empty();
 
 type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;
 
 /// A user of the calls of a transaction. The last one removes them: another transaction may be at the same address later.
 struct Known {
+    /// Where they are among those of their process.
+    all: &'static Mutex<KnownCalls>,
     transaction: usize,
     calls: Arc<Calls>,
 }
 
 impl Known {
     fn new(transaction: usize) -> Self {
-        let mut all = lock(&CALLS);
-        let (calls, known) = all.entry(transaction).or_default();
-        *known += 1;
-        Self { transaction, calls: Arc::clone(calls) }
+        let all = CALLS.here();
+        let mut known = lock(all);
+        let (calls, users) = known.entry(transaction).or_default();
+        *users += 1;
+        Self { all, transaction, calls: Arc::clone(calls) }
     }
 }
 
 impl Drop for Known {
     fn drop(&mut self) {
-        let mut all = lock(&CALLS);
-        if let Some((_, known)) = all.get_mut(&self.transaction) {
-            *known -= 1;
-            if *known == 0 {
-                all.remove(&self.transaction);
+        // In a child, a thread that does not exist there may hold the lock of its parent's.
+        if !std::ptr::eq(self.all, CALLS.here()) {
+            return;
+        }
+        let mut known = lock(self.all);
+        if let Some((_, users)) = known.get_mut(&self.transaction) {
+            *users -= 1;
+            if *users == 0 {
+                known.remove(&self.transaction);
             }
         }
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use crate::key::Key;
 use crate::policy::Backoff;
 use crate::record::Traceparent;
 use crate::store::{Heartbeats, Store, Timer};
+use crate::sync::SharedOnce;
 
 /// Why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -433,7 +434,7 @@ impl Outcome {
         // stays: it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
         if calls.iter().any(|call| call.key.is_some()) {
-            UNREACHED.store_answered();
+            unreached_calls().store_answered();
         }
         if calls.is_empty() {
             tracing::warn!(
@@ -540,10 +541,10 @@ impl Budget {
         let (seed, again) = match key {
             Some(key) => (key.spread(), again),
             // A run in simulated time repeats to the byte.
-            None if UNREACHED.clock().is_moved() => (0, again),
+            None if unreached_calls().clock().is_moved() => (0, again),
             None => {
-                let seed = UNREACHED.new_owner().seed();
-                (seed, again.or_else(|| Some(Backoff::DEFAULT.during(UNREACHED.store_failed(), seed))))
+                let seed = unreached_calls().new_owner().seed();
+                (seed, again.or_else(|| Some(Backoff::DEFAULT.during(unreached_calls().store_failed(), seed))))
             }
         };
         match (self.number(), again) {
@@ -553,13 +554,16 @@ impl Budget {
     }
 }
 
-/// Counts the time since when no delivery of this process has reached a call: no connection was to be had, mostly.
-static UNREACHED: LazyLock<Heartbeats> = LazyLock::new(|| Heartbeats::none(Arc::new(SystemClock::default())));
+/// Holds since when no delivery of this process has reached a call: no connection was available, mostly.
+fn unreached_calls() -> &'static Heartbeats {
+    static UNREACHED: SharedOnce<Heartbeats> = SharedOnce::new();
+    UNREACHED.get_or_init(|| Heartbeats::none(Arc::new(SystemClock::default())))
+}
 
 /// The pause of a delivery that reached no call. It grows for as long as no other delivery reaches one.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unreached() -> Duration {
-    Backoff::DEFAULT.during(UNREACHED.store_failed(), UNREACHED.new_owner().seed())
+    Backoff::DEFAULT.during(unreached_calls().store_failed(), unreached_calls().new_owner().seed())
 }
 
 /// The place of an observed call among the calls of its delivery.

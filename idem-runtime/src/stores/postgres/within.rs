@@ -18,7 +18,7 @@ use crate::record::{
     Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{StoreError, StoreErrorKind};
-use crate::sync::lock;
+use crate::sync::{PerProcess, lock};
 use crate::within::{self, Within};
 
 /// How many tables keep their statements. With a schema for each tenant, each call may need another one.
@@ -180,12 +180,12 @@ struct Table {
 }
 
 /// The recently used tables, the latest one first.
-static LATEST: Mutex<Vec<Arc<Table>>> = Mutex::new(Vec::new());
+static LATEST: PerProcess<Mutex<Vec<Arc<Table>>>> = PerProcess::empty();
 
 impl Table {
     /// The table in `schema`. A handler asks for it at each call, so its statements are built once.
     fn of(schema: &str) -> Arc<Self> {
-        let mut latest = lock(&LATEST);
+        let mut latest = lock(LATEST.here());
         if let Some(at) = latest.iter().position(|table| table.schema == schema) {
             // Most programs have one: nothing moves.
             let table = Arc::clone(&latest[at]);
@@ -412,7 +412,7 @@ mod tests {
         for n in 0..10 * TABLES {
             Table::of(&format!("tenant {n}"));
             assert!(Arc::ptr_eq(&first, &Table::of("tenant 0")), "what is used is kept");
-            assert!(lock(&LATEST).len() <= TABLES);
+            assert!(lock(LATEST.here()).len() <= TABLES);
         }
         assert_eq!(Arc::strong_count(&first), 2);
         for n in 1..=TABLES {
