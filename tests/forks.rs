@@ -6,13 +6,24 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use fork::Fork;
+#[cfg(feature = "postgres")]
+use idem_runtime::PostgresStore;
+#[cfg(feature = "sqlite")]
+use idem_runtime::SqliteStore;
+use idem_runtime::clock::SystemClock;
+use idem_runtime::key::{KeyBuilder, Scope};
+use idem_runtime::store::Heartbeats;
 use idem_runtime::{Error, InProgress, Key, MemoryStore, Operation, Policy, Store, StoreErrorKind};
+#[cfg(feature = "postgres")]
+use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 #[cfg(feature = "sqlite")]
 use idem_tests::sqlite::Folder;
@@ -106,9 +117,37 @@ impl Busy {
     }
 }
 
+/// The number of forks of each test.
+fn forks() -> usize {
+    std::env::var("IDEM_FORKS").map_or(60, |forks| forks.parse().expect("a number"))
+}
+
+/// Forks off children that run `child`, each once `goes_on` has returned. The parent is `paused` while a child runs.
+fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(usize)) {
+    let (forks, mut hung) = (forks(), Vec::new());
+    for number in 0..forks {
+        goes_on(number);
+        match fork::fork().unwrap() {
+            Fork::Child => {
+                let ended = catch_unwind(AssertUnwindSafe(|| child(number)));
+                std::process::exit(i32::from(ended.is_err()));
+            }
+            Fork::Parent(child) => {
+                paused.store(true, Ordering::Relaxed);
+                match ends(child) {
+                    Some(status) => assert_eq!(status, 0, "child {number} failed"),
+                    None => hung.push(number),
+                }
+            }
+        }
+        // Each of them takes as long as the deadline.
+        assert!(hung.len() < 3, "of {} children these hang: {hung:?}", number + 1);
+    }
+    assert!(hung.is_empty(), "of {forks} children these hang: {hung:?}");
+}
+
 /// Forks off children while handlers run; `held` of them never end, so that there are many leases to look through.
 fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc<dyn Store>) {
-    let forks: usize = std::env::var("IDEM_FORKS").map_or(60, |forks| forks.parse().expect("a number"));
     let parents = Builder::new_multi_thread().worker_threads(4).enable_all().build().unwrap();
     let store = parents.block_on(open());
     let (calls, paused) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -122,33 +161,17 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
         let lease = Duration::from_millis(200 + at % 100);
         parents.spawn(async move { call(&*store, &format!("held {at}"), lease, Duration::from_secs(3600)).await });
     }
-    let mut hung = Vec::new();
-    for number in 0..forks {
-        // The forks meet the handlers at different places.
-        busy.goes_on(BUSY + number as u64 % 31);
-        match fork::fork().unwrap() {
-            Fork::Child => {
-                let ended = catch_unwind(AssertUnwindSafe(|| {
-                    // Of one thread: a tokio with its feature `parking_lot`, which any crate may ask for, parks threads in a table
-                    // of the process, and a fork may copy that in the middle of a change.
-                    let own = Builder::new_current_thread().enable_all().build().unwrap();
-                    let refused = own.block_on(child(Arc::clone(&store), number));
-                    for error in refused {
-                        assert!(may_refuse && is_refused(&error), "child {number}: {error}");
-                    }
-                }));
-                std::process::exit(i32::from(ended.is_err()));
-            }
-            Fork::Parent(child) => {
-                busy.paused.store(true, Ordering::Relaxed);
-                match ends(child) {
-                    Some(status) => assert_eq!(status, 0, "child {number} failed"),
-                    None => hung.push(number),
-                }
-            }
+    let child = |number| {
+        // Of one thread: a tokio with its feature `parking_lot`, which any crate may ask for, parks threads in a table
+        // of the process, and a fork may copy that in the middle of a change.
+        let own = Builder::new_current_thread().enable_all().build().unwrap();
+        let refused = own.block_on(child(Arc::clone(&store), number));
+        for error in refused {
+            assert!(may_refuse && is_refused(&error), "child {number}: {error}");
         }
-    }
-    assert!(hung.is_empty(), "of {forks} children these hang: {hung:?}");
+    };
+    // The forks meet the handlers at different places.
+    no_child_hangs(&busy.paused, |number| busy.goes_on(BUSY + number as u64 % 31), child);
     assert!(parents.block_on(call(&*store, "parent goes on", LEASE, Duration::ZERO)).is_ok());
     parents.shutdown_background();
 }
@@ -165,6 +188,278 @@ fn ends(child: i32) -> Option<i32> {
     Command::new("kill").args(["-9", &child.to_string()]).status().unwrap();
     fork::waitpid(child).unwrap();
     None
+}
+
+/// Steps that each of some threads repeats while the process forks, [`STEPS`] at most for each fork.
+struct Steps {
+    taken: AtomicUsize,
+    allowed: AtomicUsize,
+    paused: AtomicBool,
+}
+
+const STEPS: usize = 2000;
+
+impl Steps {
+    /// Forks off children that run `child` while threads repeat `step`. Each step has a number of its own. `child` takes the
+    /// number of the fork, and that of the latest step.
+    fn fork(step: impl Fn(usize) + Send + Sync + 'static, child: impl Fn(usize, usize)) {
+        let (taken, allowed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let steps = Arc::new(Self { taken, allowed, paused: AtomicBool::new(true) });
+        let step = Arc::new(step);
+        for _ in 0..3 {
+            let (steps, step) = (Arc::clone(&steps), Arc::clone(&step));
+            std::thread::spawn(move || {
+                loop {
+                    while steps.paused.load(Ordering::Relaxed) || steps.taken() >= steps.allowed.load(Ordering::Relaxed)
+                    {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    step(steps.taken.fetch_add(1, Ordering::Relaxed));
+                }
+            });
+        }
+        let goes_on = |number: usize| {
+            let before = steps.taken();
+            steps.allowed.store(before + STEPS - 100, Ordering::Relaxed);
+            steps.paused.store(false, Ordering::Relaxed);
+            while steps.taken() < before + 10 + number % 31 {
+                std::thread::yield_now();
+            }
+        };
+        no_child_hangs(&steps.paused, goes_on, |number| child(number, steps.taken()));
+    }
+
+    fn taken(&self) -> usize {
+        self.taken.load(Ordering::Relaxed)
+    }
+}
+
+/// One call with a store in memory, which answers while it is asked.
+fn call_now(store: &MemoryStore, scope: &str, key: &str) -> Result<u32, Error> {
+    let policy = Policy::new(Duration::from_secs(3600));
+    let call = Operation::new(store, Key::new(scope, key), policy).run(async { Ok::<_, Error>(1) });
+    let Poll::Ready(ended) = pin!(call).poll(&mut Context::from_waker(Waker::noop())) else {
+        panic!("a store in memory answers while it is asked");
+    };
+    ended
+}
+
+fn leaked(text: String) -> &'static str {
+    Box::leak(text.into_boxed_str())
+}
+
+#[test]
+fn a_child_never_hangs_in_the_first_call_of_a_handler() {
+    if is_alone("a_child_never_hangs_in_the_first_call_of_a_handler") {
+        // As the attribute makes one for each handler.
+        let scopes = (0..forks() * STEPS).map(|number| Scope::named(leaked(format!("handler {number}"))));
+        let scopes: &'static [Scope] = Box::leak(scopes.collect());
+        let first_use = |scope: &Scope| {
+            let mut key = KeyBuilder::new(scope);
+            key.text("x");
+            key.build().unwrap();
+        };
+        Steps::fork(
+            move |number| first_use(&scopes[number]),
+            move |number, latest| {
+                scopes[latest.saturating_sub(16)..][..32].iter().for_each(first_use);
+                first_use(&Scope::named(leaked(format!("child {number}"))));
+            },
+        );
+    }
+}
+
+#[test]
+fn a_child_never_hangs_in_the_first_call_of_a_store_handle() {
+    if is_alone("a_child_never_hangs_in_the_first_call_of_a_store_handle") {
+        let first_use = |name: &str| {
+            let handle = Heartbeats::in_process(Arc::new(SystemClock::default())).held_by(name);
+            assert!(handle.holder().name() == Some(name));
+        };
+        (0..1000).for_each(|number| first_use(&format!("worker {number}")));
+        Steps::fork(
+            move |number| first_use(&format!("worker {}", number % 1000)),
+            move |number, _| first_use(&format!("child {number}")),
+        );
+    }
+}
+
+#[test]
+fn a_child_never_hangs_in_the_first_call_that_is_counted() {
+    if is_alone("a_child_never_hangs_in_the_first_call_that_is_counted") {
+        let store = MemoryStore::new();
+        // As many as are counted on their own.
+        (0..200).for_each(|number| drop(call_now(&store, &format!("scope {number}"), "key")));
+        let calls = store.clone();
+        Steps::fork(
+            move |number| drop(call_now(&calls, &format!("later scope {number}"), "key")),
+            move |number, _| {
+                for at in 0..8 {
+                    let ended = call_now(&store, &format!("scope of child {number} {at}"), "key");
+                    assert!(ended.as_ref().err().is_none_or(is_refused), "{ended:?}");
+                }
+            },
+        );
+    }
+}
+
+#[test]
+fn a_child_never_hangs_where_the_store_of_its_parent_fails() {
+    if is_alone("a_child_never_hangs_where_the_store_of_its_parent_fails") {
+        let store = MemoryStore::options().max_records(1).build();
+        call_now(&store, "forks", "the only one").unwrap();
+        let calls = store.clone();
+        let fails = |store: &MemoryStore, key: &str| {
+            let Err(error) = call_now(store, "forks", key) else { panic!("the store is full") };
+            let is_full = matches!(&error, Error::Store { source, .. } if source.kind() == StoreErrorKind::Full);
+            assert!(is_full || is_refused(&error), "{error}");
+        };
+        Steps::fork(
+            move |number| fails(&calls, &format!("parent {number}")),
+            move |number, _| (0..8).for_each(|at| fails(&store, &format!("child {number} {at}"))),
+        );
+    }
+}
+
+/// Stops the first thread that makes a counter while this is armed, until `goes_on`. A child's thread never stops.
+#[cfg(feature = "metrics")]
+#[derive(Default)]
+struct SlowExporter {
+    parent: u32,
+    is_armed: AtomicBool,
+    stands: AtomicBool,
+    goes_on: AtomicBool,
+}
+
+#[cfg(feature = "metrics")]
+impl metrics::Recorder for &'static SlowExporter {
+    fn describe_counter(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+    fn describe_gauge(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+    fn describe_histogram(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+
+    fn register_counter(&self, _: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Counter {
+        if std::process::id() == self.parent && self.is_armed.swap(false, Ordering::SeqCst) {
+            self.stands.store(true, Ordering::SeqCst);
+            while !self.goes_on.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        metrics::Counter::noop()
+    }
+
+    fn register_gauge(&self, _: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Gauge {
+        metrics::Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Histogram {
+        metrics::Histogram::noop()
+    }
+}
+
+#[cfg(feature = "metrics")]
+impl SlowExporter {
+    /// Forks while a thread that runs `call` makes its counters. The child runs the same.
+    fn fork(&self, what: &str, call: impl Fn() + Sync) {
+        self.stands.store(false, Ordering::SeqCst);
+        self.goes_on.store(false, Ordering::SeqCst);
+        self.is_armed.store(true, Ordering::SeqCst);
+        std::thread::scope(|threads| {
+            threads.spawn(&call);
+            while !self.stands.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let child = match fork::fork().unwrap() {
+                Fork::Child => std::process::exit(i32::from(catch_unwind(AssertUnwindSafe(&call)).is_err())),
+                Fork::Parent(child) => child,
+            };
+            let ended = ends(child);
+            self.goes_on.store(true, Ordering::SeqCst);
+            assert_eq!(ended, Some(0), "the child, {what}");
+        });
+    }
+}
+
+#[test]
+#[cfg(feature = "metrics")]
+fn a_child_never_hangs_where_its_parent_makes_counters() {
+    if is_alone("a_child_never_hangs_where_its_parent_makes_counters") {
+        let exporter = SlowExporter { parent: std::process::id(), ..SlowExporter::default() };
+        let exporter: &'static SlowExporter = Box::leak(Box::new(exporter));
+        assert!(metrics::set_global_recorder(exporter).is_ok());
+        let store = MemoryStore::new();
+        let calls = |scope: &str| assert!(call_now(&store, scope, &format!("key of {}", std::process::id())).is_ok());
+        exporter.fork("of a store handle", || calls("first"));
+        exporter.fork("of a handler", || calls("second"));
+        #[cfg(feature = "sqlite")]
+        exporter.fork("of all transactions", || {
+            let mut connection = rusqlite::Connection::open_in_memory().unwrap();
+            connection.execute_batch(&SqliteStore::schema_sql("idem_records")).unwrap();
+            let transaction = connection.transaction().unwrap();
+            let policy = Policy::new(Duration::from_secs(3600));
+            let call = SqliteStore::within(&transaction).operation(Key::new("forks", "within"), policy);
+            let own = Builder::new_current_thread().enable_all().build().unwrap();
+            assert_eq!(own.block_on(call.run(async { Ok::<_, Error>(1) })).unwrap(), 1);
+        });
+    }
+}
+
+/// One poll of a call in the transaction, which waits there for the call that has been running.
+#[cfg(feature = "postgres")]
+fn wait_for_turn(transaction: &tokio_postgres::Transaction<'_>, runtime: &tokio::runtime::Handle) {
+    let _entered = runtime.enter();
+    let policy = Policy::new(Duration::from_secs(3600));
+    let call = PostgresStore::within(transaction).operation(Key::new("forks", "waits"), policy);
+    let mut call = pin!(call.run(async { Ok::<_, Error>(1) }));
+    assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+}
+
+/// Two calls in a transaction of a new connection.
+#[cfg(feature = "postgres")]
+async fn pay_twice(url: &str, key: &str) {
+    let mut client = idem_tests::postgres::raw(url).await;
+    let transaction = client.transaction().await.unwrap();
+    for _ in 0..2 {
+        let policy = Policy::new(Duration::from_secs(3600));
+        let call = PostgresStore::within(&transaction).operation(Key::new("forks", key), policy);
+        assert_eq!(call.run(async { Ok::<_, Error>(1) }).await.unwrap(), 1);
+    }
+    transaction.commit().await.unwrap();
+}
+
+#[test]
+#[cfg(feature = "postgres")]
+fn a_child_never_hangs_in_a_transaction() {
+    if is_alone("a_child_never_hangs_in_a_transaction") {
+        let server = PostgresServer::start();
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let (url, handle) = (server.url(), runtime.handle().clone());
+        let transaction: &'static tokio_postgres::Transaction<'static> = runtime.block_on(async {
+            PostgresStore::options().ensure_schema().connect(&url).await.unwrap();
+            let client = Box::leak(Box::new(idem_tests::postgres::raw(&url).await));
+            Box::leak(Box::new(client.transaction().await.unwrap()))
+        });
+        let (runs, run) = std::sync::mpsc::channel();
+        let running = handle.clone();
+        std::thread::spawn(move || {
+            let policy = Policy::new(Duration::from_secs(3600));
+            let call = PostgresStore::within(transaction).operation(Key::new("forks", "runs"), policy);
+            running.block_on(call.run(async {
+                runs.send(()).unwrap();
+                std::future::pending::<Result<u32, Error>>().await
+            }))
+        });
+        run.recv().unwrap();
+        let children = url.clone();
+        Steps::fork(
+            move |_| wait_for_turn(transaction, &handle),
+            move |number, _| {
+                let own = Builder::new_current_thread().enable_all().build().unwrap();
+                own.block_on(pay_twice(&children, &format!("child {number}")));
+            },
+        );
+        runtime.block_on(pay_twice(&url, "parent"));
+        runtime.shutdown_background();
+    }
 }
 
 #[test]
