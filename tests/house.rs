@@ -76,6 +76,40 @@ fn imports_go_down_from_floor_to_floor() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// The `static`s of a source: name and type.
+fn statics(code: &str) -> impl Iterator<Item = (&str, &str)> {
+    let declared = code.match_indices("static ").filter(|(at, _)| !code[..*at].ends_with(['\'', '_']));
+    declared.filter_map(|(at, word)| {
+        let (declared, _) = code[at + word.len()..].split_once(" =")?;
+        let (name, of) = declared.split_once(':')?;
+        name.chars().all(|c| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit()).then_some((name, of.trim()))
+    })
+}
+
+#[test]
+fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
+    // Locks and what is made once: a thread that does not exist in the child may be at work in each.
+    const WAITS: [&str; 7] = ["Mutex", "RwLock", "LazyLock", "OnceLock", "Once<", "Condvar", "Notify"];
+    // A child tries the list for a while, and is refused after that.
+    const ALLOWED: [(&str, &str); 1] = [("stores/sqlite/link.rs", "LINKS")];
+    let sources = root().join("idem-runtime/src");
+    let (mut found, mut wrong) = (0, Vec::new());
+    for path in files(&sources, "rs") {
+        let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
+        for (name, of) in statics(&code(&path)) {
+            found += 1;
+            // A cell without a lock is one of a thread's own.
+            let is_own = ["PerProcess<", "Cell<", "RefCell<"].iter().any(|own| of.starts_with(own));
+            let waits = WAITS.iter().any(|waits| of.replace("SharedOnce<", "").contains(waits));
+            if waits && !is_own && !ALLOWED.contains(&(relative, name)) {
+                wrong.push(format!("{relative}: `{name}: {of}`"));
+            }
+        }
+    }
+    assert!(found >= 25, "{found} are too few: the check reads nothing");
+    assert!(wrong.is_empty(), "use `PerProcess`, `SharedOnce` or `SharedList` of `sync`: {wrong:#?}");
+}
+
 #[test]
 fn each_file_of_a_store_is_in_the_table() {
     let architecture = read(&root().join("ARCHITECTURE.md"));
