@@ -1,4 +1,4 @@
-//! The attempt a handler runs in.
+//! The attempt in which a handler runs.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -18,13 +18,14 @@ thread_local! {
     static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
 }
 
-/// The attempt this code runs in.
+/// Returns the attempt in which this code runs.
 ///
 /// # Errors
-/// [`Error::NoAttempt`] outside of the body of an idempotent function, and in one whose message has no key
+/// [`Error::NoAttempt`] outside of the body of an idempotent function, and in a body whose message has no key
 /// (`missing_key = run`).
 ///
-/// It follows the body's own `await`s. A spawned task has no current attempt: hand it a clone of the [`Attempt`].
+/// The current attempt follows the `await`s of the body. A spawned task has no current attempt: hand it a clone of the
+/// [`Attempt`].
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
@@ -47,12 +48,12 @@ pub fn current() -> Result<Attempt, Error> {
 /// One run of a handler body.
 ///
 /// A body that runs without a reservation (mode `off` or `shadow`, `on_store_error = run`) has an attempt as well, so
-/// that a handler works the same whatever the mode: its [`number`](Attempt::number) is 0.
+/// that a handler works the same in every mode: the [`number`](Attempt::number) of that attempt is 0.
 #[derive(Clone)]
 pub struct Attempt {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) lease: Lease,
-    /// When the reservation was asked for, on the clock of the store handle.
+    /// Time of the request for the reservation, on the clock of the store handle.
     pub(crate) reserved_at: Instant,
     pub(crate) backoff: Backoff,
     /// The attempt whose body made this call.
@@ -60,7 +61,7 @@ pub struct Attempt {
 }
 
 impl Attempt {
-    /// An attempt for `key` without a reservation.
+    /// Creates an attempt for `key` without a reservation.
     pub(crate) fn unprotected(store: Arc<dyn Store>, key: Key, policy: &Policy) -> Self {
         let lease = Lease {
             key,
@@ -82,34 +83,34 @@ impl Attempt {
         Self { store, lease, reserved_at, backoff, parent }
     }
 
-    /// The key of the operation.
+    /// Returns the key of the operation.
     pub fn key(&self) -> &Key {
         &self.lease.key
     }
 
-    /// The number of the attempt, from 1 and strictly increasing for a key: the fencing token to hand to a system that
-    /// can refuse writes of an older one. 0 if the body runs without a reservation.
+    /// Returns the number of the attempt, from 1 and strictly increasing for a key: the fencing token for a system that
+    /// can refuse writes of an older attempt. 0 if the body runs without a reservation.
     pub fn number(&self) -> u32 {
         self.lease.attempt
     }
 
-    /// A key for a call to another API with idempotency keys of its own: a UUID made from the namespace of the store, this
-    /// operation's key and `name`, the same on every attempt.
+    /// Returns a key for a call to another API that has idempotency keys: a UUID made from the namespace of the store,
+    /// this operation's key and `name`, the same on every attempt.
     ///
-    /// It depends on nothing else. A key that is used again after its retention has the same child keys as before, so the
-    /// other API may take the call for the old one: give each operation a key of its own, for ever. Two applications with one
-    /// account at that API need stores with different namespaces ([`Store::namespace`]).
+    /// The child key depends on nothing else. An operation whose key is used again after its retention has the same
+    /// child keys as before, so the other API may take its call for the old call: never use a key for two operations.
+    /// Two applications with one account at that API need stores with different namespaces ([`Store::namespace`]).
     pub fn child_key(&self, name: &str) -> String {
         crate::key::child_key(self.store.namespace(), self.key(), name)
     }
 
-    /// Whether the body runs under a reservation, so that its result will be recorded.
+    /// Returns whether the body runs under a reservation, so that its result will be recorded.
     pub fn is_protected(&self) -> bool {
         self.number() > 0
     }
 
-    /// How long the lease is sure to be held, without asking the store. Zero means that another attempt may have
-    /// taken over, that there is no reservation, or that the call has ended.
+    /// Returns the time for which the lease is certainly held, without a call of the store. Zero means that another
+    /// attempt may have taken over, that there is no reservation, or that the call has ended.
     pub fn lease_remaining(&self) -> Duration {
         if !self.is_protected() {
             return Duration::ZERO;
@@ -121,8 +122,8 @@ impl Attempt {
     /// nothing to confirm, and the store is not asked.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`] if another attempt took over, or the record was removed; [`Error::Store`] if the store failed: then it
-    /// is unknown.
+    /// [`Error::LeaseLost`] if another attempt took over, or the record was removed. [`Error::Store`] if the store
+    /// failed: then it is not known whether the lease is held.
     ///
     /// # Cancel safety
     /// Cancel safe: the lease is renewed, or it is not.
@@ -152,14 +153,15 @@ impl Attempt {
 }
 
 impl Attempt {
-    /// How long the message waits before it is delivered again.
+    /// Returns the pause before the message is delivered again.
     pub(crate) fn pause(&self) -> Duration {
         self.backoff.after(self.number(), self.lease.owner.seed())
     }
 }
 
 impl Attempt {
-    /// The same for a body that runs without a reservation. No record counts its failures: the store handle does, by key.
+    /// Does the same as [`pause`](Self::pause) for a body that runs without a reservation. No record counts its
+    /// failures, so the store handle counts them by key.
     pub(crate) fn pause_unprotected(&self, is_ok: bool) -> Duration {
         let failures = self.store.heartbeats().unrecorded_failures(self.key(), is_ok);
         self.backoff.after(failures.max(1), self.key().spread() ^ u64::from(failures))
@@ -172,7 +174,7 @@ impl fmt::Debug for Attempt {
     }
 }
 
-/// Whether an attempt that holds `key` is running further up in this call tree.
+/// Returns whether an attempt that holds `key` is running further up in this call tree.
 pub(crate) fn is_inside(key: &Key) -> bool {
     CURRENT.with_borrow(|current| {
         let mut attempt = current.as_ref();
@@ -186,7 +188,7 @@ pub(crate) fn is_inside(key: &Key) -> bool {
     })
 }
 
-/// Makes an attempt the current one on this thread until it is dropped.
+/// Makes an attempt the current one on this thread, until the guard is dropped.
 pub(crate) struct Entered<'a> {
     slot: &'a mut Option<Attempt>,
 }

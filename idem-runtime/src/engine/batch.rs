@@ -1,4 +1,4 @@
-//! Many deliveries at once, each with an outcome of its own.
+//! Concurrent handling of many deliveries, each with its own outcome.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
@@ -22,23 +22,26 @@ use crate::key::Key;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
-/// Runs the deliveries of a batch beside one another, and tells how each of them ended.
+/// Runs the deliveries of a batch concurrently, and returns the outcome of each.
 ///
-/// Each item is the id of a message, and the [`observe`](crate::observe) of its handling, with whatever else that was told.
+/// Each item is the id of a message and the [`observe`](crate::observe) of its handling, with the settings of that
+/// delivery.
 ///
-/// - At most [`limit`](ObserveAll::limit) items run at a time (default: 16), in their order. The iterator is asked for an item
-///   only when it may start, so a message that waits for its place is not extended by its `on_beat` yet: fetch no more than
-///   may run.
-/// - Items with one key take turns, so that the body runs once and the others replay its result. If it fails, the next item
-///   runs it. A turn lasts for one call: it ends when the call returns or is dropped, for example by a time-out around it. A call
-///   that its handler keeps and no longer polls holds the others up for `timeout` and a lease at most.
-/// - One item's error, panic or delay is no other's: an item waits only for calls on its own keys.
+/// - At most [`limit`](ObserveAll::limit) items run at a time (default: 16), in their order. The batch takes an item
+///   from the iterator only when that item may start. So `on_beat` does not yet extend a message that waits for its
+///   place: fetch no more messages than may run.
+/// - Items with one key take turns, so that the body runs once and the others replay its result. If the body fails, the
+///   next item runs it. A turn lasts for one call: it ends when the call returns or is dropped, for example by a
+///   time-out around it. A call that its handler keeps and no longer polls delays the others for `timeout` and a lease
+///   at most.
+/// - An error, a panic or a delay of one item does not affect the others: an item waits only for calls on its own keys.
 /// - Deliveries of one [`group`](Observe::group) run in their order, up to the first that is not acknowledged.
-/// - After the [`deadline`](ObserveAll::deadline), if there is one, the batch answers for what is done.
+/// - At the [`deadline`](ObserveAll::deadline), if there is one, the batch ends with the items that are done.
 /// - Under [`Mode::Shadow`](crate::Mode::Shadow) and [`Mode::Off`](crate::Mode::Off) no item waits for another.
 ///
 /// # Cancel safety
-/// Dropping the future drops the items that have not ended, and starts no other; see `#[idempotent]` for what that means.
+/// Dropping the future drops the items that have not ended, and starts no other item; `#[idempotent]` describes the
+/// effect on their keys.
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
@@ -56,7 +59,7 @@ use crate::sync::{Mutex, lock};
 /// let batch = observe_all(messages.map(|(id, order)| (id, observe(ship(&store, order))))).limit(8).await;
 ///
 /// assert!(batch.items()[2].outcome.replayed());
-/// // What AWS Lambda takes as the answer to a batch of SQS.
+/// // The answer that AWS Lambda expects for a batch of SQS.
 /// let failures = serde_json::to_string(&batch.item_failures()).unwrap();
 /// assert_eq!(failures, r#"{"batchItemFailures":[{"itemIdentifier":"b"}]}"#);
 /// # });
@@ -80,28 +83,28 @@ where
     }
 }
 
-/// How many items of a batch run at a time where nothing else is said.
+/// Default of [`ObserveAll::limit`].
 const DEFAULT_LIMIT: usize = 16;
 
 /// The future of [`observe_all`].
 #[must_use = "futures do nothing unless polled"]
 pub struct ObserveAll<I, F: Future, B, C> {
-    /// `None` once it has given its last item.
+    /// `None` once the iterator has returned its last item.
     calls: Option<C>,
     started: usize,
     limit: usize,
-    /// The items that have started and not ended, by their place in the batch.
+    /// Items that have started and not ended, by their position in the batch.
     running: HashMap<usize, Running<I, F, B>>,
     ended: Vec<(usize, BatchItem<I, F::Output>)>,
     woken: Arc<Woken>,
     turns: Turns,
     groups: HashMap<Box<str>, Group<I, F, B>>,
-    /// Items whose group lets them begin.
+    /// Items that their group allows to begin.
     next_of_groups: VecDeque<Pulled<I, F, B>>,
     deadline: Deadline,
 }
 
-/// An item that the iterator has given.
+/// An item taken from the iterator.
 struct Pulled<I, F: Future, B> {
     item: usize,
     id: I,
@@ -109,18 +112,19 @@ struct Pulled<I, F: Future, B> {
     group: Option<Box<str>>,
 }
 
-/// Items that are handled in their order.
+/// State of a group, whose items are handled in their order.
 enum Group<I, F: Future, B> {
-    /// One of them has begun, and these wait for it.
+    /// One item has begun, and these items wait for it.
     Busy(VecDeque<Pulled<I, F, B>>),
-    /// One of them was not acknowledged, so no other begins; when the next delivery may get further, where that is known.
+    /// One item was not acknowledged, so no other item begins. Holds the time until the next delivery may get further,
+    /// if known.
     Stopped(Option<Duration>),
 }
 
-/// When a batch answers for what is done.
+/// Time at which a batch ends with the items that are done.
 enum Deadline {
     None,
-    /// This long after the batch is polled first.
+    /// This long after the first poll of the batch.
     After(Duration),
     At(Sleep),
 }
@@ -133,20 +137,20 @@ struct Running<I, F: Future, B> {
 }
 
 impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
-    /// How many items run at a time (default: 16); 0 is 1.
+    /// Sets the number of items that run at a time (default: 16); 0 counts as 1.
     pub fn limit(mut self, limit: usize) -> Self {
         self.limit = limit.max(1);
         self
     }
 
-    /// How long after it is first polled the batch answers for what is done (default: it waits for all). Deliveries that run then
-    /// are dropped, as by a time-out of your own: their keys are freed, or count as interrupted under `on_crash = fail`. Those that
-    /// have not begun don't begin; the iterator is asked for all of them. Both end with [`Error::DeadlinePassed`], to be delivered
-    /// again.
+    /// Sets the time, counted from the first poll, after which the batch ends with the items that are done (default:
+    /// the batch waits for all items). Deliveries that still run are dropped, as by a time-out of your own: their keys
+    /// are freed, or count as interrupted under `on_crash = fail`. Deliveries that have not begun don't begin; the
+    /// batch takes all of them from the iterator. Both end with [`Error::DeadlinePassed`], to be delivered again.
     ///
-    /// A function of AWS Lambda that is killed by its own time-out answers for no message, and all of them come again. Give it a
-    /// deadline a second before that, and [`flush`](crate::StoreExt::flush) the store before the answer: the process stands still after
-    /// it, and with it the writes that free keys.
+    /// A function of AWS Lambda that is killed by its own time-out answers for no message, and all messages come again.
+    /// Give the batch a deadline a second before that time-out, and [`flush`](crate::StoreExt::flush) the store before
+    /// the answer: the process stands still after the answer, and so do the writes that free keys.
     ///
     /// The time is tokio's. A body that blocks the thread delays the answer.
     ///
@@ -180,7 +184,7 @@ impl<I, F: Future, B, C> fmt::Debug for ObserveAll<I, F, B, C> {
     }
 }
 
-// Nothing in it is pinned in place: items are boxed.
+// No field is pinned in place: items are boxed.
 impl<I, F: Future, B, C> Unpin for ObserveAll<I, F, B, C> {}
 
 impl<I, F, B, C, T, E> Future for ObserveAll<I, F, B, C>
@@ -209,7 +213,8 @@ where
             for item in this.woken.take() {
                 this.poll_item(item);
             }
-            // An item that is woken meanwhile wakes the batch, too; one that is started in the place of another does not.
+            // An item that is woken meanwhile wakes the batch as well. An item that starts in the place of another does
+            // not: the loop has to poll it.
             let has_more = this.calls.is_some() || !this.next_of_groups.is_empty();
             if !has_more || this.running.len() >= this.limit {
                 break;
@@ -229,7 +234,7 @@ where
     E: From<Error>,
     B: Beats<Result<T, E>>,
 {
-    /// Starts items while there is room for them.
+    /// Starts items until `limit` items run.
     fn start(&mut self) {
         while self.running.len() < self.limit {
             let Some(pulled) = self.next_of_groups.pop_front().or_else(|| self.pull()) else { return };
@@ -242,7 +247,8 @@ where
         }
     }
 
-    /// The next item of the iterator that may begin. An item whose group is busy waits for that, one whose group has stopped ends.
+    /// Returns the next item of the iterator that may begin. An item whose group is busy waits for that group; an item
+    /// whose group has stopped ends.
     fn pull(&mut self) -> Option<Pulled<I, F, B>> {
         loop {
             let pulled = self.next_item()?;
@@ -284,7 +290,7 @@ where
         }
     }
 
-    /// An item of `group` has ended: the next one may begin, or none.
+    /// Continues `group` after an item has ended with `disposition`: the next item may begin, or no item of the group.
     fn go_on(&mut self, group: Box<str>, disposition: Disposition) {
         let Some(Group::Busy(waiting)) = self.groups.get_mut(&group) else { return };
         let after = match disposition {
@@ -316,7 +322,7 @@ where
         self.ended.push((item, BatchItem { id, result, outcome, is_set_aside: false }));
     }
 
-    /// Drops what runs, and lets nothing else begin.
+    /// Drops the running items, and lets no other item begin.
     fn pass_deadline(&mut self) {
         let mut running: Vec<_> = self.running.drain().collect();
         running.sort_unstable_by_key(|(item, _)| *item);
@@ -343,7 +349,7 @@ where
         }
     }
 
-    /// The items that have ended, in their order.
+    /// Returns the items that have ended, in their order.
     fn batch(&mut self) -> Batch<I, T, E> {
         let mut ended = std::mem::take(&mut self.ended);
         ended.sort_unstable_by_key(|(item, _)| *item);
@@ -351,7 +357,7 @@ where
     }
 }
 
-/// Which items are to be polled, and who polls them.
+/// Items that are to be polled, and the waker of the task that polls the batch.
 #[derive(Default)]
 struct Woken(Mutex<WokenState>);
 
@@ -395,16 +401,16 @@ impl Wake for ItemWaker {
     }
 }
 
-/// The keys that items of a batch work on: items with one key take turns, in the order in which they came.
+/// The keys on which items of a batch work: items with one key take turns, in the order of their arrival.
 ///
-/// A turn only spares the later item a refusal, as the store lets one body run for a key in any case. So nothing is lost when a call
-/// gives up waiting and asks the store.
+/// A turn only spares the later item a refusal, because the store lets one body run for a key in any case. So a call
+/// that stops waiting and asks the store loses nothing.
 #[derive(Clone, Default)]
 pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
 
 /// The turns on one key.
 struct KeyTurns {
-    /// The item whose call has the turn, or [`NO_ITEM`].
+    /// Item whose call has the turn, or [`NO_ITEM`].
     holder: AtomicUsize,
     queue: Arc<AsyncMutex<()>>,
 }
@@ -417,7 +423,7 @@ impl Default for KeyTurns {
     }
 }
 
-/// The turn of a call on its key, until it is dropped.
+/// The turn of a call on its key, until this value is dropped.
 pub(super) struct Turn {
     key: Arc<KeyTurns>,
     _first: OwnedMutexGuard<()>,
@@ -430,7 +436,8 @@ impl Drop for Turn {
 }
 
 impl Turns {
-    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the call waited.
+    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the
+    /// call waited.
     pub(super) async fn enter(
         &self,
         key: &Key,
@@ -438,7 +445,7 @@ impl Turns {
         limit: impl FnOnce() -> Sleep,
     ) -> (Option<Box<Turn>>, bool) {
         let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
-        // Two calls of one item must not wait for each other: its handler may poll the second one alone.
+        // Two calls of one item must not wait for each other: the handler may poll only the second call.
         if key.holder.load(Ordering::Relaxed) == item {
             return (None, false);
         }
@@ -457,7 +464,7 @@ impl Turns {
     }
 }
 
-/// How the deliveries of a batch ended, in the order in which they were given.
+/// The ended deliveries of a batch, in the order of its items.
 #[derive(Debug)]
 #[must_use = "it says which messages are to be acknowledged"]
 pub struct Batch<I, T, E> {
@@ -468,22 +475,23 @@ pub struct Batch<I, T, E> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct BatchItem<I, R> {
-    /// The id that it was given.
+    /// The id of the message.
     pub id: I,
-    /// What its handler returned, or [`Error::Panicked`].
+    /// The result of the handler, or the error of a delivery that ended without one, such as [`Error::Panicked`].
     pub result: R,
-    /// How it ended.
+    /// The outcome of the delivery.
     pub outcome: Outcome,
     is_set_aside: bool,
 }
 
 impl<I, R> BatchItem<I, R> {
-    /// What to do with the message.
+    /// Returns the action for the message.
     pub fn disposition(&self) -> Disposition {
         self.outcome.disposition()
     }
 
-    /// Notes that you have set the message aside: it counts as acknowledged, and is no failure of the batch any more.
+    /// Notes that you have set the message aside: it then counts as acknowledged, and no longer as a failure of the
+    /// batch.
     pub fn set_aside(&mut self) {
         self.is_set_aside = true;
     }
@@ -494,28 +502,28 @@ impl<I, R> BatchItem<I, R> {
 }
 
 impl<I, T, E> Batch<I, T, E> {
-    /// All items.
+    /// Returns all items.
     pub fn items(&self) -> &[BatchItem<I, Result<T, E>>] {
         &self.items
     }
 
-    /// All items, as values.
+    /// Returns all items as values.
     pub fn into_items(self) -> Vec<BatchItem<I, Result<T, E>>> {
         self.items
     }
 
-    /// The ids of the messages that are to be acknowledged: those that SQS is told to delete.
+    /// Returns the ids of the messages to acknowledge: for SQS, the messages to delete.
     pub fn acknowledged(&self) -> impl Iterator<Item = &I> {
         self.items.iter().filter(|item| item.is_acknowledged()).map(|item| &item.id)
     }
 
-    /// The items that can't succeed ([`Disposition::DeadLetter`]).
+    /// Returns the items that can't succeed ([`Disposition::DeadLetter`]).
     ///
-    /// A stream has no dead-letter queue of its own: Kinesis, DynamoDB streams and Kafka go on at the lowest failure of a shard or
-    /// partition, so a message that can't succeed holds up all behind it until the event source gives up (`MaximumRetryAttempts`,
-    /// `MaximumRecordAgeInSeconds`: by default only when the stream forgets it). Send such a message to a queue of your own, note it by
-    /// [`set_aside`](BatchItem::set_aside), and answer then. If that fails, return the error: the whole batch comes again, and what is
-    /// done is replayed.
+    /// A stream has no dead-letter queue of its own: Kinesis, DynamoDB streams and Kafka go on at the lowest failure of
+    /// a shard or partition. So a message that can't succeed blocks all messages behind it until the event source gives
+    /// up (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the message).
+    /// Send such a message to a queue of your own, note that by [`set_aside`](BatchItem::set_aside), and answer then.
+    /// If the sending fails, return the error: the whole batch comes again, and finished operations are replayed.
     ///
     /// ```
     /// # use idem_runtime::brokers::{Batch, ItemFailures};
@@ -535,11 +543,12 @@ impl<I, T, E> Batch<I, T, E> {
         self.items.iter_mut().filter(|item| item.disposition() == Disposition::DeadLetter && !item.is_set_aside)
     }
 
-    /// The ids of all messages that are not acknowledged, in the form in which AWS Lambda wants them from a handler of SQS, Kinesis or
-    /// DynamoDB streams (`ReportBatchItemFailures`). One that can't succeed is among them, unless it is
-    /// [set aside](Batch::dead_letters): SQS moves it to the dead-letter queue after `maxReceiveCount`, a stream is held up by it.
+    /// Returns the ids of all messages that are not acknowledged, in the form that AWS Lambda expects from a handler of
+    /// SQS, Kinesis or DynamoDB streams (`ReportBatchItemFailures`). A message that can't succeed is among them, unless
+    /// it is [set aside](Batch::dead_letters): SQS moves it to the dead-letter queue after `maxReceiveCount`, and a
+    /// stream is blocked by it.
     ///
-    /// For Kafka there is [`kafka_failures`](Batch::kafka_failures).
+    /// Use [`kafka_failures`](Batch::kafka_failures) for Kafka.
     pub fn item_failures(&self) -> ItemFailures
     where
         I: fmt::Display,
@@ -556,8 +565,9 @@ impl<I, T, E> Batch<I, T, E> {
 }
 
 impl<T, E> Batch<KafkaRecord, T, E> {
-    /// The records that are not acknowledged, in the form in which AWS Lambda wants them from a handler of Amazon MSK or another Kafka
-    /// (`ReportBatchItemFailures`). One that can't succeed is among them, unless it is [set aside](Batch::dead_letters).
+    /// Returns the records that are not acknowledged, in the form that AWS Lambda expects from a handler of Amazon MSK
+    /// or another Kafka (`ReportBatchItemFailures`). A record that can't succeed is among them, unless it is [set
+    /// aside](Batch::dead_letters).
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
@@ -595,7 +605,7 @@ pub struct KafkaRecord {
 }
 
 impl KafkaRecord {
-    /// The record at `offset` of `partition`, which is a key of the `records` of the event: `orders-0`.
+    /// Names the record at `offset` of `partition`, which is a key of the `records` of the event: `orders-0`.
     pub fn new(partition: impl Into<String>, offset: i64) -> Self {
         Self { partition: partition.into(), offset }
     }
@@ -606,7 +616,7 @@ impl KafkaRecord {
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
 pub struct ItemFailures<N = String> {
-    /// One for each message.
+    /// One entry for each message.
     pub batch_item_failures: Vec<ItemFailure<N>>,
 }
 

@@ -1,4 +1,4 @@
-//! A delivery that tells its broker, from time to time, that the message is still being handled.
+//! Deliveries that report to their broker, from time to time, that the message is still being handled.
 
 use std::fmt;
 use std::future::Future;
@@ -9,37 +9,39 @@ use super::outcome::{Observe, TimerSlot};
 use crate::error::Error;
 use crate::store::{Beat, Beating, Callback};
 
-/// What happens to a delivery whose message the broker extends no further; see [`Beat::lost`].
+/// Reaction of a delivery whose message the broker no longer extends; see [`Beat::lost`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnBeatLost {
-    /// It goes on under its lease. A redelivery meets a running attempt, and gets its result once that has ended.
+    /// The delivery goes on under its lease. A redelivery finds a running attempt, and gets its result once that
+    /// attempt has ended.
     #[default]
     Continue,
-    /// It is dropped, and returns [`Error::MessageLost`]: keys are freed, or count as interrupted under `on_crash = fail`.
+    /// The delivery is dropped, and returns [`Error::MessageLost`]: its keys are freed, or count as interrupted under
+    /// `on_crash = fail`.
     Cancel,
 }
 
-/// What an observed delivery does beside being polled. `O` is what it returns.
+/// Beats of an observed delivery. `O` is the output of the delivery.
 pub trait Beats<O> {
-    /// Whether it needs a timer.
+    /// True if the beats need a timer.
     #[doc(hidden)]
     const WANTS_TIMER: bool;
 
-    /// The result of a delivery that is cancelled because its message is lost: `error`.
+    /// Returns the result of a delivery that is cancelled because its message is lost: made from `error`.
     #[doc(hidden)]
     fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<O>;
 
-    /// The delivery waits for something, and `timer` is that of its first call.
+    /// Starts the beats: the delivery waits for something, and `timer` is the timer of its first call.
     #[doc(hidden)]
     fn start(&mut self, timer: &TimerSlot, cx: &Context<'_>);
 
-    /// The delivery is over.
+    /// Stops the beats: the delivery is over.
     #[doc(hidden)]
     fn stop(&mut self);
 }
 
-/// Of a delivery without [`on_beat`](Observe::on_beat).
+/// Beats of a delivery without [`on_beat`](Observe::on_beat): none.
 #[derive(Clone, Copy, Debug)]
 pub struct NoBeat;
 
@@ -55,11 +57,11 @@ impl<O> Beats<O> for NoBeat {
     fn stop(&mut self) {}
 }
 
-/// Of a delivery with [`on_beat`](Observe::on_beat).
+/// Beats of a delivery with [`on_beat`](Observe::on_beat).
 pub struct OnBeat<C> {
     every: Duration,
     on_lost: OnBeatLost,
-    /// Boxed at the first beat that is waited for: a handler that is ready at once pays nothing.
+    /// Boxed when the delivery first waits: a handler that is ready immediately costs nothing.
     callback: Option<C>,
     boxed: fn(C) -> Callback,
     beating: Option<Beating>,
@@ -103,21 +105,24 @@ where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
 {
-    /// Calls `callback` every `every` while the delivery is under way, so that the broker does not take the message for lost:
-    /// it extends a visibility time-out, or reports progress. A good `every` is a third of the broker's time-out.
+    /// Calls `callback` every `every` while the delivery runs, so that the broker does not take the message for lost:
+    /// the callback extends a visibility time-out, or reports progress. A good `every` is a third of the broker's
+    /// time-out.
     ///
-    /// The timer is the one that renews leases. It starts when the first call of the delivery first waits for something, in
-    /// whatever mode, also for another attempt: a handler that is ready at once pays nothing, and what the delivery does
-    /// before its first call is not covered. It goes on between calls, and ends with the delivery: a callback under way is
-    /// dropped then, so that it extends nothing that has been settled. A beat may come up to an eighth of `every` early.
+    /// The timer is the same that renews leases. In every mode it starts when the first call of the delivery first
+    /// waits, also when the call waits for another attempt. So a handler that is ready immediately costs nothing, and
+    /// the part of the delivery before its first call is not covered. The timer goes on between calls, and ends with
+    /// the delivery: a running callback is dropped then, so that it extends no message that has been settled. A beat
+    /// may come up to an eighth of `every` early.
     ///
-    /// The callback is a task of its own on the runtime that polls the delivery, where the broker's client lives as well. Each
-    /// delivery has one at a time, for at most `every`, or 1 s if that is longer. One that hangs, fails or panics is called
-    /// again after a quarter of `every`, and costs neither a lease nor another delivery. A handler that blocks the only
-    /// thread of its runtime keeps its lease, but has no beats meanwhile.
+    /// The callback is a separate task on the runtime that polls the delivery, which is the runtime of the broker's
+    /// client as well. Each delivery has one callback at a time, for at most `every`, or 1 s if that is longer. A
+    /// callback that hangs, fails or panics is called again after a quarter of `every`, and affects neither a lease nor
+    /// another delivery. A handler that blocks the only thread of its runtime keeps its lease, but has no beats
+    /// meanwhile.
     ///
-    /// Where the broker has a limit of its own (SQS: 12 h from the first receive), the callback calls [`Beat::lost`] when it
-    /// is reached: [`on_beat_lost`](Observe::on_beat_lost) says what follows.
+    /// Where the broker has a limit of its own (SQS: 12 h from the first receive), the callback calls [`Beat::lost`] at
+    /// that limit. [`on_beat_lost`](Observe::on_beat_lost) sets the reaction.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -164,8 +169,8 @@ where
 }
 
 impl<F: Future, C> Observe<F, OnBeat<C>> {
-    /// What happens once the broker extends the message no further (default: [`OnBeatLost::Continue`]). A body that blocks its
-    /// thread is cancelled at its next `await`.
+    /// Sets the reaction to a broker that no longer extends the message (default: [`OnBeatLost::Continue`]). A body
+    /// that blocks its thread is cancelled at its next `await`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -202,10 +207,11 @@ impl<F: Future, C> Observe<F, OnBeat<C>> {
 }
 
 impl<F: Future, B> Observe<F, B> {
-    /// How often the broker has delivered this message, this time included: `ApproximateReceiveCount`, `x-delivery-count`
-    /// plus one, `delivered`. With it `Retry` carries a time that grows with the deliveries, also where no attempt counts them:
-    /// the duplicate of a handler that runs for long is delivered again after more and more leases with each time that it meets
-    /// the same attempt, up to the longest pause of the policy's [`Backoff`](crate::policy::Backoff).
+    /// Sets the number of times that the broker has delivered this message, this time included:
+    /// `ApproximateReceiveCount`, `x-delivery-count` plus one, `delivered`. With this number the time in `Retry` grows
+    /// with the deliveries, even where no attempt counts them. The duplicate of a handler that runs for long is
+    /// delivered again after more leases each time that it finds the same attempt, up to the longest pause of the
+    /// policy's [`Backoff`](crate::policy::Backoff).
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -222,26 +228,28 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| observer.budget.number = Some(number))
     }
 
-    /// How often the broker delivers a message before it sets it aside: `maxReceiveCount`, `x-delivery-limit` plus one,
-    /// `max_deliver`. With [`delivery`](Observe::delivery) it tells how many deliveries are left. On the last two of them a
-    /// duplicate of a running attempt waits for it in place of an answer, whatever `in_progress` says, for as long as an attempt
-    /// may run (`timeout`, and a lease): so the message is not set aside while its work is under way. At most four duplicates of
-    /// a store handle wait so at a time, as each takes a place of its consumer; another one is answered. A call whose store is
-    /// away waits for that as long. Combine it with [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    /// Sets the number of times that the broker delivers a message before it sets the message aside: `maxReceiveCount`,
+    /// `x-delivery-limit` plus one, `max_deliver`. Together with [`delivery`](Observe::delivery) this gives the number
+    /// of deliveries that are left. On the last two deliveries a duplicate of a running attempt waits for that attempt
+    /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout`, and a
+    /// lease). So the message is not set aside while its work is in progress. At most four duplicates of a store handle
+    /// wait this way at a time, because each takes a place of its consumer; any other duplicate gets its answer. A call
+    /// whose store does not answer waits for the store for the same time. Combine the limit with
+    /// [`on_beat`](Observe::on_beat) where the broker has a time-out.
     ///
     /// On the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
-    /// [`DeadLetter`](crate::Disposition::DeadLetter): no other delivery comes, and some brokers forget the message then. Before it, a
-    /// [fingerprint mismatch](Error::FingerprintMismatch) is delivered again, as the type of the payload may have changed with a
-    /// deployment.
+    /// [`DeadLetter`](crate::Disposition::DeadLetter): no other delivery comes, and some brokers then delete the
+    /// message. Before the last delivery, a [fingerprint mismatch](Error::FingerprintMismatch) is delivered again,
+    /// because the type of the payload may have changed with a deployment.
     ///
-    /// A broker that can't deliver later, but only at once, has spent its deliveries soon: give a limit of 1 without
+    /// A broker that can only redeliver immediately soon has no deliveries left: give a limit of 1 without
     /// [`delivery`](Observe::delivery), and duplicates always wait.
     pub fn delivery_limit(self, limit: u32) -> Self {
         self.map_observer(|observer| observer.budget.limit = Some(limit))
     }
 }
 
-/// How often a message has been delivered, and may be.
+/// Delivery count and delivery limit of a message.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Budget {
     number: Option<u32>,
@@ -249,32 +257,32 @@ pub(crate) struct Budget {
 }
 
 impl Budget {
-    /// No message is set aside after fewer deliveries than these.
+    /// Number of final deliveries on which a duplicate waits instead of returning an error.
     const LAST: u32 = 2;
 
-    /// What is not known here is as in `outer`.
+    /// Fills the parts that are not known here from `outer`.
     pub(super) fn or(self, outer: Self) -> Self {
         Self { number: self.number.or(outer.number), limit: self.limit.or(outer.limit) }
     }
 
-    /// The number of this delivery, where it is known.
+    /// Returns the number of this delivery, if known.
     pub(super) fn number(self) -> Option<u32> {
         self.number
     }
 
-    /// Whether the broker delivers the message no more after this delivery.
+    /// Returns whether this is the last delivery of the message.
     pub(super) fn is_last(self) -> bool {
         matches!((self.number, self.limit), (Some(number), Some(limit)) if number >= limit)
     }
 
-    /// Whether the broker is known to deliver the message once more if this delivery fails.
+    /// Returns whether the broker is known to deliver the message once more if this delivery fails.
     pub(super) fn has_more(self) -> bool {
         matches!((self.number, self.limit), (Some(number), Some(limit)) if number < limit)
     }
 
-    /// Whether the broker may soon set the message aside.
+    /// Returns whether the broker may soon set the message aside.
     pub(super) fn is_scarce(self) -> bool {
-        // Where only the limit is known, each delivery may be the last.
+        // If only the limit is known, each delivery may be the last.
         self.limit.is_some_and(|limit| self.number.unwrap_or(limit).saturating_add(Self::LAST) > limit)
     }
 }

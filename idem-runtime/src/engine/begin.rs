@@ -23,7 +23,7 @@ use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRe
 use crate::store::flight::{Aboard, News, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
-/// The pauses before a reservation that failed is tried again. Few: the broker delivers again anyway.
+/// Pauses before the retries of a failed reservation. Few retries suffice: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
 /// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result after
 /// an outage.
@@ -35,33 +35,34 @@ const END_PAUSE: Duration = Duration::from_secs(1);
 const TOKENS: u8 = 3;
 
 thread_local! {
-    /// Whether a call has begun to wait on this thread since the last look.
+    /// True if a call has begun to wait on this thread since the last look.
     static WAITS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that is away.
+/// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that does not
+/// answer.
 pub(super) fn waits() {
     WAITS.set(true);
 }
 
-/// Whether a call that was polled on this thread since the last look [waits].
+/// Returns whether a call that was polled on this thread since the last look [waits], and clears that note.
 #[cfg(feature = "tower")]
 pub(crate) fn has_begun_to_wait() -> bool {
     WAITS.replace(false)
 }
 
-/// How a call begins.
+/// Beginning of a call.
 pub(super) struct Beginning {
     pub(super) start: Start,
-    /// For how long the call waited for another attempt, if it did. A wait for another item of its batch is not timed.
+    /// Time that the call waited for another attempt, if it did. A wait for another item of its batch counts as zero.
     pub(super) waited: Option<Duration>,
-    /// Whether the store answered as soon as it was asked.
+    /// True if the store answered without a wait.
     pub(super) at_once: bool,
-    /// The turn of the call on its key, if it is one of a batch.
+    /// Turn of the call on its key, if the call is one of a batch.
     pub(super) turn: Option<Box<Turn>>,
 }
 
-/// What a call does with its body.
+/// Next step of a call: the use of its body, or its end.
 pub(super) enum Start {
     /// The key is reserved: run the body and record what it returns.
     Reserved(HeldAttempt),
@@ -69,7 +70,7 @@ pub(super) enum Start {
     Unprotected {
         attempt: Option<Attempt>,
         mode: Mode,
-        /// Why the call would have been refused.
+        /// Reason why the call would have been refused.
         bypassed: Option<Refusal>,
     },
     /// Return the recorded result.
@@ -83,23 +84,23 @@ pub(super) struct Replay {
     pub(super) key: Key,
     pub(super) store: &'static str,
     pub(super) record: Record,
-    /// How old the record is, if the store tells.
+    /// Age of the record, if the store reports it.
     pub(super) age: Option<Duration>,
-    /// For how long the policy of the call keeps a result.
+    /// Time for which the policy of the call keeps a result.
     pub(super) ttl: Duration,
     pub(super) backoff: Backoff,
     pub(super) on_undecodable: OnUndecodable,
 }
 
 impl Replay {
-    /// The pause before a message is delivered again whose delivery fails after this replay: as long as the record is old, so
-    /// that it doubles each time.
+    /// Returns the pause before a message is delivered again if its delivery fails after this replay. The pause is as
+    /// long as the record is old, so that it doubles each time.
     pub(super) fn pause(&self) -> Duration {
         self.backoff.during(self.age.unwrap_or_default(), self.record.owner.seed())
     }
 }
 
-/// Reserves the key of `subject`, or returns why its body must not run.
+/// Reserves the key of `subject`, or returns the reason why its body must not run.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
@@ -107,13 +108,14 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
     async move {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
+        // The delivery has to see each of its calls, in every mode.
         let turns = outcome::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
             return Beginning { start, waited: None, at_once: false, turn: None };
         }
-        // Items of one batch with one key run one after the other: the second one replays the first. Shadow mode must not delay a
-        // call.
+        // Items of one batch with one key run one after the other: the second item replays the first. Shadow mode must
+        // not delay a call.
         let (mut turn, queued) = match (turns, key) {
             (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
                 let limit = || store.heartbeats().clock().sleep(policy.timeout.saturating_add(policy.lease));
@@ -122,6 +124,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
             }
             _ => (None, false),
         };
+        // Each round reserves once. Another round follows only while the message must outlast an outage of the store.
         let mut outage = None;
         loop {
             let pause = {
@@ -133,7 +136,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
                 let Some(pause) = pause else {
                     beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
                     beginning.turn = turn.take();
-                    // In place, as it is large.
+                    // Replaced in place, because a `Start` is large.
                     if let Some(instead) = instead(&subject, mode, &beginning.start) {
                         beginning.start = instead;
                     }
@@ -142,13 +145,14 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
                 pause
             };
             waits();
-            // Here, as every call would carry what is in the block over this await.
+            // The sleep is outside of the block above: a local that lives across this `await` would be stored in every
+            // call.
             store.heartbeats().clock().sleep(pause).await;
         }
     }
 }
 
-/// How a call goes on whose policy or mode runs the body although `start` does not.
+/// Returns the next step of a call whose policy or mode runs the body although `start` does not.
 fn instead(subject: &Subject, mode: Mode, start: &Start) -> Option<Start> {
     match start {
         Start::Refused(error) if subject.policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
@@ -173,8 +177,9 @@ fn unprotected(subject: &Subject, mode: Mode, key: Option<&Key>, bypassed: Optio
     Start::Unprotected { attempt, mode, bypassed }
 }
 
-/// How long the call waits before it asks a store again that has not answered: its message has few deliveries left, and would be
-/// set aside for an outage that is not its own. `outage` is when it gives up.
+/// Returns the pause before the call asks a store again that has not answered; `None` if the call gives up. A message
+/// with few deliveries left waits, because an outage would otherwise set it aside. `outage` holds the time at which the
+/// call gives up.
 fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> Option<Duration> {
     let Error::Store { source, retry_after, .. } = error else { return None };
     let Policy { timeout, lease, on_store_error, .. } = subject.policy;
@@ -183,16 +188,16 @@ fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> O
     }
     let now = subject.store.heartbeats().clock().now();
     let left = outage.get_or_insert(now.saturating_add(timeout).saturating_add(lease)).saturating_since(now);
-    // The store may be back long before its outage has lasted twice as long.
+    // `retry_after` grows with the outage. The store may be back much earlier, so the pause is a lease at most.
     (!left.is_zero()).then(|| left.min(lease).min(*retry_after))
 }
 
-/// Whether the store did not answer. A record that can't be read is an answer: its operation may have finished.
+/// Returns whether the store did not answer. A record that can't be read is an answer: its operation may have finished.
 fn is_no_answer(error: &Error) -> bool {
     matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
 }
 
-/// Asks for the key until an answer decides the call. Waits for a running attempt in between if the policy says so.
+/// Asks for the key until an answer decides the call. Waits for a running attempt in between if the policy allows it.
 async fn admit(subject: &Subject, mode: Mode) -> Beginning {
     let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
@@ -227,7 +232,7 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
 #[expect(clippy::large_enum_variant, reason = "it lives for a moment; a box would cost each call an allocation")]
 enum Step {
     Decided(Start),
-    /// The answer decides nothing: ask again at once.
+    /// The answer decides nothing: ask again immediately.
     AskAgain,
     Running(Running),
 }
@@ -252,15 +257,16 @@ struct Request<'a> {
     subject: &'a Subject,
     mode: Mode,
     reserve: ReserveRequest,
-    /// When the earliest request of this owner was sent that got no answer. It may have taken effect, or may still.
+    /// Time at which the earliest request of this owner that got no answer was sent. That request may have taken
+    /// effect, or may still.
     unanswered_since: Option<Instant>,
-    /// When the call met the first attempt that it waits for.
+    /// Time at which the call found the first attempt that it waits for.
     met_at: Option<Instant>,
     /// Whether the call has waited for another attempt.
     waited: bool,
     /// Whether the last request was answered as soon as it was made.
     at_once: bool,
-    /// How many owner tokens the call has drawn.
+    /// Number of owner tokens that the call has drawn.
     tokens: u8,
     /// The right to wait on the last deliveries of the message.
     last_wait: Option<LastWait>,
@@ -278,9 +284,11 @@ impl<'a> Request<'a> {
             }
             Err(error) => return refuse(KeyError::clone(error).into()),
         };
+        // A policy that can't be honoured is refused before the store is asked.
         if let Err(reason) = policy.check() {
             return refuse(Error::InvalidPolicy { key, problem: reason });
         }
+        // After the end of the retention a redelivery would run the body again.
         if let Some(longest) = outcome::redelivered_for()
             && policy.ttl < longest
         {
@@ -290,11 +298,13 @@ impl<'a> Request<'a> {
                 problem: PolicyProblem::TtlBelowRedelivery { ttl: policy.ttl, redelivery },
             });
         }
+        // Only a warning, once for each store handle: most calls of the store are much faster than its time limit.
         if let Err(reason) = policy.check_with(store)
             && store.heartbeats().warns_now()
         {
             tracing::warn!(%key, store = store.name(), "{reason}");
         }
+        // Leases that are measured in real time can't be renewed in a test that moves tokio's time.
         if store.heartbeats().is_out_of_time() {
             let source = StoreError::new(
                 StoreErrorKind::Misconfigured,
@@ -348,7 +358,7 @@ impl<'a> Request<'a> {
         self.store().heartbeats().clock()
     }
 
-    /// How long ago `then` was.
+    /// Returns the time since `then`.
     fn since(&self, then: Option<Instant>) -> Option<Duration> {
         then.map(|then| self.clock().now().saturating_since(then))
     }
@@ -358,8 +368,9 @@ impl<'a> Request<'a> {
         // Blocks end what an await after them would carry along: every call has the size of its largest await.
         let unsettled = {
             let now = self.clock().now();
-            // A repeated reservation may have taken effect by its first request: count the lease from there.
+            // A repeated reservation may have taken effect by its first request: count the lease from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
+            // Only a store that does not answer immediately costs the state of a repeated request.
             let (mut answer, since, unanswered) = {
                 let asking = self.store().reserve(&self.reserve);
                 let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));
@@ -375,6 +386,7 @@ impl<'a> Request<'a> {
             if unanswered {
                 self.unanswered_since = Some(asked_at);
             }
+            // The body of a granted lease may have to wait for a confirmation or for a mark.
             if let Some(unready) = self.unready(&answer, since) {
                 self.at_once = false;
                 // Boxed: most calls are ready, and would carry its size inline.
@@ -382,7 +394,7 @@ impl<'a> Request<'a> {
                     Ok(Prepared::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
-                            // The record is no longer what the reservation wrote.
+                            // The record no longer equals the bytes that the reservation wrote.
                             lease.reserved_at = ReservedAt::default();
                         }
                     }
@@ -425,18 +437,19 @@ impl<'a> Request<'a> {
         Step::AskAgain
     }
 
-    /// Whether the record has to say that the body begins before it does.
+    /// Returns whether the record must be marked as begun before the body begins.
     ///
-    /// Under `fail` a crash after that interrupts the key; without it the key is free. `max_attempts` counts the attempts that
-    /// say so: all but the first one of a key, which most calls are. The first one says so if no other is allowed.
+    /// Under `fail` a crash after the mark interrupts the key, and a crash before the mark leaves the key free.
+    /// `max_attempts` counts only marked attempts. The first attempt of a key, which most calls are, is marked only if
+    /// no other attempt is allowed.
     fn marks(&self, lease: &Lease) -> bool {
         let Policy { on_crash, max_attempts, .. } = self.subject.policy;
         let counts = max_attempts.is_some_and(|max| lease.attempt > 1 || max.get() == 1);
         on_crash == OnCrash::Fail || counts
     }
 
-    /// The lease of an answer that grants one whose body may not begin yet. The request was first sent at `since` (`None`: just
-    /// now).
+    /// Returns the lease that `answer` grants if its body may not begin yet. The request was first sent at `since`
+    /// (`None`: just now).
     fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<Unready> {
         let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
         let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
@@ -444,7 +457,7 @@ impl<'a> Request<'a> {
         (too_late || unmarked).then(|| Unready { lease: lease.clone(), too_late, unmarked })
     }
 
-    /// Asks again with another owner token, or fails with `error` if the call has drawn enough of them.
+    /// Asks again with another owner token, or fails with `error` if the call has drawn all of its tokens.
     fn ask_as_another(&mut self, error: fn() -> StoreError) -> Step {
         if self.tokens == TOKENS {
             return Step::Decided(self.no_answer(error(), false));
@@ -454,7 +467,7 @@ impl<'a> Request<'a> {
         Step::AskAgain
     }
 
-    /// The next step after a reservation.
+    /// Returns the next step after a reservation.
     fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
         let Subject { store, policy, .. } = self.subject;
         let (key, name) = (&self.reserve.key, store.name());
@@ -491,7 +504,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// The next step after a request that failed for good. `may_be_reserved`: one of its tries may have taken effect.
+    /// Returns the error of a request whose tries have all failed. `may_be_reserved`: one of the tries may have taken
+    /// effect.
     fn no_answer(&self, source: StoreError, may_be_reserved: bool) -> Start {
         let Subject { store, policy, .. } = self.subject;
         let seed = self.reserve.owner.seed();
@@ -509,34 +523,34 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
-    /// The call waits for another attempt if the broker might take no answer but the next one, whatever `in_progress` says, and
-    /// if not too many others do.
+    /// Takes the right to wait for another attempt, regardless of `in_progress`, if the message has few deliveries left
+    /// and not too many other calls have that right.
     fn may_wait_at_last(&mut self) {
         if self.last_wait.is_none() && self.mode == Mode::Enforce && outcome::budget().is_scarce() {
             self.last_wait = self.store().heartbeats().last_wait();
         }
     }
 
-    /// How much longer the call, which has met another attempt, may wait for it.
+    /// Returns the time that the call, which has found another attempt, may still wait for it.
     fn may_wait(&mut self) -> Duration {
         let now = self.clock().now();
         self.met_at.get_or_insert(now);
         self.left_to_wait()
     }
 
-    /// How much longer the call may wait for another attempt. The time counts from the first attempt that the call has met;
-    /// before that there is no wait.
+    /// Returns the time that the call may still wait for another attempt. The limit counts from the first attempt that
+    /// the call has found; before that the time is zero.
     fn left_to_wait(&self) -> Duration {
         let Some(met_at) = self.met_at else { return Duration::ZERO };
         let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
-        // The attempt may run for so long.
+        // An attempt may hold the key for this long.
         let scarce = self.last_wait.is_some().then(|| timeout.saturating_add(lease));
         let limit = match in_progress {
             InProgress::Wait(limit) => Some(limit).max(scarce),
             InProgress::Reject => scarce,
         };
         match limit {
-            // A handler that waited for itself would wait in vain, and shadow mode must not delay a call.
+            // A handler that waits for itself is never woken, and shadow mode must not delay a call.
             Some(limit) if self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key) => {
                 met_at.saturating_add(limit).saturating_since(self.clock().now())
             }
@@ -563,7 +577,7 @@ impl<'a> Request<'a> {
         let Policy { backoff, lease, .. } = self.subject.policy;
         let retry_after = match outcome::budget().number() {
             Some(number) => {
-                // A delivery that met no attempt, or another one, says nothing about how long this one takes.
+                // Only deliveries that found this same attempt count: others show nothing about its duration.
                 let met = self.store().heartbeats().meets(&key, attempt).min(number);
                 backoff.beyond(lapses_in, lease, met, self.reserve.owner.seed())
             }
@@ -572,15 +586,16 @@ impl<'a> Request<'a> {
         Error::InProgress { key, store: self.store().name(), attempt, retry_after }
     }
 
-    /// Waits until the running attempt may have ended. Returns how the call goes on if that is known then; otherwise it asks.
+    /// Waits until the running attempt may have ended. Returns the next step if it is known then; otherwise the caller
+    /// asks.
     ///
-    /// What few waiting duplicates do is boxed: there may be thousands of them.
+    /// The futures of rare steps are boxed: there may be thousands of waiting duplicates.
     async fn wait(&mut self, mut running: Running) -> Option<Box<Start>> {
         let mut aboard = None;
         let told = loop {
             let left = self.may_wait();
-            // Whoever may yet find a request of its own in the record is told nothing by others. And inside of a transaction there
-            // is nobody to share with.
+            // A call with an unanswered request may find its own reservation in the record, so it can't use what others
+            // read. Inside of a transaction no other call shares the wait.
             if self.unanswered_since.is_some() || !self.store().heartbeats().renews() {
                 break Box::pin(self.wait_alone(running, left)).await;
             }
@@ -612,7 +627,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Asks as the one duplicate that has the turn, and tells the others what holds the key then.
+    /// Asks as the one duplicate that has the turn, and reports the attempt that then holds the key to the others.
     async fn ask_for_all(&mut self, aboard: &mut Aboard) -> Step {
         let step = self.ask().await;
         aboard.settle(match &step {
@@ -627,10 +642,10 @@ impl<'a> Request<'a> {
         step
     }
 
-    /// Waits by itself. Returns what the store has told.
+    /// Waits without the other duplicates. Returns the record that the store read at the end of the wait.
     async fn wait_alone(&mut self, running: Running, left: Duration) -> Option<Arc<Inspection>> {
         let (store, key) = (self.store(), &self.reserve.key);
-        // A request of ours that got no answer may land while we wait.
+        // Our unanswered request may land while we wait.
         let may_have_landed = self.unanswered_since.is_some();
         let mut unanswered = Unanswered { store, request: &self.reserve, may_have_landed, may_be_marked: false };
         let told = wait_once(store, key, running.attempt, left.min(running.lapses_in), left).await;
@@ -644,7 +659,8 @@ fn tokens_repeat() -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, message)
 }
 
-/// The error for a key that was used with another payload. The record is asked for once more, for the error's sake.
+/// Makes the error for a key that was used with another payload. The record is read once more, only for the details of
+/// the error.
 async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32) -> Error {
     let inspection = store.inspect(&request.key).watched(store, StoreOp::Inspect).await.ok().flatten();
     let recorded = inspection.as_ref().and_then(|found| found.record.fingerprint);
@@ -656,12 +672,12 @@ async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32
 /// The answer to a request.
 struct Reply {
     answer: Result<Reservation, StoreError>,
-    /// Whether one of its tries may have landed, although it got no answer.
+    /// True if a try without an answer may have landed.
     unanswered: bool,
 }
 
-/// Awaits `asking`, and repeats the request with the same owner token if the store fails: a try that took effect is
-/// recognised.
+/// Awaits `asking`, and repeats the request with the same owner token if the store fails: the store recognises a try
+/// that took effect.
 async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reservation>) -> Reply {
     let store = request.store();
     let mut guard = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
@@ -689,26 +705,26 @@ async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reserva
     }
 }
 
-/// A lease that is granted, and what is missing before its body may begin.
+/// A granted lease, and the steps that are missing before its body may begin.
 struct Unready {
     lease: Lease,
     /// The answer took longer than the lease: another attempt may have run meanwhile.
     too_late: bool,
-    /// The record has to say that the body begins.
+    /// The record must be marked as begun first.
     unmarked: bool,
 }
 
-/// The state of a lease whose body may or may not begin.
+/// State of a lease after its preparation.
 enum Prepared {
-    /// It is held since then: the body may begin.
+    /// The lease is held since this time: the body may begin.
     Since(Instant),
-    /// Another attempt has it.
+    /// Another attempt has the key.
     Lost,
-    /// The store refuses to mark it. The reservation is released.
+    /// The store refuses the mark. The reservation is released.
     NotMarked,
 }
 
-/// Confirms and marks a lease, as far as that is missing.
+/// Confirms and marks a lease, as far as these steps are missing.
 async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, StoreError> {
     let Unready { lease, too_late, unmarked } = unready;
     let mut since = request.clock().now();
@@ -730,8 +746,8 @@ async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, St
     Ok(Prepared::Since(since))
 }
 
-/// Renews a lease that has lapsed before its body could start, and returns since when it is held again; `None` if it is lost.
-/// If the renewal fails, the reservation is released.
+/// Renews a lease that has lapsed before its body could start. Returns the time since which the lease is held again;
+/// `None` if it is lost. If the renewal fails, the reservation is released.
 async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let renew = || async {
         let answers = renew_all(request.store(), std::slice::from_ref(lease)).await?;
@@ -741,16 +757,16 @@ async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>
     hold(request, lease, false, &[], renew).await
 }
 
-/// Marks that the body is about to begin, and returns since when the lease is held; `None` if the store refuses that. If the
-/// store does not answer, the reservation is released: the body has not begun.
+/// Marks that the body is about to begin. Returns the time since which the lease is held; `None` if the store refuses
+/// the mark. If the store does not answer, the reservation is released: the body has not begun.
 async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let store = request.store();
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
 }
 
-/// Asks with `ask` until the answer comes within the lease that it renews, and returns since when that is held; `None` if the
-/// store refuses. After an error, and if this future is dropped, the reservation is released. `marks`: the request may leave a
-/// mark.
+/// Sends the request `ask` until the answer arrives within the lease that it renews. Returns the time since which that
+/// lease is held; `None` if the store refuses. After an error, and if this future is dropped, the reservation is
+/// released. `marks`: the request may leave a mark.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,
@@ -788,8 +804,9 @@ where
     }
 }
 
-/// Releases a reservation whose mark is refused, as its lease has lapsed: with clocks that differ, the record would keep the next
-/// attempt out for as long as they may. A refusal means that another attempt has the key.
+/// Releases a reservation whose mark is refused because its lease has lapsed. Where clocks differ, the record would
+/// otherwise block the next attempt for as long as they may differ. If the release is refused, another attempt has the
+/// key.
 async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
     let (store, clock) = (request.store(), request.clock());
     let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
@@ -815,7 +832,7 @@ struct Unanswered<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,
     may_have_landed: bool,
-    /// Whether the record may say that the body has begun.
+    /// True if the record may be marked as begun.
     may_be_marked: bool,
 }
 

@@ -1,4 +1,4 @@
-//! One call as a state machine. It knows the body only as [`Work`].
+//! One call as a state machine, to which the body is only a [`Work`].
 //!
 //! ```text
 //!              ┌─ Reserved ───> Body ── returned ──> End ──┐
@@ -6,10 +6,11 @@
 //!              └─ Replay, Refused ─────────────────────────┘
 //! ```
 //!
-//! What is seen of it from outside is its [`Telemetry`].
+//! Its [`Telemetry`] writes the span, the events and the numbers of the call.
 //!
-//! `Body` goes straight to `Over` if its lease is lost or its time is out. A call that is dropped in `Body` or `End` leaves
-//! the rest to the drop of its [`HeldAttempt`]. The values of the body are dropped before its key is freed, on every way out.
+//! `Body` goes straight to `Over` if its lease is lost or its time is out. If a call is dropped in `Body` or `End`, the
+//! drop of its [`HeldAttempt`] does the rest. On every way out the values of the body are dropped before its key is
+//! freed.
 //!
 //! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
 //! calls.
@@ -35,7 +36,7 @@ use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};
 use crate::record::{Finish, Release, State, StoredResult};
 
-/// The future of a call.
+/// Makes the future of a call.
 pub(super) fn run<T, E, R, B>(subject: Subject, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
 where
     R: Recorder<T, E>,
@@ -49,10 +50,10 @@ where
 
 /// A body and its result, type-erased so that the call loop is compiled once.
 pub(super) trait Work {
-    /// Polls the body, keeps its result, and returns whether that is `Ok`.
+    /// Polls the body, keeps its result, and returns whether the result is `Ok`.
     fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
 
-    /// The ending of an attempt whose body has returned: with its result encoded, or without one.
+    /// Returns the ending of an attempt whose body has returned: with its result encoded, or without a result.
     fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending;
 
     /// Drops the body.
@@ -107,16 +108,16 @@ where
 struct ResultSlot<R, T, E> {
     recorder: R,
     result: Option<Result<T, E>>,
-    /// Whether the result is one of this call, and is recorded as it is.
+    /// True if the result is from the body of this call, and is recorded as it is.
     is_recorded: bool,
-    /// Whether a result that can't be read back is migrated.
+    /// True if a result that can't be read back is migrated.
     migrates: bool,
 }
 
-/// Whether results are compared with those that duplicates will get.
+/// True if results are compared with the results that duplicates will get.
 const COMPARES: bool = cfg!(any(debug_assertions, feature = "testing"));
 
-/// A longer result is not compared, as that takes many times its memory.
+/// Longest result in bytes that is compared: a comparison takes many times its memory.
 const LONGEST_COMPARED: usize = 64 * 1024;
 
 impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
@@ -132,7 +133,7 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
         ending
     }
 
-    /// Compares the result with the one that duplicates will get, if this call has recorded it.
+    /// Compares the result with the result that duplicates will get, if this call has recorded it.
     ///
     /// # Panics
     /// If they differ.
@@ -159,7 +160,7 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
     }
 }
 
-/// Ends a call of a debug build or of a test whose duplicates will get another result.
+/// Panics in a debug build or in a test if duplicates of the call will get another result.
 #[cold]
 fn differs(error: &RoundTripError) -> ! {
     panic!(
@@ -170,8 +171,8 @@ fn differs(error: &RoundTripError) -> ! {
 }
 
 pin_project! {
-    /// One call. Fields are dropped in this order: first the values of the body, which may undo what it has done, then the
-    /// protocol, which frees the key for another body.
+    /// One call. Fields are dropped in this order: first the values of the body, whose drops may undo its effects, then
+    /// the protocol, which frees the key for another body.
     struct Run<P: Protocol, B, R, T, E> {
         #[pin]
         handler: Handler<B, R, T, E>,
@@ -210,7 +211,7 @@ where
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 
-    /// The call is dropped, and the values of its body are first.
+    /// Notes that the call is dropped, the values of its body first.
     fn drops_values(self: Pin<&mut Self>);
 }
 
@@ -244,7 +245,7 @@ pin_project! {
         end: fn(HeldAttempt) -> C,
         // Dropped after the phase: the next item of the batch finds the key free.
         turn: Option<Box<Turn>>,
-        // Dropped last: it tells how the call ended.
+        // Dropped last: its drop reports the end of the call.
         telemetry: Telemetry,
     }
 }
@@ -256,11 +257,11 @@ pin_project! {
             #[pin]
             begin: A,
         },
-        // With a reservation...
+        // A body with a reservation.
         Body {
             held: Option<HeldAttempt>,
         },
-        // ...and without.
+        // A body without a reservation.
         Unprotected {
             attempt: Option<Attempt>,
             refused_inside: bool,
@@ -287,6 +288,7 @@ where
         loop {
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
+                    // The call begins with its first poll; a call that is never polled has not happened.
                     if this.seen.progress == Progress::None {
                         this.seen.progress = Progress::Reserving;
                         facts.begins();
@@ -298,10 +300,12 @@ where
                     if let Some(waited) = waited {
                         facts.waited(span, waited);
                     }
+                    // Decides about the body: it runs, or the call ends with a replay or an error.
                     let entered = enter(start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain);
                     let Some(entered) = entered else { break };
                     this.seen.progress = Progress::Running;
                     report(this.seat, || this.seen.clone());
+                    // A store that answered immediately saves a second reading of the clock.
                     facts.body_begins(match &entered {
                         Entered::Held(held) if at_once => Some(held.attempt().reserved_at),
                         _ => None,
@@ -313,6 +317,8 @@ where
                 }
                 PhaseProjection::Unprotected { attempt, refused_inside } => {
                     let is_ok = ready!(polling(facts, || poll_as(attempt, refused_inside, work.as_mut(), cx)));
+                    // An error that a refused call inside may have caused must not be recorded by an enclosing body
+                    // either.
                     if *refused_inside && !is_ok {
                         note_refusal();
                     }
@@ -326,6 +332,7 @@ where
                     let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
                     facts.body_ended(Some(running.attempt().lease.duration));
                     let mut held = held.take().expect("polled just now");
+                    // Without a result of the body the call returns an error, and the drop of `held` ends the attempt.
                     let is_ok = match held.end_of(ended) {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
@@ -345,6 +352,8 @@ where
                         // In case the encoding panics: the body has succeeded, so no other may run.
                         held.on_drop = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
+                    // An error that a refused call inside may have caused is not recorded: the next delivery may get
+                    // further.
                     held.on_drop = Some(if held.refused_inside() && !is_ok {
                         note_refusal();
                         Ending::Release(Release::Returned)
@@ -366,6 +375,7 @@ where
                             facts.refused(span, &error);
                             refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
                         }
+                        // In shadow mode the call returns the result of its body anyway.
                         Err(error) => {
                             this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: Kept::Nothing };
                             tracing::info!(%error, "shadow mode: the result is not recorded");
@@ -375,7 +385,7 @@ where
                 }
             }
         }
-        // The phase stays as it is: it has ended, and to replace it would write all of it.
+        // The ended phase stays in place, because replacing it would write its full size.
         work.drop_body();
         *this.turn = None;
         facts.over(span, this.seen);
@@ -390,13 +400,13 @@ where
     }
 }
 
-/// How a body runs.
+/// Way in which a body runs.
 enum Entered {
     Held(HeldAttempt),
     Unprotected(Option<Attempt>),
 }
 
-/// How the body runs, or `None` if it does not.
+/// Returns the way in which the body runs, or `None` if the call ends without it.
 fn enter(
     start: Start,
     seen: &mut ObservedCall,
@@ -424,7 +434,7 @@ fn enter(
         }
         Start::Replay(replay) => {
             seen.again = Some(replay.pause());
-            // In case the decoding panics.
+            // Reported early, in case the decoding panics.
             report_again(seat, seen.again);
             match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
                 Ok(is_ok) => {
@@ -439,12 +449,13 @@ fn enter(
         }
         Start::Refused(error) => error,
     };
+    // The call is refused, or its recorded result can't be returned.
     facts.refused(span, &error);
     refuse(seen, work, error, on_uncertain);
     None
 }
 
-/// Notes that the body is being polled meanwhile; a panic leaves it so.
+/// Notes that the body is being polled during `poll`. The note stays after a panic.
 fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     facts.polling = true;
     let polled = poll();

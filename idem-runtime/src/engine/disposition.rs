@@ -1,38 +1,40 @@
-//! The disposition of a message: one rule about the set of calls that its delivery made, and about the result of the delivery.
+//! The disposition of a message: one rule for the set of calls that its delivery made and for the result of the
+//! delivery.
 //!
 //! The first row that applies decides. The order of the calls is not an input.
 //!
 //! | among the calls | the delivery returned `Ok` | `Err` | `Err`, together with a call's final error |
 //! |---|---|---|---|
 //! | none at all | `Retry` | `Retry` | |
-//! | one that a later delivery may get further | `Retry` | `Retry` | `Retry` |
-//! | one that is refused for good | `DeadLetter` | `DeadLetter` | `DeadLetter` |
-//! | one that finished with an error | `Ack` | `Retry` | as that error says |
+//! | a call that may get further in a later delivery | `Retry` | `Retry` | `Retry` |
+//! | a call that is refused permanently | `DeadLetter` | `DeadLetter` | `DeadLetter` |
+//! | a call that finished with an error | `Ack` | `Retry` | as that error decides |
 //! | only calls that finished with a value | `Ack` | `Retry` | |
 //!
-//! - *Refused for good*: another payload under the key, an interrupted operation, exhausted attempts, an invalid message. The
-//!   operation of the message has not finished, and no delivery finishes it. A handler that swallows such a refusal gets
-//!   `DeadLetter` beside its own `Ok`.
-//! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: a handler that
-//!   swallows the error is done with the message.
-//! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is another
-//!   one, and may pass. Errors carry no identity, so this is a guess at both ends: another failure in the same poll counts as
-//!   the call's error, and a handler that waits for something between the call and its own return is delivered again.
+//! - *Refused permanently*: another payload under the key, an interrupted operation, exhausted attempts, an invalid
+//!   message. The operation of the message has not finished, and no delivery finishes it. A handler that swallows such
+//!   a refusal gets `DeadLetter` together with its own `Ok`.
+//! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: a handler
+//!   that swallows the error is done with the message.
+//! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is a
+//!   different error, and may pass. Errors carry no identity, so this rule is a guess in both directions: another
+//!   failure in the same poll counts as the call's error, and a handler that awaits something between the call and its
+//!   own return is delivered again.
 //!
-//! On the last delivery that the broker allows, `Retry` is `DeadLetter`: nothing else comes of the message.
+//! On the last delivery that the broker allows, `Retry` becomes `DeadLetter`, because no other delivery follows.
 
 use std::time::Duration;
 
 use crate::error::Disposition;
 
-/// How one call stands.
+/// Standing of one call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Standing {
-    /// Its operation has finished. The call returned a value, or an error with this disposition.
+    /// The operation has finished. The call returned a value, or an error with this disposition.
     Finished(Option<Disposition>),
     /// No delivery of this message finishes its operation.
     RefusedForGood,
-    /// A later delivery may get further, after this time if one is known.
+    /// A later delivery may get further, after this time if it is known.
     MayPass(Option<Duration>),
 }
 
@@ -40,7 +42,7 @@ pub(super) enum Standing {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Returned {
     Ok,
-    /// An error; `with_a_call`: in the poll in which a call of the delivery finished with an error.
+    /// An error; `with_a_call`: returned in the poll in which a call of the delivery finished with an error.
     Err {
         with_a_call: bool,
     },
@@ -50,15 +52,15 @@ pub(super) enum Returned {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Verdict {
     Ack,
-    /// After this time, if one is known.
+    /// Deliver the message again after this time, if it is known.
     Retry(Option<Duration>),
     DeadLetter,
 }
 
-/// The rule; see the table of this module.
+/// Applies the rule; see the table of this module.
 pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: Returned) -> Verdict {
     let (mut any, mut may_pass, mut refused) = (false, false, false);
-    // The latest time of all calls that may pass, and of all errors that may.
+    // Latest time of all calls that may pass, and latest time of all errors that may.
     let (mut after, mut error_after) = (None, None);
     let mut final_error = false;
     for call in calls {

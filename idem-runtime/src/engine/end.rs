@@ -14,11 +14,11 @@ use crate::policy::{Backoff, OnCrash};
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::{EndsLate, Store, StoreError, StoreErrorKind, StoreFuture, UnderWay};
 
-/// The first pause between two tries of a write; it doubles up to [`LONGEST_PAUSE`].
+/// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// How an attempt ends.
+/// End of an attempt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ending {
     /// With a result, or only with the completion.
@@ -28,7 +28,7 @@ pub enum Ending {
 }
 
 impl Ending {
-    /// What is written if the store can't hold the result; `None` if there is no result to leave out.
+    /// Returns the ending to write if the store can't hold the result; `None` if there is no result to leave out.
     fn without_result(&self) -> Option<Self> {
         match self {
             Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
@@ -41,10 +41,10 @@ impl Ending {
     }
 }
 
-/// What the record holds of the attempt that ended.
+/// Part of the ended attempt that the record holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RecordContent {
-    /// The result, of so many bytes: duplicates replay it.
+    /// The result, of this number of bytes: duplicates replay it.
     Result { bytes: usize },
     /// The completion, without the result.
     Completion(Dropped),
@@ -52,27 +52,29 @@ pub(super) enum RecordContent {
     Nothing,
 }
 
-/// Writes the end of the attempt. Returns what the record holds of it; an error means that nothing is recorded. The
-/// heartbeat goes on meanwhile.
+/// Writes the end of the attempt while the heartbeat goes on. Returns the part of it that the record holds; an error
+/// means that nothing is recorded.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
 pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
     async move {
-        // The body has returned: if its own error is released, the caller knows of it, and nothing is in doubt.
+        // The body has returned. If its own error is released, the caller has that error, and nothing is in doubt.
         held.on_uncertain = None;
         let written = 'written: {
             let Some(mut writing) = held.write() else { break 'written Ok(Verdict::Applied) };
             if let Some(written) = writing.at_once() {
                 break 'written Ok(written);
             }
+            // A write that takes time must not be ended by the body's time limit or by a beat: only the store decides
+            // now.
             let Attempt { store, lease, .. } = held.attempt();
             store.heartbeats().body_returned(lease.owner);
             (&mut writing).await
         };
         let ended = match written {
             Ok(written) => Ok(written),
-            // Boxed: it is rare, and every call would carry its size inline.
+            // Boxed: a repetition is rare, and every call would carry its size inline.
             Err(error) => Box::pin(write_held_again(&mut held, error)).await,
         };
         let content = match (&ended, &held.on_drop) {
@@ -80,8 +82,8 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
             _ => RecordContent::Nothing,
         };
         let is_release = matches!(held.on_drop, Some(Ending::Release(_)));
-        // The drop of `HeldAttempt` repeats what is left: a release that failed, and a result that no other attempt can
-        // supply meanwhile.
+        // The drop of `HeldAttempt` repeats two kinds of writes: a release that failed, and a result that no other
+        // attempt can supply meanwhile.
         let goes_on = match &ended {
             Ok(_) => false,
             Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),
@@ -134,7 +136,7 @@ async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<V
     }
 }
 
-/// What `ending` leaves in the record.
+/// Returns the part of `ending` that the record holds once it is written.
 fn content(key: &Key, ending: &Ending) -> RecordContent {
     let Ending::Finish(finish) = ending else { return RecordContent::Nothing };
     let result = finish.result();
@@ -157,7 +159,7 @@ pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Endi
     }
 }
 
-/// Whether the same write may succeed later: a failure of the store may pass, a problem of the record does not.
+/// Returns whether the same write may succeed later: a failure of the store may pass, a problem of the record does not.
 fn may_pass(error: &StoreError) -> bool {
     match error.kind() {
         StoreErrorKind::Unavailable
@@ -170,8 +172,8 @@ fn may_pass(error: &StoreError) -> bool {
     }
 }
 
-/// Whether the end of this attempt is still wanted after its lease: under `on_crash = fail` a body that has begun keeps all
-/// others out until its end is written, or an operator decides.
+/// Returns whether the end of this attempt is still wanted after its lease. Under `on_crash = fail` a body that has
+/// begun blocks all other attempts until its end is written, or an operator decides.
 fn outlasts_lease(lease: &Lease) -> bool {
     lease.on_crash == OnCrash::Fail
 }
@@ -209,13 +211,13 @@ impl<'a> Tries<'a> {
         self.store.heartbeats().clock().now().saturating_since(self.began)
     }
 
-    /// Whether a renewal that was asked for since the first try is confirmed.
+    /// Returns whether a renewal that was requested after the first try is confirmed.
     fn renewed(&self) -> bool {
         self.store.heartbeats().confirmed_at(self.lease.owner).is_some_and(|confirmed_at| confirmed_at > self.began)
     }
 
-    /// Waits for the next try; false if there is none. An attempt is ended within one lease, or not at all: a store that
-    /// renews leases but takes no results would keep the call for ever.
+    /// Waits for the next try; returns false if there is none. An attempt is ended within one lease, or not at all:
+    /// otherwise a store that renews leases but takes no results would keep the call forever.
     async fn again(&mut self) -> bool {
         let heartbeats = self.store.heartbeats();
         let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
@@ -235,21 +237,21 @@ impl<'a> Tries<'a> {
     }
 }
 
-/// Repeats `ending`, whose first write returned `written`, for one lease at most and while that can be held. Every
+/// Repeats `ending`, whose first write returned `written`, for one lease at most and while the lease can be held. Every
 /// write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease but has not
-/// taken the result for half a lease, `ending` becomes one without it.
+/// taken the result for half a lease, `ending` becomes an ending without the result.
 async fn write_again(
     mut tries: Tries<'_>,
     ending: &mut Ending,
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
     let Tries { store, lease, .. } = tries;
-    // Whether the store had confirmed a renewal of this lease, since the first try, when the last write was sent.
+    // True if, when the last write was sent, the store had confirmed a renewal that was requested after the first try.
     let mut renews = false;
     loop {
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
-        // Only if it renews: a store that takes no writes at all may take the result when it comes back.
+        // Only if the store renews: a store that takes no writes at all may take the result when it is back.
         let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
@@ -272,22 +274,22 @@ async fn write_again(
     }
 }
 
-/// What happened to a call whose end is written late, for the log.
+/// State of a call whose end is written late, for the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Late {
-    /// It was dropped before its body started.
+    /// The call was dropped before its body started.
     NotStarted,
-    /// It was dropped while its body ran.
+    /// The call was dropped while its body ran.
     Cancelled,
-    /// Its body panicked.
+    /// The body panicked.
     Panicked,
-    /// Its body was cancelled for its time limit, and the caller knows.
+    /// The body was cancelled for its time limit, and the caller has that error.
     TimedOut,
-    /// Its body was cancelled as its lease could not be renewed, and the caller knows.
+    /// The body was cancelled because its lease could not be renewed, and the caller has that error.
     Unrenewed,
-    /// Its body returned an error, which the caller has, and the key could not be freed then.
+    /// The body returned an error, which the caller has, and the key could not be freed then.
     Returned,
-    /// Its body returned, and the call was dropped while that was being recorded.
+    /// The body returned, and the call was dropped while the result was being recorded.
     Recording,
 }
 
@@ -305,7 +307,7 @@ impl Late {
     }
 }
 
-/// Writes `ending` after its caller is gone: at once if the store can, otherwise by
+/// Writes `ending` after its caller is gone: immediately if the store can, otherwise by
 /// [`Clock::spawn`](crate::clock::Clock::spawn).
 ///
 /// `ends_late`: from [`ends_late`], made before the lease was deregistered, so that no duplicate finds neither of them.
@@ -332,7 +334,7 @@ pub(crate) fn write_late(
     }));
 }
 
-/// The span of the call is gone: the event stands alone, and names the key.
+/// Logs the result of a late write. The span of the call is gone, so the event stands alone and names the key.
 fn tell_late(
     store: &'static str,
     lease: &Lease,
@@ -366,7 +368,7 @@ fn tell_late(
             parent: None, %key, store, attempt, call, %error,
             "the operation could not be marked as interrupted; once the lease has lapsed, it counts as that"
         ),
-        // No harm but a delay, and an outage may leave many.
+        // Only a debug event: the harm is a delay, and an outage may cause many such events.
         (Err(error), Ending::Release(_)) => tracing::debug!(
             parent: None, %key, store, attempt, call, %error, "the key could not be freed; it is held until its lease lapses"
         ),
@@ -376,11 +378,12 @@ fn tell_late(
 /// Frees a key that the request of a dropped call may have reserved, or may still reserve.
 ///
 /// A release alone could arrive before the reservation, which would then hold the key without a body. So the key is
-/// reserved once more with the same owner token, and then released. That leaves a record which the late request has not
-/// seen: it can neither insert its own nor replace this one.
+/// reserved once more with the same owner token, and then released. The result is a record that the late request has
+/// not seen: that request can neither insert its own record nor replace this one.
 ///
-/// A reservation that lands after this has been given up lapses without a body: it holds the key for one lease, is not counted
-/// and interrupts nothing. A mark that lands (`may_be_marked`) would do both, so its key is freed for as long as that takes.
+/// A reservation that lands after the clean-up has been given up lapses without a body: it holds the key for one lease,
+/// is not counted and interrupts nothing. A mark that lands (`may_be_marked`) is counted and interrupts the key, so the
+/// clean-up goes on for as long as that takes.
 pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
     if !store.heartbeats().writes_late() {
         return;
@@ -407,7 +410,7 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
             Ok(()) => tracing::debug!(
                 parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"
             ),
-            // No harm but a delay, and an outage may leave many.
+            // Only a debug event: the harm is a delay, and an outage may cause many such events.
             Err(error) => tracing::debug!(
                 parent: None, %key, store = name, %error,
                 "a call was dropped while reserving its key, and the store does not say whether the key is reserved; \
@@ -433,10 +436,10 @@ async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), 
                 }
                 Err(error) => Err(error),
             },
-            // Ours is released already, or the record is another attempt's: the late request has not seen it and can't
-            // replace it.
+            // Our reservation is released already, or the record is another attempt's: the late request has not seen
+            // that record and can't replace it.
             Ok(_) => Ok(()),
-            // The reservation may have taken effect all the same: release it.
+            // The reservation may still have taken effect: release it.
             Err(error) if error.may_have_landed() => match free(store, unanswered).await {
                 Ok(Verdict::Applied) => Ok(()),
                 _ => Err(error),

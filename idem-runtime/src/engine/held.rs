@@ -14,45 +14,45 @@ use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
-/// A reservation, and the write that its drop makes: while the body runs, the drop releases the key (or marks it
-/// interrupted); while the result is being recorded, it records the result late.
+/// A reservation, and the write that its drop makes. While the body runs, the drop releases the key (or marks the key
+/// as interrupted). While the result is being recorded, the drop records the result late.
 pub(super) struct HeldAttempt {
-    /// Empty only while the attempt is the current one of this thread.
+    /// `None` only while the attempt is the current one of this thread.
     pub(super) attempt: Option<Attempt>,
     body: BodyStage,
     pub(super) takeover: bool,
-    /// Whether a lost lease cancels the body.
+    /// True if a lost lease cancels the body; false in shadow mode.
     pub(super) enforced: bool,
     limits: Limits,
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(super) on_drop: Option<Ending>,
-    /// How the body ended, once it has.
+    /// End of the body, once the body has ended.
     ended: Option<BodyEnd>,
-    /// Whether the library refused a call for the moment that the body made.
+    /// True if the library temporarily refused a call that the body made.
     refused_inside: bool,
 }
 
-/// Where a body stands between two polls.
+/// Stage of a body between two polls.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum BodyStage {
     /// Not polled, and not registered for heartbeats.
     New,
-    /// Being polled; a panic leaves it so.
+    /// Being polled. A panic leaves the stage at this value.
     Polling,
     /// Polled.
     Pending,
 }
 
-/// How a body ended.
+/// End of a body.
 #[derive(Clone, Copy)]
 pub(super) enum BodyEnd {
-    /// It returned; true for `Ok`.
+    /// The body returned; true for `Ok`.
     Returned(bool),
-    /// Its lease was lost.
+    /// The lease was lost.
     LeaseLost,
-    /// It ran for longer than its `timeout`.
+    /// The body ran for longer than its `timeout`.
     TimedOut,
-    /// Its lease lapsed, and the store would not renew it: for good, or for too long.
+    /// The lease lapsed, and the store did not renew it: the store refused permanently, or failed for too long.
     Unrenewed,
 }
 
@@ -83,7 +83,7 @@ impl HeldAttempt {
     }
 
     /// Polls the body as this attempt, if its lease is held. The lease is registered for heartbeats before the first
-    /// poll, which may block.
+    /// poll, because that poll may block.
     pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
         if self.body != BodyStage::New {
             match self.standing(cx) {
@@ -111,7 +111,7 @@ impl HeldAttempt {
         polled.map(BodyEnd::Returned)
     }
 
-    /// Whether the body may be polled: always in shadow mode.
+    /// Returns the standing of the lease. In shadow mode the body may always be polled.
     fn standing(&self, cx: &Context<'_>) -> LeaseStanding {
         let Attempt { store, lease, .. } = self.attempt();
         match self.enforced {
@@ -120,13 +120,13 @@ impl HeldAttempt {
         }
     }
 
-    /// Whether the body may have failed only because the library refused a call in it for the moment. Such an error is not
-    /// recorded: the next delivery may get further.
+    /// Returns whether the body may have failed only because the library temporarily refused a call in it. Such an
+    /// error is not recorded: the next delivery may get further.
     pub(super) fn refused_inside(&self) -> bool {
         self.refused_inside
     }
 
-    /// The body is not polled again, and its values are about to be dropped: the lease is kept for that.
+    /// Keeps the lease while the values of the body are dropped. The body is not polled again.
     pub(super) fn drops_values(&self) {
         let Some(Attempt { store, lease, .. }) = &self.attempt else { return };
         if self.body != BodyStage::New {
@@ -140,7 +140,7 @@ impl HeldAttempt {
         self.on_drop.as_ref().map(|ending| end::write(&**store, lease, ending))
     }
 
-    /// Whether the result of the body is `Ok`, or the error of a body that has none.
+    /// Returns whether the result of the body is `Ok`, or the error of a body that has no result.
     pub(super) fn end_of(&mut self, ended: BodyEnd) -> Result<bool, Error> {
         self.ended = Some(ended);
         let Attempt { store, lease, .. } = self.attempt();
@@ -152,6 +152,7 @@ impl HeldAttempt {
                     %key, store, attempt,
                     "the lease was lost: another attempt has taken over, or the record was removed; the body was cancelled"
                 );
+                // The record is no longer this attempt's: the drop must not write.
                 self.on_drop = None;
                 Err(self.lost())
             }
@@ -186,13 +187,14 @@ impl HeldAttempt {
                          cancelled"
                     ),
                 }
+                // As above: the error reports the doubt, and the drop still ends the attempt.
                 self.on_uncertain = None;
                 Err(self.unrenewed(source))
             }
         }
     }
 
-    /// How long the message waits before it is delivered again.
+    /// Returns the pause before the message is delivered again.
     pub(super) fn pause(&self) -> Duration {
         let Attempt { lease, backoff, .. } = self.attempt();
         backoff.after(lease.attempt, lease.owner.seed())
@@ -230,7 +232,7 @@ pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
     }
 }
 
-/// The event of a call that is dropped while its body runs. The span of the call is not the current one: the event names the
+/// Logs that a call was dropped while its body ran. The span of the call is not the current one, so the event names the
 /// key.
 fn tell_dropped(late: Late, store: &'static str, lease: &Lease) {
     let Lease { key, attempt, on_crash, .. } = lease;
@@ -251,16 +253,17 @@ fn tell_dropped(late: Late, store: &'static str, lease: &Lease) {
 }
 
 thread_local! {
-    /// Whether the library has refused a call for the moment in the body that is being polled on this thread.
+    /// True if the library has temporarily refused a call in the body that is being polled on this thread.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The library refuses a call for the moment: the body that made it, if any, may fail for that alone.
+/// Notes that the library temporarily refuses a call: the body that made the call, if any, may fail only because of
+/// that.
 pub(super) fn note_refusal() {
     REFUSED.set(true);
 }
 
-/// Notes the refusals of one body until it is dropped.
+/// Collects the refusals of one body, until the guard is dropped.
 struct Refusals<'a> {
     inside: &'a mut bool,
     outside: bool,
@@ -279,8 +282,8 @@ impl Drop for Refusals<'_> {
     }
 }
 
-/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes; `refused_inside` is whether the
-/// library has refused one of them for the moment.
+/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes. `refused_inside` becomes
+/// true if the library temporarily refuses one of them.
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
     refused_inside: &mut bool,

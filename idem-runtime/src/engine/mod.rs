@@ -1,8 +1,8 @@
 //! The protocol: reserve, run with heartbeats, record, replay. The only folder with this control flow.
 //!
-//! A call has three phases. [`begin`] reserves the key or returns why the body must not run. The body then runs inside
-//! the caller's own future, as a [`held`] attempt. [`end`] records what it returned. [`call`] strings the three
-//! together.
+//! A call has three phases. [`begin`] reserves the key, or returns the reason why the body must not run. The body then
+//! runs inside the caller's own future, as a [`held`] attempt. [`end`] records the result of the body. [`call`]
+//! connects the three phases.
 
 mod attempt;
 mod batch;
@@ -45,11 +45,11 @@ use crate::key::{Fingerprint, FingerprintError, Key, KeyError};
 use crate::policy::{Mode, OnError, Policy};
 use crate::store::Store;
 
-/// One call of an idempotent function: where, under which key, how it is protected, and how its result is recorded.
+/// One call of an idempotent function: its store, its key, its policy, and the recorder of its result.
 ///
-/// `#[idempotent]` makes one of each call. Values are recorded as [`Json`] and an error frees the key, unless said otherwise
-/// by [`codec`](Self::codec), [`record_errors`](Self::record_errors) or [`record_errors_if`](Self::record_errors_if).
-/// `Within::operation` makes one inside of a transaction of yours.
+/// `#[idempotent]` makes an operation of each call. By default a value is recorded as [`Json`], and an error frees the
+/// key; [`codec`](Self::codec), [`record_errors`](Self::record_errors) and [`record_errors_if`](Self::record_errors_if)
+/// change that. `Within::operation` makes an operation inside of a transaction of yours.
 ///
 /// # Examples
 /// ```
@@ -71,11 +71,11 @@ use crate::store::Store;
 pub struct Operation<R = RecordValues<Json>, P = ()> {
     subject: Subject,
     recorder: R,
-    /// What a run in this place needs; nothing for a store.
+    /// Data that a run inside of a transaction needs; `()` for a store.
     place: P,
 }
 
-/// Where an operation is recorded, under which key, and how it is protected.
+/// Store, key, policy and fingerprint of an operation.
 #[derive(Debug)]
 struct Subject {
     store: Arc<dyn Store>,
@@ -97,7 +97,8 @@ impl<R, P> fmt::Debug for Operation<R, P> {
 }
 
 impl Operation {
-    /// An operation named by `key` in `store`. A key that could not be built is reported when the operation is run.
+    /// Creates an operation named by `key` in `store`. A key that could not be built is reported when the operation is
+    /// run.
     pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
         let key = key.map(|key| key.shown(policy.key_display)).map_err(Box::new);
         let subject = Subject { store: store.handle(), key, policy, fingerprint: None };
@@ -106,7 +107,7 @@ impl Operation {
 }
 
 impl<R, P> Operation<R, P> {
-    /// The operation with the fingerprint of its payload: another payload under the same key is refused.
+    /// Adds the fingerprint of the payload: another payload under the same key is refused.
     pub fn fingerprint<F: Serialize + ?Sized>(mut self, payload: &F) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
             self.subject.fingerprint = Some(Fingerprint::of(payload));
@@ -114,7 +115,7 @@ impl<R, P> Operation<R, P> {
         self
     }
 
-    /// The same with a fingerprint that is made already.
+    /// Adds a fingerprint that is already computed.
     #[cfg(feature = "http")]
     pub(crate) fn fingerprinted(mut self, fingerprint: Result<Fingerprint, FingerprintError>) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
@@ -123,7 +124,7 @@ impl<R, P> Operation<R, P> {
         self
     }
 
-    /// The operation in another place.
+    /// Moves the operation to another place, and returns the place that it leaves.
     #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
     pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
         let Self { subject, recorder, place: left } = self;
@@ -137,17 +138,17 @@ impl<R, P> Operation<R, P> {
 }
 
 impl<C: Codec, P> Operation<RecordValues<C>, P> {
-    /// Records the result by another codec (default: [`Json`]).
+    /// Records the result with another codec (default: [`Json`]).
     pub fn codec<D: Codec>(self) -> Operation<RecordValues<D>, P> {
         self.recorded_by(RecordValues::new())
     }
 
-    /// Records errors, too, and replays them to duplicates (default: an error frees the key).
+    /// Records errors as well, and replays them to duplicates (default: an error frees the key).
     pub fn record_errors(self) -> Operation<RecordResults<C, ()>, P> {
         self.recorded_by(RecordResults::new(()))
     }
 
-    /// Records errors if `decide` says so.
+    /// Records an error if `decide` returns [`OnError::Record`].
     pub fn record_errors_if<E, F: Fn(&E) -> OnError>(self, decide: F) -> Operation<RecordResults<C, F>, P> {
         self.recorded_by(RecordResults::new(decide))
     }
@@ -157,17 +158,17 @@ impl<R> Operation<R> {
     /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate.
     ///
     /// # Errors
-    /// What `body` returned, or the [`Error`] that says why it has no result.
+    /// The error of `body`, or the [`Error`] that gives the reason why there is no result.
     ///
     /// # Panics
-    /// If `body` does; the key is then freed at once, or counts as interrupted under
-    /// [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of [`OnUndecodable`](crate::OnUndecodable) does; nothing changes
-    /// then.
+    /// If `body` panics; the key is then freed immediately, or counts as interrupted under
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of [`OnUndecodable`](crate::OnUndecodable) panics;
+    /// nothing changes then.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the body, drops its values and then frees the key, or counts as an interruption under
-    /// [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the future is
-    /// dropped.
+    /// Dropping the future cancels the body, drops its values and then frees the key, or counts as an interruption
+    /// under [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the
+    /// future is dropped.
     pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
     where
         R: Recorder<T, E>,

@@ -1,4 +1,4 @@
-//! How one call ended, without a change to its signature.
+//! Outcomes of deliveries, without a change to the signature of a handler.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -24,7 +24,7 @@ use crate::record::Traceparent;
 use crate::store::{Heartbeats, Store, Timer};
 use crate::sync::SharedOnce;
 
-/// Why a call did not run its body, or would not have run it.
+/// Reason why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -32,11 +32,11 @@ pub enum Refusal {
     Replay,
     /// Another attempt was running.
     InProgress,
-    /// The payload was another one.
+    /// The key was used with another payload.
     FingerprintMismatch,
     /// An earlier run had been interrupted.
     Interrupted,
-    /// As many attempts as are allowed had started.
+    /// As many attempts as `max_attempts` allows had started.
     AttemptsExhausted,
     /// The key was missing.
     MissingKey,
@@ -53,7 +53,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// `None` if the body had started.
+    /// Returns the refusal that `error` reports; `None` if the body had started.
     pub(crate) fn of(error: &Error) -> Option<Self> {
         match error {
             Error::InProgress { .. } => Some(Self::InProgress),
@@ -79,7 +79,7 @@ impl Refusal {
     }
 }
 
-/// How far a call came, and how it ended.
+/// Progress of a call up to its end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
     /// No call was made.
@@ -96,7 +96,7 @@ pub(crate) enum Progress {
     Replayed { is_ok: bool },
     /// The body did not run.
     Refused { refusal: Refusal, error: ErrorFacts },
-    /// The body started, and the record does not hold how it ended: the lease was lost, the time was out, or the store did
+    /// The body started, and the record does not hold its end: the lease was lost, the time was out, or the store did
     /// not answer.
     Unrecorded { error: ErrorFacts },
 }
@@ -112,21 +112,21 @@ pub(crate) enum Kept {
     Result,
 }
 
-/// The meaning of an [`Error`] for its call.
+/// Consequences of an [`Error`] for its call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,
     pub(crate) misconfigured: bool,
 }
 
-/// Whether the record of a call depends on a transaction of the user's.
+/// State of the transaction on which the record of a call depends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Commit {
     /// The record took effect when it was written, or its transaction is committed.
     Done,
     /// The transaction is open.
     Pending,
-    /// The transaction was not committed: what the call wrote is undone.
+    /// The transaction was not committed: the writes of the call are undone.
     RolledBack,
 }
 
@@ -140,11 +140,11 @@ pub(crate) struct ObservedCall {
     pub(crate) commit: Commit,
     pub(crate) attempt: Option<u32>,
     pub(crate) bypassed: Option<Refusal>,
-    /// When a delivery that made this call and failed is likely to get further, if that is known.
+    /// Time until a failed delivery that made this call is likely to get further, if known.
     pub(crate) again: Option<Duration>,
 }
 
-/// The pause before a message is delivered again of which nothing better is known.
+/// Pause before a message is delivered again if no better pause is known.
 const NOTHING_KNOWN: Duration = Duration::from_secs(1);
 
 impl ObservedCall {
@@ -160,11 +160,13 @@ impl ObservedCall {
         again: None,
     };
 
-    /// How the call stands, given that its transaction will be committed unless it was rolled back already.
+    /// Returns the standing of the call, given that its transaction will be committed unless it was rolled back
+    /// already.
     fn standing(&self, budget: Budget) -> Standing {
         match (self.commit, self.standing_once_committed()) {
             (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
-            // The fingerprints don't tell a payload of another type, which is a mistake of the deployment, from another payload.
+            // Fingerprints do not distinguish a payload of another type, which is a mistake of the deployment, from
+            // another payload.
             (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
                 Standing::MayPass(Some(deployment_pause(self.key.as_ref())))
             }
@@ -197,7 +199,7 @@ impl ObservedCall {
         }
     }
 
-    /// The disposition of the message of a delivery that made this call alone, and returned what the call returned.
+    /// Returns the disposition of a message whose delivery made only this call, and returned the result of the call.
     pub(super) fn disposition(&self) -> Disposition {
         match self.standing_once_committed() {
             Standing::Finished(error) => error.unwrap_or(Disposition::Ack),
@@ -206,7 +208,7 @@ impl ObservedCall {
         }
     }
 
-    /// Whether the call finished with an error, so that its delivery may return that error.
+    /// Returns whether the call finished with an error, so that its delivery may return that error.
     fn ends_with_final_error(&self) -> bool {
         matches!(self.standing_once_committed(), Standing::Finished(Some(_)))
     }
@@ -222,7 +224,8 @@ impl ObservedCall {
         matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
     }
 
-    /// Whether the effect may have happened although the record does not say so, given that the call goes no further.
+    /// Returns whether the effect may have happened although the record does not show it, given that the call goes no
+    /// further.
     pub(super) fn uncertain(&self) -> bool {
         match self.progress {
             Progress::Running
@@ -258,13 +261,13 @@ impl ObservedCall {
         stored && self.commit != Commit::RolledBack
     }
 
-    /// Whether the record takes effect only when a transaction of the user's is committed. A result that the call found is
+    /// Returns whether the record takes effect only when a transaction of the user is committed. A replayed result is
     /// committed, or the call of this transaction that recorded it is pending.
     fn is_pending(&self) -> bool {
         self.commit == Commit::Pending && self.executed()
     }
 
-    /// The transaction of the call is over. `of_transaction`: the record was written in it.
+    /// Applies the end of a transaction to the call. `of_transaction`: the record was written in that transaction.
     fn settle(&mut self, settled: Settled, of_transaction: bool) {
         if self.commit != Commit::Pending {
             return;
@@ -282,7 +285,7 @@ impl ObservedCall {
     }
 }
 
-/// How a transaction ended.
+/// End of a transaction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[cfg_attr(
     not(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
@@ -290,20 +293,20 @@ impl ObservedCall {
 )]
 pub(crate) enum Settled {
     Committed,
-    /// `failures_recorded`: the errors that its calls had recorded were recorded again, alone.
+    /// `failures_recorded`: the errors that its calls had recorded were recorded again, in another transaction.
     RolledBack {
         failures_recorded: bool,
     },
-    /// It could not begin, and may after this time.
+    /// The transaction could not begin, and may begin after this time.
     NotBegun {
         again: Duration,
     },
 }
 
-/// How a delivery ended; [`observe`] returns it.
+/// Outcome of a delivery; [`observe`] returns it.
 ///
-/// Its methods about a call are about the last one, and its [disposition](Outcome::disposition) of the message is about all
-/// of them.
+/// The methods about a call describe the last call, and the [disposition](Outcome::disposition) of the message is about
+/// all calls.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
     call: ObservedCall,
@@ -315,37 +318,37 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// The key of the operation, where there is one.
+    /// Returns the key of the operation, if there is one.
     pub fn key(&self) -> Option<&Key> {
         self.call.key.as_ref()
     }
 
-    /// Whether an idempotent function was called at all. A call in a spawned task is not observed here.
+    /// Returns whether an idempotent function was called. A call in a spawned task is not observed here.
     pub fn observed(&self) -> bool {
         self.call.progress != Progress::None
     }
 
-    /// Whether this call ran the body: to its end, or until it was cancelled.
+    /// Returns whether this call ran the body: to its end, or until it was cancelled.
     pub fn executed(&self) -> bool {
         self.call.executed()
     }
 
-    /// Whether the call was dropped before it returned, for example by a time-out around it.
+    /// Returns whether the call was dropped before it returned, for example by a time-out around it.
     pub fn cancelled(&self) -> bool {
         self.call.cancelled()
     }
 
-    /// Whether this call returned a recorded result without running the body.
+    /// Returns whether this call returned a recorded result without running the body.
     pub fn replayed(&self) -> bool {
         matches!(self.call.progress, Progress::Replayed { .. })
     }
 
-    /// Whether this call waited for another attempt.
+    /// Returns whether this call waited for another attempt.
     pub fn waited(&self) -> bool {
         self.call.waited
     }
 
-    /// Whether this call took over from an attempt whose lease had lapsed.
+    /// Returns whether this call took over from an attempt whose lease had lapsed.
     pub fn took_over(&self) -> bool {
         self.call.takeover
     }
@@ -357,8 +360,8 @@ impl Outcome {
         self.call.recorded() && !self.depends_on_commit()
     }
 
-    /// Whether duplicates can replay the result: false where it was too large or could not be encoded, although the
-    /// completion is [recorded](Outcome::recorded).
+    /// Returns whether duplicates can replay the result. False if the result was too large or could not be encoded,
+    /// although the completion is [recorded](Outcome::recorded).
     pub fn result_stored(&self) -> bool {
         self.call.result_stored() && !self.depends_on_commit()
     }
@@ -368,37 +371,37 @@ impl Outcome {
         self.pending_commit && self.call.commit == Commit::Pending
     }
 
-    /// Whether the effect of any call may have happened although the record does not say so: the lease was lost, the result
-    /// is not recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
+    /// Returns whether the effect of any call may have happened although the record does not show it: the lease was
+    /// lost, the result is not recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
     pub fn uncertain(&self) -> bool {
         self.uncertain
     }
 
-    /// Whether a mistake of the deployment, and not of the message, kept the body from running.
+    /// Returns whether a mistake of the deployment, and not of the message, kept the body from running.
     pub fn misconfigured(&self) -> bool {
         self.call.misconfigured()
     }
 
-    /// Whether a call ran its body in a transaction of the user's, so that its record takes effect only when that is committed.
-    /// Until [`committed`](Outcome::committed) says that it is, the message is to be delivered again. `transact` says it; a
-    /// replay is not pending.
+    /// Returns whether a call ran its body in a transaction of the user, so that its record takes effect only at the
+    /// commit. Until [`committed`](Outcome::committed) notes the commit, the message is to be delivered again.
+    /// `transact` notes the commit; a replay is not pending.
     pub fn is_pending_commit(&self) -> bool {
         self.pending_commit
     }
 
-    /// The outcome once the transaction is committed.
+    /// Marks the transaction of the delivery as committed. Call this after the commit has succeeded.
     #[must_use]
     pub fn committed(mut self) -> Self {
         self.call.settle(Settled::Committed, true);
         Self { pending_commit: false, ..self }
     }
 
-    /// The number of the attempt that ran under a reservation or is replayed.
+    /// Returns the number of the attempt that ran under a reservation or is replayed.
     pub fn attempt(&self) -> Option<u32> {
         self.call.attempt
     }
 
-    /// Why the call returned an [`Error`] instead of running its body.
+    /// Returns the reason why the call returned an [`Error`] instead of running its body.
     pub fn refusal(&self) -> Option<Refusal> {
         match self.call.progress {
             Progress::Refused { refusal, .. } => Some(refusal),
@@ -406,14 +409,16 @@ impl Outcome {
         }
     }
 
-    /// Under [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`: why the body, which did run, would not have.
+    /// Returns the reason why the body would not have run, for a body that did run under
+    /// [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`.
     pub fn bypassed(&self) -> Option<Refusal> {
         self.call.bypassed
     }
 
-    /// What to do with the message.
+    /// Returns the action for the message.
     ///
-    /// `DeadLetter` may come with a delivery that returned `Ok`: a call was refused for good, and the handler swallowed that.
+    /// `DeadLetter` may come with a delivery that returned `Ok`: a call was refused permanently, and the handler
+    /// swallowed that error.
     pub fn disposition(&self) -> Disposition {
         match self.disposition {
             Disposition::Ack if self.pending_commit => {
@@ -428,10 +433,10 @@ impl Outcome {
         }
     }
 
-    /// The outcome of a delivery that made `calls` and returned `returned`.
+    /// Computes the outcome of a delivery that made `calls` and returned `returned`.
     fn of_delivery(mut calls: Vec<ObservedCall>, returned: Returned, budget: Budget) -> Self {
-        // Without those of a transaction's earlier try, which the next one did not make. A transaction that could not begin
-        // stays: it may begin later.
+        // Leaves out the calls of a transaction's earlier try, which the next try did not make. A transaction that
+        // could not begin stays: it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
         if calls.iter().any(|call| call.key.is_some()) {
             unreached_calls().store_answered();
@@ -475,14 +480,14 @@ impl Outcome {
         Self { call, disposition, uncommitted, pending_commit, uncertain }
     }
 
-    /// The outcome of a delivery that did not begin, and may begin `after` that time.
+    /// Returns the outcome of a delivery that did not begin, and may begin `after` that time.
     pub(crate) fn not_begun(after: Option<Duration>) -> Self {
         let disposition = budget().retry(None, after, None);
         let (call, uncommitted) = (ObservedCall::NEW, disposition);
         Self { call, disposition, uncommitted, pending_commit: false, uncertain: false }
     }
 
-    /// When the message is delivered again.
+    /// Returns the time until the message is delivered again.
     pub(super) fn retry_after(&self) -> Duration {
         match self.disposition {
             Disposition::Retry { after } => after,
@@ -526,9 +531,9 @@ fn log_last_delivery(call: &ObservedCall, why: SetAside) {
 }
 
 impl Budget {
-    /// The disposition of a message that is to be delivered again. After the last delivery it is set aside, as some brokers forget
-    /// it then. Before, it comes again after `after`, if that is known. Otherwise the time grows with
-    /// the deliveries, where they are counted, and is not shorter than `again`.
+    /// Returns the disposition of a message that is to be delivered again. After its last delivery the message is set
+    /// aside, because some brokers then delete it. Before that, it is delivered again after `after`, if known.
+    /// Otherwise the time grows with the number of deliveries, if they are counted, and is at least `again`.
     fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
         match self.is_last() {
             true => Disposition::DeadLetter,
@@ -536,7 +541,7 @@ impl Budget {
         }
     }
 
-    /// The pause before a message is delivered again of which nothing better is known than `again`.
+    /// Returns the pause before a message is delivered again if only `again` is known.
     fn pause(self, again: Option<Duration>, key: Option<&Key>) -> Duration {
         let (seed, again) = match key {
             Some(key) => (key.spread(), again),
@@ -569,38 +574,38 @@ pub(crate) fn unreached() -> Duration {
 /// The place of an observed call among the calls of its delivery.
 pub(crate) type Seat = Option<usize>;
 
-/// What is known of a delivery, and what its calls may know of it.
+/// State of an observed delivery, including the parts that its calls may read.
 #[derive(Default)]
 pub(crate) struct Observer {
     calls: Vec<ObservedCall>,
-    /// The seats of these calls in the observation around this one.
+    /// Seats of these calls in the enclosing observation.
     outside: Vec<Seat>,
-    /// Whether a call has changed since that one was told.
+    /// True if a call has changed since the enclosing observation got the calls.
     changed: bool,
-    /// Whether a call has finished with an error in the poll that is under way, or was the last.
+    /// True if a call has finished with an error in the current poll, or in the last poll.
     final_error: bool,
     pub(super) budget: Budget,
     timer: TimerSlot,
-    /// The batch that the delivery is one of, and its place there.
+    /// Batch of the delivery, and the position in that batch.
     pub(super) turns: Option<(Turns, usize)>,
-    /// For how long the broker may deliver the message again, where that is known; `Duration::MAX` is for ever.
+    /// Time for which the broker may deliver the message again, if known; `Duration::MAX` means forever.
     redelivered_for: Option<Duration>,
-    /// The messages that the broker wants handled in order with this one.
+    /// Group of messages that the broker wants handled in order.
     pub(super) group: Option<Box<str>>,
-    /// What the message is called, for spans.
+    /// Names of the message, for spans and records.
     message: Option<Arc<Message>>,
 }
 
-/// What OpenTelemetry wants to know of a message.
+/// Attributes of a message in the terms of OpenTelemetry.
 #[derive(Clone, Default)]
 struct Message {
-    /// Its system, its destination and its id.
+    /// System, destination and id of the message.
     called: Option<(&'static str, String, String)>,
-    /// The trace that it is a part of.
+    /// Trace that the message is a part of.
     traceparent: Option<Traceparent>,
 }
 
-/// The timer of the first call, where a delivery has a use for it.
+/// Timer of the first call, if the delivery needs one.
 #[derive(Clone, Debug, Default)]
 pub enum TimerSlot {
     #[default]
@@ -610,7 +615,7 @@ pub enum TimerSlot {
 }
 
 impl Observer {
-    /// Notes how far a call has come.
+    /// Notes the progress of a call.
     fn note(&mut self, seat: &mut Seat, call: ObservedCall) {
         self.changed = true;
         self.final_error |= call.ends_with_final_error();
@@ -618,7 +623,7 @@ impl Observer {
             Some(known) => *known = call,
             None => {
                 *seat = Some(self.calls.len());
-                // Most deliveries make one call; a vector that grows by itself takes room for four.
+                // Most deliveries make one call; a vector that grows on its own reserves room for four.
                 if self.calls.is_empty() {
                     self.calls.reserve_exact(1);
                 }
@@ -627,8 +632,9 @@ impl Observer {
         }
     }
 
-    /// Tells the observation around this one, which is the current one again, how far the calls have come. It knows of
-    /// each as soon as that has begun, so that none is forgotten if this observation is dropped.
+    /// Reports the progress of the calls to the enclosing observation, which is the current one again. The enclosing
+    /// observation gets each call as soon as that call has begun, so that no call is lost if this observation is
+    /// dropped.
     fn tell_outside(&mut self) {
         if !std::mem::take(&mut self.changed) {
             return;
@@ -646,7 +652,8 @@ impl Observer {
         });
     }
 
-    /// The key of the last call, its attempt, and when the message is delivered again of a delivery that comes no further.
+    /// Returns the key of the last call, its attempt, and the time until the next delivery, for a delivery that gets no
+    /// further.
     fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
         let Some(Self { calls, budget, .. }) = observer else {
             return (None, None, Budget::default().pause(None, None));
@@ -657,7 +664,8 @@ impl Observer {
         (key, last.and_then(|call| call.attempt), pause)
     }
 
-    /// Takes over what an observation around this one says of the message. Returns whether that one waits for a timer.
+    /// Takes over the settings of the message from the enclosing observation. Returns whether that observation waits
+    /// for a timer.
     fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
         let wanted_outside = OBSERVER.with_borrow(|outer| {
             let Some(outer) = outer else { return false };
@@ -679,11 +687,11 @@ impl Observer {
 }
 
 thread_local! {
-    /// The reports of the engine, while the future of an [`observe`] is being polled.
+    /// The observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
 }
 
-/// Collects the outcomes of calls on this thread until it is dropped.
+/// Collects the outcomes of calls on this thread, until the guard is dropped.
 pub(crate) struct Observation<'a> {
     observer: &'a mut Option<Observer>,
 }
@@ -714,7 +722,7 @@ fn swap(other: &mut Option<Observer>) {
     });
 }
 
-/// Reports how far a call has come, or how it ended, to the `observe` around it.
+/// Reports the progress of a call, or its end, to the enclosing `observe`.
 pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     OBSERVER.with_borrow_mut(|observer| {
         let Some(observer) = observer else { return };
@@ -722,7 +730,7 @@ pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     });
 }
 
-/// Notes when a delivery is likely to get further that ends without another report of its call.
+/// Notes the time until the next delivery, for a delivery that ends without another report of its call.
 pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
     OBSERVER.with_borrow_mut(|observer| {
         let calls = observer.as_mut().map(|observer| &mut observer.calls);
@@ -734,8 +742,8 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
     });
 }
 
-/// The transaction of this delivery begins, for the first time or once more. Until it is settled, the delivery counts as cut
-/// off, and what an earlier try of the transaction called is forgotten.
+/// Notes that the transaction of this delivery begins, for the first time or again. Until the transaction is settled,
+/// the delivery counts as cut off, and the calls of an earlier try are forgotten.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unsettled() {
     OBSERVER.with_borrow_mut(|observer| {
@@ -745,7 +753,7 @@ pub(crate) fn unsettled() {
     });
 }
 
-/// The transaction of this delivery is over, or could not begin.
+/// Notes that the transaction of this delivery is over, or could not begin.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn settle(settled: Settled) {
     OBSERVER.with_borrow_mut(|observer| {
@@ -771,7 +779,8 @@ pub(crate) fn settle(settled: Settled) {
     });
 }
 
-/// A call on `store` begins. Returns how its message is delivered, and its batch if it is one of many.
+/// Notes that a call on `store` begins, whose timer the delivery may need. Returns the delivery's batch and its index
+/// there, if it is one of a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     OBSERVER.with_borrow_mut(|observer| {
         let observer = observer.as_mut()?;
@@ -786,17 +795,18 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
     })
 }
 
-/// How often the message of the present call has been delivered, and may be.
+/// Returns the delivery count and the delivery limit of the current call's message.
 pub(super) fn budget() -> Budget {
     OBSERVER.with_borrow(|observer| observer.as_ref().map(|observer| observer.budget).unwrap_or_default())
 }
 
-/// For how long the broker may deliver the message of the present call again, where that is known; `Duration::MAX` is for ever.
+/// Returns the time for which the broker may deliver the current call's message again, if known; `Duration::MAX` means
+/// forever.
 pub(super) fn redelivered_for() -> Option<Duration> {
     OBSERVER.with_borrow(|observer| observer.as_ref().and_then(|observer| observer.redelivered_for))
 }
 
-/// Writes into the span of a call which message it handles, where that is known.
+/// Writes the names of the current call's message into the span of the call, if known.
 pub(super) fn describe_message(span: &Span) {
     OBSERVER.with_borrow(|observer| {
         let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
@@ -808,27 +818,28 @@ pub(super) fn describe_message(span: &Span) {
     });
 }
 
-/// The trace that the message of the present call is a part of, where that is known.
+/// Returns the trace that the current call's message is a part of, if known.
 pub(super) fn traceparent() -> Option<Traceparent> {
     OBSERVER.with_borrow(|observer| observer.as_ref()?.message.as_ref()?.traceparent)
 }
 
-/// Runs `future`, which handles one delivery, and returns how it ended.
+/// Runs `future`, which handles one delivery, and returns its result and its [`Outcome`].
 ///
-/// The [`Outcome`] describes the last idempotent call in it; its [disposition](Outcome::disposition) is about the set of all
-/// calls that began, whatever their order:
+/// The [`Outcome`] describes the last idempotent call of the delivery. The [disposition](Outcome::disposition) depends
+/// on the set of all calls that began, not on their order:
 ///
-/// - A delivery that returns an error is never acknowledged, whatever its calls said: an error after a successful call, such
-///   as a commit that was refused, means that the message has to come again.
-/// - A delivery that returns `Ok` is acknowledged if nothing is left to do for any of its calls. A call whose error was
-///   swallowed is delivered again; if no delivery can change that error, the message is set aside, although the delivery
-///   returned `Ok`. A recorded error that was swallowed leaves nothing to do.
-/// - A recorded error that the delivery returns sets its message aside. The delivery returns it if it ends in the same poll
-///   as the call; an error of a later poll is another one, and its message is delivered again.
-/// - A call that was dropped before it returned, for example by a time-out around it, is delivered again. So is one in a
-///   nested `observe`, `observe_all` or `transact`.
-/// - If no idempotent function was reached, the message is delivered again, and a warning says so. A call in a spawned task is
-///   observed there: `tokio::spawn(observe(…))`.
+/// - A delivery that returns an error is never acknowledged, even if all of its calls succeeded: an error after a
+///   successful call, such as a refused commit, means that the message has to come again.
+/// - A delivery that returns `Ok` is acknowledged if nothing is left to do for any of its calls. If the delivery
+///   swallowed the error of a call, the message is delivered again. If no delivery can change that error, the message
+///   is set aside, although the delivery returned `Ok`. A recorded error that was swallowed leaves nothing to do.
+/// - If the delivery returns a recorded error, the message is set aside. The delivery counts as returning that error if
+///   the delivery ends in the same poll as the call. An error of a later poll is a different error, and its message is
+///   delivered again.
+/// - If a call was dropped before it returned, for example by a time-out around it, the message is delivered again. The
+///   same applies to a call in a nested `observe`, `observe_all` or `transact`.
+/// - If no idempotent function was reached, the message is delivered again, and the library logs a warning. A call in a
+///   spawned task is observed there: `tokio::spawn(observe(…))`.
 ///
 /// Calls inside the body of an idempotent function are not reported: the function itself is.
 ///
@@ -891,9 +902,9 @@ impl<F: Future> Observe<F> {
 }
 
 impl<F: Future, B> Observe<F, B> {
-    /// What the message is called, for the spans of its calls: the broker as OpenTelemetry calls it (`kafka`, `rabbitmq`,
-    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. They are the attributes `messaging.system`,
-    /// `messaging.destination.name` and `messaging.message.id`.
+    /// Names the message in the spans of its calls: the broker in the terms of OpenTelemetry (`kafka`, `rabbitmq`,
+    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. They become the attributes
+    /// `messaging.system`, `messaging.destination.name` and `messaging.message.id`.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -911,8 +922,9 @@ impl<F: Future, B> Observe<F, B> {
         self.map_message(|message| message.called = Some(called))
     }
 
-    /// The trace that the message is a part of, as its header `traceparent` has it. The record keeps it, so that the span of a
-    /// replay names the trace of the run that made the result (`idem.original_trace`). The HTTP layer does this by itself.
+    /// Sets the trace that the message is a part of, from its header `traceparent`. The record keeps the trace, so that
+    /// the span of a replay names the trace of the run that made the result (`idem.original_trace`). The HTTP layer
+    /// sets the trace automatically.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -932,10 +944,10 @@ impl<F: Future, B> Observe<F, B> {
         }
     }
 
-    /// The group in which the broker wants the message handled in order: the `MessageGroupId` of a FIFO queue of SQS, the partition
-    /// of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the deliveries of one group run one after the
-    /// other, in their order, and none begins after one that is not acknowledged: it ends with [`Error::HeldBack`]. Elsewhere it means
-    /// nothing.
+    /// Sets the group in which the broker wants the message handled in order: the `MessageGroupId` of a FIFO queue of
+    /// SQS, the partition of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the
+    /// deliveries of one group run one after the other, in their order. A delivery after one that is not acknowledged
+    /// does not begin: it ends with [`Error::HeldBack`]. Outside of `observe_all` the group has no effect.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
@@ -957,12 +969,12 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
     }
 
-    /// Notes for how long the broker may deliver the message again; `None` is for ever.
+    /// Sets the time for which the broker may deliver the message again; `None` means forever.
     pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
         self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
     }
 
-    /// Takes the group of the delivery out of it.
+    /// Takes the group out of the delivery.
     pub(super) fn take_group(&mut self) -> Option<Box<str>> {
         self.observer.as_mut().and_then(|observer| observer.group.take())
     }
@@ -1018,7 +1030,7 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
         polled
     }
 
-    /// How the delivery with this `output` ended.
+    /// Ends the delivery, and returns its `output` with its outcome.
     fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome, Observer) {
         let this = self.project();
         this.beat.stop();
@@ -1037,8 +1049,8 @@ where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
 {
-    /// Turns a panic of the delivery into [`Error::Panicked`], so that it ends this delivery and not the consumer. The
-    /// delivery is dropped first: its keys are freed, or count as interrupted under `on_crash = fail`.
+    /// Turns a panic of the delivery into [`Error::Panicked`], so that the panic ends this delivery and not the
+    /// consumer. The delivery is dropped first: its keys are freed, or count as interrupted under `on_crash = fail`.
     ///
     /// ```
     /// # use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
@@ -1099,7 +1111,8 @@ where
     E: From<Error>,
     B: Beats<Result<T, E>>,
 {
-    /// Drops the delivery, which ends with an error of its last call: of its key, its attempt, and a time for the next delivery.
+    /// Drops the delivery. It ends with an error that is made of the key of its last call, the attempt, and the time
+    /// until the next delivery.
     fn cut_off(
         mut self: Pin<&mut Self>,
         error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
@@ -1107,7 +1120,7 @@ where
         let mut this = self.as_mut().project();
         this.future.set(None);
         if let Some(observer) = this.observer {
-            // The delivery ends by this, and not by the error of a call.
+            // The delivery ends for this reason, and not by the error of a call.
             observer.final_error = false;
         }
         let (key, attempt, retry_after) = Observer::last(this.observer.as_ref());

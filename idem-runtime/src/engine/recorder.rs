@@ -1,4 +1,4 @@
-//! Which results are recorded, and in what form.
+//! Recording and replay of results: the choice of what is recorded, and its form.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,31 +13,31 @@ use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, RoundTripE
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Release, State, StoredResult};
 
-/// How the results of a handler are kept and replayed.
+/// Records and replays the results of a handler.
 pub trait Recorder<T, E> {
-    /// How an attempt that returned `result` ends.
+    /// Returns the ending of an attempt whose body returned `result`.
     fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
 
-    /// The result in a finished record. `on_undecodable` decides about one that can't be decoded.
+    /// Returns the result in a finished record. `on_undecodable` decides about a result that can't be decoded.
     ///
     /// # Errors
-    /// [`ResultProblem`] says why there is none.
+    /// [`ResultProblem`], the reason why there is no result.
     ///
     /// # Panics
-    /// If the function in `on_undecodable` does.
+    /// If the function in `on_undecodable` panics.
     fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>;
 
-    /// Checks that a duplicate gets the same `result`, which was recorded.
+    /// Checks that a duplicate gets a result equal to `result`, which was recorded.
     ///
     /// # Errors
-    /// [`RoundTripError`] says how the duplicate's result differs.
+    /// [`RoundTripError`], the difference between the two results.
     fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError>;
 }
 
-/// Values are recorded; an error frees the key (`on_error = release`).
+/// Records values; an error frees the key (`on_error = release`).
 pub struct RecordValues<C>(PhantomData<fn() -> C>);
 
-/// Values are recorded, and errors as the [`ErrorRule`] `F` says (`on_error = record`).
+/// Records values, and records errors as the [`ErrorRule`] `F` decides (`on_error = record`).
 pub struct RecordResults<C, F> {
     on_error: F,
     codec: PhantomData<fn() -> C>,
@@ -69,7 +69,7 @@ impl<C, F> fmt::Debug for RecordResults<C, F> {
 
 /// Decides whether an error is recorded.
 pub trait ErrorRule<E> {
-    /// The decision for `error`.
+    /// Returns the decision for `error`.
     fn decide(&self, error: &E) -> OnError;
 }
 
@@ -171,10 +171,10 @@ fn read<C: Codec, V: DeserializeOwned>(
     }
 }
 
-/// The result in a finished record of a handler whose errors are recorded.
+/// Returns the result in a finished record of a handler whose errors are recorded.
 ///
 /// # Errors
-/// [`ResultProblem`] says why there is none.
+/// [`ResultProblem`], the reason why there is no result.
 #[cfg(feature = "conformance")]
 pub fn replay<T, E>(state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>
 where
@@ -186,14 +186,14 @@ where
 
 // The rest is independent of the handler's types, so it is compiled once.
 
-/// The bytes of a stored result, if there are any.
+/// Returns the bytes of a stored result, if there are any.
 pub(crate) fn encoded(payload: &StoredResult) -> Result<(CodecName, &Bytes), ResultProblem> {
     match payload {
         StoredResult::Encoded { codec, bytes } => Ok((*codec, bytes)),
         StoredResult::TooLarge { size } => Err(ResultProblem::TooLarge { size: *size }),
         StoredResult::Unencodable => Err(ResultProblem::Unencodable),
         StoredResult::Unreadable { reason } => Err(ResultProblem::Unreadable { reason: Arc::clone(reason) }),
-        // No reservation is answered with the record of a list.
+        // Only lists leave results out, and no reservation is answered with a record of a list.
         StoredResult::LeftOut { .. } => Err(ResultProblem::Unreadable { reason: "it was left out".into() }),
     }
 }

@@ -1,5 +1,5 @@
-//! What is seen of a call from outside: its span, its events, its numbers. The one place that writes them, so that the
-//! attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower all have the same.
+//! The telemetry of a call: its span, its events, its numbers. Only this module writes them, so that they are the same
+//! for the attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,41 +17,43 @@ use crate::metrics::{CallOutcome, DispositionLabel, DoubtLabel, ScopeCells};
 use crate::policy::{Doubt, Mode};
 use crate::store::{Store, StoreErrorKind};
 
-/// No body runs.
+/// Value of `body_began` while no body runs.
 const NO_BODY: u64 = u64::MAX;
 
-/// The span and the numbers of one call. Dropped before the call is over, it tells so.
+/// The span and the numbers of one call. A drop before the end of the call is recorded as a cancellation or a panic.
 pub(super) struct Telemetry {
-    /// Boxed, and only if somebody listens: every call would carry its size inline.
+    /// Boxed, and only if a subscriber listens: every call would carry its size inline.
     pub(super) span: Option<Box<Span>>,
     pub(super) facts: Facts,
 }
 
-/// What is known of the call so far.
+/// Facts about the call so far.
 pub(super) struct Facts {
     /// `None` once the call is over.
     cells: Option<Arc<ScopeCells>>,
-    /// Whether the call was polled. One that never was has not happened.
+    /// True once the call was polled. A call that was never polled has not happened.
     begun: bool,
-    /// Since when the body runs: nanoseconds since the origin of the clock, or [`NO_BODY`].
+    /// Start of the body: nanoseconds since the origin of the clock, or [`NO_BODY`].
     body_began: u64,
-    /// Whether the body is being polled; a panic leaves it so.
+    /// True while the body is being polled, and after a panic of that poll.
     pub(super) polling: bool,
-    /// How the call ends, if an error or the mode says so.
+    /// Outcome of the call, if an error or the mode decides it.
     outcome: Option<CallOutcome>,
 }
 
 impl Telemetry {
-    /// The telemetry of a call. Its span belongs into the one that is current where the call is made: the attribute makes it when
-    /// its function is first polled.
+    /// Creates the telemetry of a call. The parent of its span is the span that is current where the call is made: the
+    /// attribute makes the call when its function is first polled.
     pub(super) fn new(subject: &Subject) -> Self {
         let Subject { store, key, policy, fingerprint } = subject;
+        // A call without a valid key still counts for its scope.
         let (scope, key) = match key {
             Ok(key) => (key.scope(), Some(key)),
             Err(error) => (error.scope.as_str(), None),
         };
         let name = store.name();
         let cells = store.heartbeats().metrics_here(name).scope(scope);
+        // Fields that are empty here are recorded once they are known.
         let span = tracing::info_span!(
             "idempotent",
             otel.name = %format_args!("idempotent {scope}"),
@@ -80,6 +82,7 @@ impl Telemetry {
         if let Some(span) = &span {
             outcome::describe_message(span);
         }
+        // Shadow mode compares the keys of equal payloads, to find keys that are too fine.
         if let (Some(key), Some(Ok(fingerprint)), Mode::Shadow) = (key, fingerprint, policy.current_mode()) {
             cells.payload_under_key(fingerprint.seed(), key.seed());
         }
@@ -89,14 +92,14 @@ impl Telemetry {
 }
 
 impl Facts {
-    /// The call is polled for the first time.
+    /// Notes that the call is polled for the first time.
     pub(super) fn begins(&mut self) {
         self.begun = true;
     }
 
-    /// The call has waited for another attempt.
+    /// Notes that the call has waited for another attempt.
     pub(super) fn waited(&self, span: Option<&Span>, waited: Duration) {
-        // One that waited for an item of its own batch alone has not met a running attempt.
+        // A wait only for an item of the own batch is zero, and is not a wait for a running attempt.
         if let Some(cells) = self.cells.as_ref().filter(|_| !waited.is_zero()) {
             cells.waited(waited);
         }
@@ -105,7 +108,7 @@ impl Facts {
         }
     }
 
-    /// The key is reserved for this attempt.
+    /// Notes that the key is reserved for this attempt.
     pub(super) fn reserved(&self, span: Option<&Span>, attempt: u32, takeover: bool) {
         if takeover && let Some(cells) = &self.cells {
             cells.took_over();
@@ -116,7 +119,7 @@ impl Facts {
         }
     }
 
-    /// The body runs without a reservation.
+    /// Notes that the body runs without a reservation.
     pub(super) fn unprotected(&mut self, mode: Mode, bypassed: Option<Refusal>) {
         if bypassed == Some(Refusal::FingerprintMismatch)
             && let Some(cells) = &self.cells
@@ -130,13 +133,13 @@ impl Facts {
         });
     }
 
-    /// The body is about to be polled for the first time: at `now`, if that is known.
+    /// Notes that the body is about to be polled for the first time: at `now`, if known.
     pub(super) fn body_begins(&mut self, now: Option<Instant>) {
         let now = now.or_else(|| self.cells.as_ref().map(|cells| cells.now()));
         self.body_began = now.map_or(NO_BODY, nanos);
     }
 
-    /// The body has returned or is given up; `lease` is that of its reservation.
+    /// Notes that the body has returned or is given up; `lease` is the lease of its reservation.
     pub(super) fn body_ended(&mut self, lease: Option<Duration>) {
         let began = std::mem::replace(&mut self.body_began, NO_BODY);
         if let Some(cells) = self.cells.as_ref().filter(|_| began != NO_BODY) {
@@ -144,7 +147,7 @@ impl Facts {
         }
     }
 
-    /// The attempt has ended, and this is what its record holds.
+    /// Notes that the attempt has ended, and the content of its record.
     pub(super) fn recorded(&self, is_ok: bool, attempt: Option<u32>, content: RecordContent) {
         let (Some(cells), Some(attempt), true) = (&self.cells, attempt, is_ok) else { return };
         match content {
@@ -154,7 +157,7 @@ impl Facts {
         }
     }
 
-    /// The call returns a recorded result.
+    /// Notes that the call returns a recorded result.
     pub(super) fn replayed(&mut self, span: Option<&Span>, replay: &Replay, waited: bool) {
         let Replay { key, store, record, age, ttl, .. } = replay;
         if let (Some(cells), Some(age)) = (&self.cells, *age) {
@@ -174,7 +177,7 @@ impl Facts {
         tracing::debug!(%key, store, attempt = record.attempt, "a duplicate: the recorded result is returned");
     }
 
-    /// The call returns `error` in the place of a result.
+    /// Notes that the call returns `error` in the place of a result.
     pub(super) fn refused(&mut self, span: Option<&Span>, error: &Error) {
         let outcome = outcome_of(error);
         self.outcome = Some(outcome);
@@ -189,7 +192,7 @@ impl Facts {
         tell(error);
     }
 
-    /// The call has returned.
+    /// Notes that the call has returned.
     pub(super) fn over(&mut self, span: Option<&Span>, seen: &ObservedCall) {
         let Some(cells) = self.cells.take() else { return };
         let disposed = seen.disposition();
@@ -266,8 +269,8 @@ fn outcome_of(error: &Error) -> CallOutcome {
     }
 }
 
-/// The event of an error, as loud as what somebody has to do about it. An error of the store is told with all others of the
-/// outage, and that of a lost lease or a time limit where it is noticed.
+/// Logs an error, at a level that matches the need for an operator. An error of the store is logged once for the whole
+/// outage, and a lost lease or a time limit is logged where it is noticed.
 fn tell(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
@@ -303,6 +306,7 @@ fn tell(error: &Error) {
         Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
             tracing::warn!(%error, "the call can't be protected; the body did not run");
         }
+        // Logged where they are noticed.
         Error::NoAttempt
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }
